@@ -1,0 +1,40 @@
+# Checkmate. `make demo` and `make test` do all of their own set-up.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-switch test test-all lint ptf p4 bench clean
+PYTHON := .venv/bin/python
+TARGET ?= softswitch
+
+help: ## This list
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
+
+setup: ## Virtual environment; Debian packages when root
+	@tools/setup.sh
+
+demo: demo-switch ## The switch, end to end: a lab, a job, verified shadow streams
+
+demo-switch: setup
+	@$(PYTHON) -m topologies.demo --target $(TARGET)
+
+test: setup ## Lint and quick tests, under 10 minutes
+	@$(PYTHON) -m pytest -m "not slow"
+
+test-all: setup ## Everything: each lab on each target
+	@$(PYTHON) -m pytest
+
+lint: setup ## ruff, mypy --strict, import-linter
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports --config setup.cfg
+
+ptf: setup ## Packet tests; TARGET=softswitch (default) or bmv2
+	@$(PYTHON) -m ptf_tests --target $(TARGET)
+
+p4: setup ## Compile the data plane with p4c
+	@$(PYTHON) -m p4src.compile
+
+bench: setup ## The README's figures
+	@$(PYTHON) -m benchmarks
+
+clean: ## Remove what set-up and runs made here
+	rm -rf .venv build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

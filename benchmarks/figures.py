@@ -1,0 +1,91 @@
+"""A measured figure, with its spread, aim and floor; and the tables that the README shows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the README: `samples` of one run, all in `unit`.
+
+    `floor` is what it must reach and `aim` what it should; `smaller` says which way is better.
+    Without a floor it is a report.
+    """
+
+    name: str
+    samples: tuple[float, ...]
+    unit: str
+    aim: float | None = None
+    floor: float | None = None
+    smaller: bool = False
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the floor is reached; `None` for a report."""
+        if self.floor is None:
+            return None
+        return self.median <= self.floor if self.smaller else self.median >= self.floor
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A figure that can't be measured here, and why."""
+
+    name: str
+    reason: str
+
+
+Result = Figure | Skipped
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
+    """Pair by pair, so that a machine that drifts doesn't decide."""
+    return tuple(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def number(value: float, unit: str = "") -> str:
+    """Three significant digits; large counts in full."""
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{text} {unit}".strip()
+
+
+def row(result: Result) -> tuple[str, str, str, str]:
+    """Name, value with spread, aim and floor, verdict."""
+    if isinstance(result, Skipped):
+        return result.name, f"not measured: {result.reason}", "", "skipped"
+    value = number(result.median, result.unit)
+    if len(result.samples) > 1:
+        value += f" ({number(min(result.samples))} to {number(max(result.samples))}, n={len(result.samples)})"
+    goal = ""
+    if result.floor is not None:
+        aim = number(result.aim if result.aim is not None else result.floor)
+        goal = f"{aim} (floor {number(result.floor)})"
+    verdict = {None: "", True: "reached", False: "below its floor"}[result.holds]
+    return result.name + (f"; {result.note}" if result.note else ""), value, goal, verdict
+
+
+def table(title: str, results: Sequence[Result]) -> Table:
+    """For a terminal."""
+    made = Table(title=title, title_justify="left")
+    for column in ("figure", "median (spread)", "aim", ""):
+        made.add_column(column)
+    for result in results:
+        made.add_row(*row(result))
+    return made
+
+
+def markdown(title: str, results: Sequence[Result]) -> str:
+    """For the README."""
+    lines = [f"**{title}**", "", "| figure | median (spread) | aim | |", "| --- | --- | --- | --- |"]
+    lines += ["| " + " | ".join(row(result)) + " |" for result in results]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Checkmate: checkpoints of data-parallel training, never older than one iteration."""

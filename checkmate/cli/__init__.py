@@ -1,0 +1,1 @@
+"""The `checkmate` command line."""

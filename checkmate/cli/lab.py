@@ -1,0 +1,117 @@
+"""`checkmate lab`: a topology with its switches in network namespaces of this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from checkmate.cli.common import AsJson, err, out, says_errors
+from topologies import describe, loss, picture, state
+from topologies import lab as labs
+from topologies.demo import perform
+from topologies.job_files import TARGETS, target_of
+from topologies.signals import unwinding
+from topologies.steps import Steps
+from topologies.traffic import Load
+
+app = typer.Typer(
+    help="Labs: hosts, links and switches in network namespaces of this machine. Needs root.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Topology = Annotated[
+    str,
+    typer.Argument(help=f"{', '.join(describe.names())}, or the path of a .yaml file.", show_default=False),
+]
+Switches = Annotated[str, typer.Option("--target", help=f"Which switch: {' or '.join(TARGETS)}.")]
+Name = Annotated[
+    str | None, typer.Option("--name", help="The lab's name.", show_default="the topology's name")
+]
+Mtu = Annotated[int, typer.Option("--mtu", help="MTU of the training links: 1500 or 9000.")]
+Loss = Annotated[str, typer.Option("--loss", help="Share of frames that training links lose, such as 1%.")]
+
+
+def _lab(topology: str, target: str, name: str | None, mtu: int, share: str) -> labs.Lab:
+    return labs.Lab(
+        describe.load(topology),
+        target_of(target),
+        name=name,
+        mtu=mtu,
+        loss=loss.fraction(share),
+    )
+
+
+@app.command()
+@says_errors
+def up(
+    topology: Topology,
+    target: Switches = "softswitch",
+    name: Name = None,
+    mtu: Mtu = 1500,
+    share: Loss = "0",
+) -> None:
+    """Make a lab, start its switches, and leave it there. `checkmate lab down` removes it.
+
+    Example: checkmate lab up single_tor --target bmv2
+    """
+    lab = _lab(topology, target, name, mtu, share)
+    with unwinding(), Steps(err) as steps:
+        lab.report_to(steps)
+        lab.up()
+    lab.release()
+    out.print(picture.picture(lab.topology), soft_wrap=True)
+    out.print(picture.host_table(lab.topology, lab.name))
+    if lab.loss_by:
+        out.print(f"training links lose {share} of their frames ({lab.loss_by})")
+    out.print(picture.next_steps(lab.name, lab.job_file, lab.topology.ranks[0].name), soft_wrap=True)
+
+
+@app.command()
+@says_errors
+def down(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Labs by name; without any, all there are.", show_default=False)
+    ] = None,
+) -> None:
+    """End what runs in labs, and remove them: also what a killed `up` or `run` has left.
+
+    Example: checkmate lab down single_tor
+    """
+    labs.require_root()
+    kept = []
+    for name in names or state.existing():
+        try:
+            with err.status(f"removing {name}"):
+                found = labs.down(name)
+        except describe.LabInUse as error:
+            kept.append(error)
+            continue
+        out.print(f"lab {name} removed" if found else f"there is no lab {name}; nothing to remove")
+    if kept:
+        raise kept[0]
+
+
+@app.command()
+@says_errors
+def run(
+    topology: Topology,
+    target: Switches = "softswitch",
+    name: Name = None,
+    mtu: Mtu = 1500,
+    share: Loss = "0",
+    megabytes: Annotated[int, typer.Option(help="Of tensors that the rings gather.")] = 200,
+    iterations: Annotated[int, typer.Option(help="In so many iterations.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Make a lab, gather tensors over its rings, compare both ends of every shadow stream, remove the lab.
+
+    Ranks tag with the eBPF tagger; shadow nodes read their streams on ordinary sockets. Exit status 1
+    where a stream differs, or the lab fails.
+
+    Example: checkmate lab run two_tor --loss 1%
+    """
+    load = Load(nbytes=megabytes * 1_000_000, iterations=iterations)
+    if not perform(_lab(topology, target, name, mtu, share), load, as_json=as_json):
+        raise typer.Exit(1)

@@ -1,0 +1,129 @@
+"""`checkmate plan`: what would be installed, without a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from checkmate.cli.common import (
+    AsJson,
+    JobArguments,
+    faults_as,
+    jobs_of,
+    out,
+    print_json,
+    says_errors,
+    switch_extra,
+)
+from checkmate.jobs import JobError, Located, job_files, locate
+from checkmate.schema import Job
+from controlplane import plan as planning
+from controlplane.codec import Codec
+from controlplane.entities import Entry, Group
+from controlplane.plan import SwitchPlan
+
+
+def checked_plan(jobs: Sequence[Job], files: Sequence[Path]) -> dict[str, SwitchPlan]:
+    """The plan of every switch, held to its limits; `JobError` names what is too much, in each job's file."""
+    plans = planning.plan(jobs)
+    targets = {switch.name: switch.target for job in jobs for switch in job.fabric.switches}
+    found = [
+        excess
+        for name, plan in plans.items()
+        for excess in planning.excesses(plan, targets[name], Codec.for_target(targets[name]).table_sizes())
+    ]
+    if found:
+        places = [locate(file, ("dp_groups",)) for file in files]
+        raise JobError(
+            [
+                Located(file, line, "dp_groups", str(excess))
+                for excess in found
+                for (file, line), job in zip(places, jobs, strict=True)
+                if any(switch.name == excess.switch for switch in job.fabric.switches)
+            ]
+        )
+    return plans
+
+
+@says_errors
+def plan(
+    jobs: JobArguments,
+    as_json: AsJson = False,
+    entries: Annotated[bool, typer.Option("--entries", help="Print every entry and group.")] = False,
+) -> None:
+    """Print what `run` would install on each switch, and check it against the switch's limits.
+
+    Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
+
+    Example: checkmate plan jobs/gpt.yaml --json
+    """
+    switch_extra()
+    with faults_as(as_json):
+        loaded = jobs_of(jobs)
+        plans = checked_plan(loaded, job_files(jobs))
+    targets = {switch.name: switch.target for job in loaded for switch in job.fabric.switches}
+    if as_json:
+        print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})
+        return
+    for name, switch_plan in plans.items():
+        out.print(_table(switch_plan, targets[name]))
+        if entries:
+            for entity in (*switch_plan.holdings.groups.values(), *switch_plan.holdings.entries.values()):
+                out.print(str(entity), markup=False, soft_wrap=True)
+
+
+def _limits(target: str) -> dict[str, int]:
+    return planning.limits(target, Codec.for_target(target).table_sizes())
+
+
+def _table(plan: SwitchPlan, target: str) -> Table:
+    table = Table(title=f"{plan.switch} ({target})", title_justify="left")
+    table.add_column("what")
+    for column in ("used", "holds", "share"):
+        table.add_column(column, justify="right")
+    limits = _limits(target)
+    for what, used in sorted(plan.usage().items()):
+        table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")
+    return table
+
+
+def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
+    return {
+        "target": target,
+        "usage": plan.usage(),
+        "limits": _limits(target),
+        "groups": [_group(group) for group in plan.holdings.groups.values()],
+        "entries": [_entry(entry) for entry in plan.holdings.entries.values()],
+        "streams": [
+            {
+                "job": stream.boundary.job,
+                "dp_group": stream.boundary.group,
+                "side": stream.boundary.side,
+                "boundary": key[0],
+                "channel": stream.channel,
+                "shadow_id": stream.shadow_id,
+                "replication_id": stream.replication_id,
+                "shadow_node": stream.node.id,
+                "nic": str(stream.nic.ip),
+            }
+            for key, stream in plan.streams.items()
+        ],
+    }
+
+
+def _group(group: Group) -> dict[str, object]:
+    return {"id": group.id, "replicas": [{"port": p, "instance": i} for p, i in sorted(group.replicas)]}
+
+
+def _entry(entry: Entry) -> dict[str, object]:
+    return {
+        "table": entry.table,
+        "match": dict(entry.match),
+        "action": entry.action,
+        "params": dict(entry.params),
+        "priority": entry.priority,
+    }

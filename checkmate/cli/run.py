@@ -1,0 +1,137 @@
+"""`checkmate run`: apply jobs, then serve as their stub TCP endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from checkmate.cli.common import JobArguments, err, jobs_of, out, says_errors, switch_extra
+from checkmate.cli.views import switch_tables
+from controlplane.errors import SwitchUnreachable
+from controlplane.serve import Fleet, JobFiles, follow
+from controlplane.status import SwitchStatus, read_status
+
+VIEW_SECONDS = 1.0
+
+
+@says_errors
+def run(
+    jobs: JobArguments,
+    once: Annotated[bool, typer.Option("--once", help="Write what is missing, and end.")] = False,
+    load: Annotated[
+        bool, typer.Option("--load", help="Replace another program that the switch runs, or ours anew.")
+    ] = False,
+    view: Annotated[
+        bool | None,
+        typer.Option("--view/--no-view", help="Live view of the streams.", show_default="on a terminal"),
+    ] = None,
+) -> None:
+    """Install jobs on their switches, then serve as the stub TCP endpoint until stopped.
+
+    The switches are brought to exactly these jobs: a second run of the same jobs writes nothing, and
+    what other jobs left there is removed. Job files are followed: edit, add or remove them while it
+    runs. Stopping it leaves everything installed, so connected streams go on; `checkmate remove`
+    takes a job off.
+
+    Exit status: 2 bad input, 3 switch unreachable, 4 wrong program, 5 another primary, 6 write refused.
+
+    Example: checkmate run jobs/
+    """
+    switch_extra()
+    jobs_of(jobs)  # bad input is refused before anything is started
+    live = out.is_terminal if view is None else view
+    handler: logging.Handler = logging.StreamHandler()
+    if err.is_terminal:
+        handler = RichHandler(console=err, show_path=False, show_level=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    logging.getLogger("finsy").setLevel(logging.ERROR)
+    asyncio.run(_run(JobFiles(jobs), once=once, load=load, live=live))
+
+
+async def _run(files: JobFiles, *, once: bool, load: bool, live: bool) -> None:
+    fleet = Fleet()
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    main = asyncio.create_task(_work(fleet, files, once=once, load=load, live=live))
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({main, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if main.done():
+            main.result()
+    finally:
+        for task in (main, stop):
+            task.cancel()
+        await asyncio.gather(main, stop, return_exceptions=True)
+        await fleet.stop()
+
+
+async def _work(fleet: Fleet, files: JobFiles, *, once: bool, load: bool, live: bool) -> None:
+    await _apply(fleet, files, load)
+    if once:
+        return
+    out.print("serving; stop with Ctrl-C")
+    tasks = [asyncio.create_task(fleet.serve()), asyncio.create_task(follow(files, fleet))]
+    if live:
+        tasks.append(asyncio.create_task(_view(fleet)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _apply(fleet: Fleet, files: JobFiles, load: bool) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        rows = {}
+
+        def progress(switch: str, done: int, total: int) -> None:
+            if switch not in rows:
+                rows[switch] = bar.add_task(f"writing to {switch}")
+            bar.update(rows[switch], completed=done, total=total)
+
+        done = await fleet.start(files.read(), replace=load, progress=progress)
+    for report in done:
+        loaded = "program loaded, " if report.loaded else ""
+        out.print(
+            f"switch {report.switch}: {loaded}{report.updates} updates written in {report.seconds:.2f} s"
+        )
+
+
+async def _view(fleet: Fleet) -> None:
+    with Live(Group(), console=out, refresh_per_second=4) as live:
+        while True:
+            live.update(Group(*[switch_tables(status) for status in await _read(fleet)]))
+            await asyncio.sleep(VIEW_SECONDS)
+
+
+async def _read(fleet: Fleet) -> list[SwitchStatus]:
+    found = []
+    task = asyncio.current_task()
+    for name, controller in list(fleet.controllers.items()):
+        session, network = controller.session, controller.network
+        if session is None or name not in network.switches:
+            continue
+        try:
+            found.append(await read_status(session, network, controller.held))
+        except SwitchUnreachable:
+            continue  # `serve` says so, and reconnects
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling():
+                raise
+            continue  # the session was closed under the read
+    return found

@@ -1,0 +1,101 @@
+"""`checkmate status`: what the switches say of jobs' streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from checkmate.cli.common import (
+    AsJson,
+    JobArguments,
+    UsageFault,
+    err,
+    jobs_of,
+    out,
+    print_json,
+    says_errors,
+    switch_extra,
+)
+from checkmate.cli.views import switch_tables
+from checkmate.schema import Job, Switch
+from controlplane.codec import Codec
+from controlplane.errors import SwitchUnreachable
+from controlplane.network import Network
+from controlplane.session import NoProgram, Session
+from controlplane.status import SwitchStatus, read_status
+
+POLL_SECONDS = 0.2
+
+
+class NotConnected(UsageFault):
+    """`--wait` ran out of time."""
+
+    exit_code = 7
+
+
+@says_errors
+def status(
+    jobs: JobArguments,
+    as_json: AsJson = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when all streams of the jobs are connected.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that --wait waits at most.")] = 30.0,
+) -> None:
+    """Show the streams of jobs: connected, packets, bytes, lost. Reads only; `run` may be serving.
+
+    With --wait, exit status 7 where a stream is still not connected after --timeout.
+
+    Example: checkmate status jobs/gpt.yaml --wait --json
+    """
+    switch_extra()
+    loaded = jobs_of(jobs)
+    found = asyncio.run(_status(loaded, timeout if wait else 0.0))
+    if as_json:
+        print_json({status.switch: status.data() for status in found})
+    else:
+        for one in found:
+            out.print(switch_tables(one))
+    missing = [stream for one in found for stream in one.streams if not stream.connected]
+    if wait and missing:
+        first = missing[0]
+        raise NotConnected(
+            f"{len(missing)} streams are not connected after {timeout:g} s, the first: job {first.job}, "
+            f"DP group {first.dp_group}, channel {first.channel}, shadow id {first.shadow_id}, "
+            f"node {first.shadow_node} at {first.nic}"
+        )
+
+
+async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
+    network = Network(jobs)
+    found = []
+    deadline = time.monotonic() + timeout
+    for switch in network.switches.values():
+        while True:
+            try:
+                found.append(await _one(network, switch, deadline))
+                break
+            except (SwitchUnreachable, NoProgram):
+                # `run` may still be on its way
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(POLL_SECONDS)
+    return found
+
+
+async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatus:
+    """A switch's status, once all its streams are connected or the deadline has passed."""
+    async with Session(switch, Codec.for_target(switch.target), primary=False) as session:
+        await session.check_pipeline()
+        while True:
+            one = await read_status(session, network)
+            if time.monotonic() >= deadline or all(stream.connected for stream in one.streams):
+                return one
+            if err.is_terminal:
+                ready = sum(stream.connected for stream in one.streams)
+                err.print(f"{switch.name}: {ready} of {len(one.streams)} streams connected", end="\r")
+            await asyncio.sleep(POLL_SECONDS)

@@ -1,0 +1,265 @@
+"""The ring's TCP connections: each rank connects to the next one, once for each channel.
+
+A connection carries data one way. It begins with an untagged greeting, so that a rank with another idea of
+the ring, or one from an earlier start of training, is told apart before any gradient moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from checkmate import tcp, wire
+from checkmate.tagger import TaggedSocket, Tagger
+
+DEFAULT_PORT = 47000
+"""Of channel 0; channel c has this plus c."""
+
+_GREETING = struct.Struct("!IHHBB16s")
+_GREETING_MAGIC = 0xC4EC0002
+_RETRY_SECONDS = 0.05
+_TOKEN = b"\x01"
+# Room for a slice or two: the next one is copied while the last is under way.
+_BUFFER_BYTES = 4 << 20
+
+
+class RingError(RuntimeError):
+    """The ring can't be made, or is broken."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in its ring: what `connect_ring` needs to know.
+
+    `ips` has one address for each rank, in ring order. `fingerprint` (16 bytes) is of what all ranks must
+    have in common, such as the buckets; a rank with another one is refused.
+    """
+
+    rank: int
+    ips: Sequence[str]
+    channels: int
+    port: int = DEFAULT_PORT
+    incarnation: int = 0
+    dscp_bit: int = wire.DEFAULT_DSCP_BIT
+    fingerprint: bytes = bytes(16)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the ring has."""
+        return len(self.ips)
+
+    def greeting(self, rank: int, channel: int) -> bytes:
+        """What `rank` says first on `channel`."""
+        ours = (self.ranks, rank, channel, self.incarnation, self.fingerprint)
+        return _GREETING.pack(_GREETING_MAGIC, *ours)
+
+
+class PlainSocket:
+    """Sends chunks without tags: the interface of `TaggedSocket`, where there is nothing to tag."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    def send_chunk(self, buffer: memoryview | bytes, shadow_id: int | None = None) -> None:
+        """Send a whole chunk."""
+        self.socket.sendall(buffer)
+
+    def begin_chunk(self, length: int, shadow_id: int | None = None) -> None:
+        """Nothing to prepare."""
+
+    def write(self, piece: memoryview | bytes) -> None:
+        """Send a chunk's next bytes."""
+        self.socket.sendall(piece)
+
+
+class Ring:
+    """A rank's connections: `senders` to the next rank and `receivers` from the one before, by channel."""
+
+    def __init__(
+        self, place: Place, senders: Sequence[TaggedSocket | PlainSocket], receivers: Sequence[socket.socket]
+    ) -> None:
+        self.place = place
+        self.senders = senders
+        self.receivers = receivers
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it: a token goes round twice on channel 0, untagged."""
+        try:
+            for _ in range(2):
+                if self.place.rank == 0:
+                    self.senders[0].send_chunk(_TOKEN)
+                token = self.receivers[0].recv(1)
+                if token != _TOKEN:
+                    raise RingError(f"rank {self.place.rank}: the rank before left, or is not at the barrier")
+                if self.place.rank:
+                    self.senders[0].send_chunk(_TOKEN)
+        except OSError as error:
+            raise RingError(f"rank {self.place.rank}: barrier: {error}") from error
+
+    def drain(self, timeout: float) -> None:
+        """Wait until the next rank has acknowledged all that was sent; `TimeoutError` otherwise."""
+        for sender in self.senders:
+            tcp.drain(sender.socket, timeout)
+
+    def retransmitted(self) -> int:
+        """How many segments were sent again, on all channels."""
+        return sum(tcp.retransmitted(sender.socket) for sender in self.senders)
+
+    def abort(self) -> None:
+        """Break all connections, so that threads blocked on them wake."""
+        for sock in self._sockets():
+            with contextlib.suppress(OSError):  # it is broken already
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for sock in self._sockets():
+            sock.close()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [*(sender.socket for sender in self.senders), *self.receivers]
+
+
+def connect_ring(place: Place, tagger: Tagger | None = None, timeout: float = 30) -> Ring:
+    """Connect to the next rank and wait for the one before, on every channel.
+
+    The ranks may start in any order within `timeout` seconds. `RingError` says which rank is missing.
+    """
+    if place.ranks < 2:
+        raise RingError(f"a ring has 2 ranks or more, not {place.ranks}")
+    deadline = time.monotonic() + timeout
+    channels = range(place.channels)
+    with contextlib.ExitStack() as undo:
+        listeners = [undo.enter_context(_listen(place, channel)) for channel in channels]
+        senders = []
+        for channel in channels:
+            senders.append(_connect(place, channel, tagger, deadline))
+            undo.callback(senders[-1].socket.close)
+            senders[-1].send_chunk(place.greeting(place.rank, channel))
+        receivers = []
+        for channel in channels:
+            receivers.append(_accept(place, channel, listeners[channel], deadline))
+            undo.callback(receivers[-1].close)
+        undo.pop_all()
+    for listener in listeners:
+        listener.close()
+    return Ring(place, senders, receivers)
+
+
+def _listen(place: Place, channel: int) -> socket.socket:
+    address = (place.ips[place.rank], place.port + channel)
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _enlarge(listener, socket.SO_RCVBUF, tcp.SO_RCVBUFFORCE)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise RingError(
+            f"rank {place.rank} can't listen on {address[0]}:{address[1]}: {error.strerror}"
+        ) from error
+    return listener
+
+
+def _connect(
+    place: Place, channel: int, tagger: Tagger | None, deadline: float
+) -> TaggedSocket | PlainSocket:
+    """A connection to the next rank; tried again until it listens."""
+    peer = (place.rank + 1) % place.ranks
+    address = (place.ips[peer], place.port + channel)
+    while True:
+        sock = socket.socket()
+        try:
+            tcp.tune_for_bulk(sock)
+            _enlarge(sock, socket.SO_SNDBUF, tcp.SO_SNDBUFFORCE)
+            sock.bind((place.ips[place.rank], 0))
+            sender: TaggedSocket | PlainSocket = PlainSocket(sock)
+            if tagger is not None:
+                sender = TaggedSocket(tagger, sock, channel, place.incarnation, place.dscp_bit)
+            sock.settimeout(max(deadline - time.monotonic(), _RETRY_SECONDS))
+            sock.connect(address)
+            sock.settimeout(None)
+            return sender
+        except OSError as error:
+            sock.close()
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                where = f"{address[0]}:{address[1]}"
+                raise RingError(
+                    f"rank {place.rank} can't reach rank {peer} on {where}: {error.strerror or error}"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+        except BaseException:
+            sock.close()
+            raise
+
+
+def _accept(place: Place, channel: int, listener: socket.socket, deadline: float) -> socket.socket:
+    """The connection from the rank before; others are closed, and named if it never comes."""
+    peer = (place.rank - 1) % place.ranks
+    expected = place.greeting(peer, channel)
+    why = "it has not connected"
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, address = listener.accept()
+        except TimeoutError:
+            break
+        connection.settimeout(left)
+        try:
+            greeting = receive_exactly(connection, len(expected))
+        except OSError as error:
+            greeting, why = b"", f"{address[0]} connected, but sent no greeting ({error})"
+        if greeting == expected:
+            connection.settimeout(None)
+            return connection
+        connection.close()
+        why = _difference(greeting, expected, address[0]) if greeting else why
+    raise RingError(f"rank {place.rank} has waited in vain for rank {peer} on channel {channel}: {why}")
+
+
+def _difference(greeting: bytes, expected: bytes, address: str) -> str:
+    names = ("magic", "number of ranks", "rank", "channel", "incarnation", "fingerprint of the buckets")
+    for name, theirs, ours in zip(names, _GREETING.unpack(greeting), _GREETING.unpack(expected), strict=True):
+        if theirs != ours:
+            shown = [value.hex() if isinstance(value, bytes) else value for value in (theirs, ours)]
+            return f"{address} came with {name} {shown[0]}, not {shown[1]}"
+    raise AssertionError("equal greetings were told apart")
+
+
+def receive_exactly(sock: socket.socket, length: int) -> bytes:
+    """Read `length` bytes; `ConnectionError` where the connection ends before."""
+    data = bytearray(length)
+    receive_into(sock.recv_into, memoryview(data))
+    return bytes(data)
+
+
+def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryview) -> None:
+    """Fill `view` from a socket's `recv_into`; `ConnectionError` where the connection ends before."""
+    done = 0
+    while done < len(view):
+        count = receive(view[done:], 0, socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionResetError("the connection ended")
+        done += count
+
+
+def _enlarge(sock: socket.socket, option: int, force: int) -> None:
+    """A buffer of `_BUFFER_BYTES`, as far as this process may."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)

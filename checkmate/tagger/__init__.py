@@ -1,0 +1,7 @@
+"""The tagger: chunks of a kernel TCP connection, tagged segment by segment (design, sections 2 and 5)."""
+
+from checkmate.tagger.errors import TaggerError, TaggerUnavailable
+from checkmate.tagger.program import Tagger
+from checkmate.tagger.sockets import TaggedSocket
+
+__all__ = ["TaggedSocket", "Tagger", "TaggerError", "TaggerUnavailable"]

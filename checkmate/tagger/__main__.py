@@ -1,0 +1,32 @@
+"""`python -m checkmate.tagger`: compiles the tagger, tries it, and says whether it works here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from checkmate.tagger import Tagger, TaggerUnavailable, build
+
+
+def main() -> int:
+    """Exit status 0 where the tagger works, else 1 and one line that says what is missing."""
+    parser = argparse.ArgumentParser(
+        prog="python -m checkmate.tagger",
+        description=__doc__,
+        epilog="example: python -m checkmate.tagger --build",
+    )
+    parser.add_argument("--build", action="store_true", help="only compile, as set-up does")
+    arguments = parser.parse_args()
+    try:
+        print(f"compiled: {build.object_file()}")
+        if not arguments.build:
+            with Tagger.attach() as tagger:
+                print(f"attached as program {tagger.program_id}, and detached again")
+    except TaggerUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The few calls of libbpf 1.x that the tagger needs, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkmate.tagger.errors import TaggerUnavailable
+
+_LIBRARY = "libbpf.so.1"
+_WARN = 0
+_PRINT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_POINTERS = (
+    "bpf_object__open_file",
+    "bpf_object__find_program_by_name",
+    "bpf_program__attach_cgroup",
+    "bpf_object__find_map_by_name",
+)
+
+
+def _load_library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(_LIBRARY, use_errno=True)
+    except OSError:
+        raise TaggerUnavailable(f"{_LIBRARY} is not installed", "apt-get install libbpf1") from None
+    for name in _POINTERS:
+        getattr(library, name).restype = ctypes.c_void_p
+    library.bpf_map__value_size.restype = ctypes.c_uint32
+    return library
+
+
+class BpfObject:
+    """A loaded BPF object file with one cgroup program; the kernel drops all of it when it is closed.
+
+    Raises `TaggerUnavailable` with the kernel's own words where it is refused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = _load_library()
+        self._words: list[str] = []
+        self._quiet = _PRINT(self._note)  # libbpf keeps the pointer: it has to live as long
+        self._library.libbpf_set_print(self._quiet)
+        self._link: int | None = None
+        self._object: int | None = None
+        self._object = self._pointer("open", self._library.bpf_object__open_file, os.fsencode(path), None)
+        if self._library.bpf_object__load(ctypes.c_void_p(self._object)):
+            error = ctypes.get_errno()
+            self.close()
+            raise self._refusal("load", error)
+
+    def attach(self, program: str, cgroup: int) -> None:
+        """Attach `program` to the cgroup with this file descriptor, by a link that dies with the process."""
+        handle = self._find(self._library.bpf_object__find_program_by_name, program)
+        attach = self._library.bpf_program__attach_cgroup
+        self._link = self._pointer("attach", attach, handle, ctypes.c_int(cgroup))
+
+    def map_descriptor(self, name: str, value_size: int) -> int:
+        """The file descriptor of a map whose values must have `value_size` bytes."""
+        handle = self._find(self._library.bpf_object__find_map_by_name, name)
+        actual = self._library.bpf_map__value_size(handle)
+        if actual != value_size:
+            raise RuntimeError(f"map {name} has values of {actual} bytes, where Python expects {value_size}")
+        return int(self._library.bpf_map__fd(handle))
+
+    def program_descriptor(self, name: str) -> int:
+        """The file descriptor of a loaded program."""
+        handle = self._find(self._library.bpf_object__find_program_by_name, name)
+        return int(self._library.bpf_program__fd(handle))
+
+    def lookup(self, descriptor: int, key: ctypes.c_int, value: ctypes.Structure | ctypes.c_uint64) -> None:
+        """Read one value of a map into `value`; `OSError` where there is none."""
+        self._call(self._library.bpf_map_lookup_elem, descriptor, ctypes.byref(key), ctypes.byref(value))
+
+    def update(self, descriptor: int, key: ctypes.c_int, value: ctypes.Structure) -> None:
+        """Write one value of a map, whole."""
+        self._call(
+            self._library.bpf_map_update_elem,
+            descriptor,
+            ctypes.byref(key),
+            ctypes.byref(value),
+            ctypes.c_uint64(0),
+        )
+
+    def close(self) -> None:
+        """Detach and unload. Calling it again does nothing."""
+        if self._link is not None:
+            self._library.bpf_link__destroy(ctypes.c_void_p(self._link))
+            self._link = None
+        if self._object is not None:
+            self._library.bpf_object__close(ctypes.c_void_p(self._object))
+            self._object = None
+
+    def _find(self, find: Callable[..., int | None], name: str) -> ctypes.c_void_p:
+        if self._object is None:
+            raise RuntimeError("the BPF object is closed")
+        handle = find(ctypes.c_void_p(self._object), name.encode())
+        if handle is None:
+            raise RuntimeError(f"the BPF object has no {name}")
+        return ctypes.c_void_p(handle)
+
+    def _pointer(self, what: str, function: Callable[..., int | None], *arguments: Any) -> int:
+        ctypes.set_errno(0)
+        pointer = function(*arguments)
+        if pointer is None:
+            error = ctypes.get_errno()
+            self.close()
+            raise self._refusal(what, error)
+        return pointer
+
+    def _call(self, function: Callable[..., int], *arguments: Any) -> None:
+        result = function(*arguments)
+        if result < 0:
+            raise OSError(-result, os.strerror(-result))
+
+    def _note(self, level: int, form: bytes, arguments: int | None) -> int:
+        """Keep libbpf's warnings for the error message, instead of printing them."""
+        if level == _WARN:
+            text = ctypes.create_string_buffer(4096)
+            ctypes.CDLL(None).vsnprintf(text, ctypes.c_size_t(len(text)), form, ctypes.c_void_p(arguments))
+            self._words += [line for line in text.value.decode(errors="replace").splitlines() if line]
+        return 0
+
+    def _refusal(self, what: str, error: int) -> TaggerUnavailable:
+        if error in (errno.EPERM, errno.EACCES):
+            return TaggerUnavailable(
+                f"no right to {what} an eBPF program", "run as root, or with CAP_BPF and CAP_NET_ADMIN"
+            )
+        if error == errno.ENOSYS:
+            return TaggerUnavailable("this kernel has no eBPF", "use one with CONFIG_BPF_SYSCALL=y")
+        words = self._words[-1] if self._words else os.strerror(error)
+        return TaggerUnavailable(
+            f"the kernel refused to {what} its eBPF program ({words})",
+            "use Linux 5.10 or later with CONFIG_CGROUP_BPF=y",
+        )

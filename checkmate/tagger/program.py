@@ -1,0 +1,110 @@
+"""The tagger's program, loaded and attached to a cgroup for as long as this process wants it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from checkmate.tagger import build, cgroups
+from checkmate.tagger.errors import TaggerError, TaggerUnavailable
+from checkmate.tagger.libbpf import BpfObject
+from checkmate.tagger.state import FAULTS, SocketState
+
+PROGRAM = "checkmate_tagger"
+
+
+class Tagger:
+    """The attached program. A context manager; a process that dies lets go of it too.
+
+    Sockets have to be made in the cgroup and prepared before they connect (`TaggedSocket` does so).
+    """
+
+    def __init__(self, loaded: BpfObject) -> None:
+        self._object: BpfObject | None = loaded
+        self._sockets = loaded.map_descriptor("sockets", ctypes.sizeof(SocketState))
+        self._faults = loaded.map_descriptor("faults", ctypes.sizeof(ctypes.c_uint64))
+
+    @classmethod
+    def attach(cls, cgroup: int | str | os.PathLike[str] | None = None) -> Tagger:
+        """Load the program and attach it to a cgroup v2 (path or file descriptor), by default our own.
+
+        Raises `TaggerUnavailable` where kernel, privilege, clang or libbpf is missing.
+        """
+        if sys.platform != "linux":
+            raise TaggerUnavailable(f"{sys.platform} has no eBPF", "run it on Linux")
+        loaded = BpfObject(build.object_file())
+        try:
+            directory = _open(cgroup)
+            try:
+                loaded.attach(PROGRAM, directory)
+            finally:
+                os.close(directory)
+            return cls(loaded)
+        except BaseException:
+            loaded.close()
+            raise
+
+    @property
+    def program_id(self) -> int:
+        """The kernel's number of the program, as bpftool shows it."""
+        descriptor = self._loaded.program_descriptor(PROGRAM)
+        for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "prog_id":
+                return int(value)
+        raise TaggerError("the kernel doesn't say the program's id")
+
+    def faults(self) -> dict[str, int]:
+        """How many segments went out wrong, by reason; none is the only good answer."""
+        counts = {}
+        for index, name in enumerate(FAULTS):
+            value = ctypes.c_uint64()
+            self._loaded.lookup(self._faults, ctypes.c_int(index), value)
+            counts[name] = value.value
+        return counts
+
+    def store(self, sock: socket.socket, state: SocketState) -> None:
+        """Give the kernel a socket's whole state, in one atomic step."""
+        self._loaded.update(self._sockets, ctypes.c_int(sock.fileno()), state)
+
+    def fetch(self, sock: socket.socket, state: SocketState) -> None:
+        """Read a socket's state back from the kernel."""
+        self._loaded.lookup(self._sockets, ctypes.c_int(sock.fileno()), state)
+
+    def close(self) -> None:
+        """Detach and unload; what is still unsent goes out untagged. Calling it again does nothing."""
+        if self._object is not None:
+            self._object.close()
+            self._object = None
+
+    def __enter__(self) -> Tagger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _loaded(self) -> BpfObject:
+        if self._object is None:
+            raise TaggerError("the tagger is closed")
+        return self._object
+
+
+def _open(cgroup: int | str | os.PathLike[str] | None) -> int:
+    if cgroup is None:
+        return cgroups.open_own_cgroup()
+    if isinstance(cgroup, int):
+        return os.dup(cgroup)
+    try:
+        return os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise TaggerUnavailable(f"cgroup {cgroup}: {error.strerror}", "name a cgroup v2 directory") from None

@@ -1,0 +1,115 @@
+"""Entities to P4Runtime messages and back, by the program's P4Info."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from finsy import (
+    P4CounterEntry,
+    P4DirectCounterEntry,
+    P4MulticastGroupEntry,
+    P4Schema,
+    P4TableAction,
+    P4TableEntry,
+    P4TableMatch,
+)
+from finsy.p4entity import P4Replica
+from finsy.proto import p4r
+
+from controlplane.entities import FEATURE_OF_TABLE, Entity, Entry, Group, Pairs, Value
+from controlplane.reconcile import Update
+from p4src import artifacts
+
+PROGRAM = "checkmate_v1model"
+_VERBS = {
+    "insert": p4r.Update.INSERT,
+    "modify": p4r.Update.MODIFY,
+    "delete": p4r.Update.DELETE,
+}
+
+
+def compiled(target: str) -> tuple[Path, Path]:
+    """P4Info and device configuration of the committed program for `target`."""
+    folder = artifacts(target)
+    return folder / f"{PROGRAM}.p4info.txtpb", folder / f"{PROGRAM}.json"
+
+
+class Codec:
+    """Translates for one program."""
+
+    def __init__(self, schema: P4Schema) -> None:
+        self.schema = schema
+        self._fields = {
+            table.alias: tuple(field.alias for field in table.match_fields) for table in schema.tables
+        }
+        self._params = {
+            action.alias: tuple(param.name for param in action.params) for action in schema.actions
+        }
+
+    @classmethod
+    def for_target(cls, target: str) -> Codec:
+        """The codec of the program that is committed for `target`."""
+        p4info, config = compiled(target)
+        return cls(P4Schema(p4info, config))
+
+    def table_sizes(self) -> Mapping[str, int]:
+        """How many entries each table holds."""
+        return {table.alias: table.size for table in self.schema.tables}
+
+    def encode(self, entity: Entity) -> p4r.Entity:
+        """A P4Runtime entity."""
+        if isinstance(entity, Group):
+            replicas = [P4Replica(port, instance=instance) for port, instance in sorted(entity.replicas)]
+            return P4MulticastGroupEntry(entity.id, replicas=replicas).encode(self.schema)
+        return P4TableEntry(
+            entity.table,
+            match=P4TableMatch(entity.match),
+            action=P4TableAction(entity.action, **dict(entity.params)),
+            priority=entity.priority,
+        ).encode(self.schema)
+
+    def encode_update(self, update: Update) -> p4r.Update:
+        """A P4Runtime update."""
+        return p4r.Update(type=_VERBS[update.verb], entity=self.encode(update.entity))
+
+    def decode(self, message: p4r.Entity) -> Entity | None:
+        """Our entity; `None` for what we never write, such as a default entry."""
+        if message.HasField("packet_replication_engine_entry"):
+            group = message.packet_replication_engine_entry.multicast_group_entry
+            replicas = [P4Replica.decode(replica) for replica in group.replicas]
+            return Group(group.multicast_group_id, frozenset((r.port, r.instance) for r in replicas))
+        entry = P4TableEntry.decode(message, self.schema)
+        if entry.is_default_action or entry.table_id not in FEATURE_OF_TABLE:
+            return None
+        action = cast(P4TableAction, entry.action)
+        return Entry(
+            entry.table_id,
+            self._match(entry),
+            action.name,
+            tuple((name, int(action.args[name])) for name in self._params[action.name]),
+            entry.priority,
+        )
+
+    def _match(self, entry: P4TableEntry) -> Pairs:
+        match = entry.match or P4TableMatch()
+        return tuple((name, _key(match[name])) for name in self._fields[entry.table_id] if name in match)
+
+    def read_all(self) -> list[p4r.Entity]:
+        """What to ask a switch for to learn all that it holds: every table, every group."""
+        return [P4TableEntry().encode(self.schema), P4MulticastGroupEntry().encode(self.schema)]
+
+    def read_direct_counters(self, table: str) -> p4r.Entity:
+        """What to ask for to learn the direct counters of all entries of a table."""
+        return P4DirectCounterEntry(table_entry=P4TableEntry(table)).encode(self.schema)
+
+    def read_counter(self, counter: str) -> p4r.Entity:
+        """What to ask for to learn all cells of an indexed counter."""
+        return P4CounterEntry(counter).encode(self.schema)
+
+
+def _key(value: object) -> Value:
+    if isinstance(value, tuple):
+        return (int(value[0]), int(value[1]))
+    return int(cast(int, value))

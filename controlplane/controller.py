@@ -1,0 +1,303 @@
+"""The controller of one switch: keeps it as the jobs want it, and serves its stub endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from checkmate.schema import Switch
+from controlplane import plan as planning
+from controlplane import stub
+from controlplane.codec import Codec
+from controlplane.endpoint import Answer, Connected, FairQueue, View, answer
+from controlplane.entities import Entity, EntryKey, Holdings
+from controlplane.errors import SwitchUnreachable, TooMuch, Unsure, WriteRefused
+from controlplane.network import Network
+from controlplane.plan import SwitchPlan
+from controlplane.reconcile import Update, difference
+from controlplane.session import Session
+
+LOG = logging.getLogger("checkmate")
+RECONNECT_SECONDS = 0.5
+ANSWERS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """What one reconciliation did."""
+
+    switch: str
+    updates: int
+    held: int
+    seconds: float
+    loaded: bool = False
+
+
+class Notes:
+    """The log of what comes to the stub, bounded: a flood may say so many lines a second, and a count."""
+
+    def __init__(self, most: int = 10) -> None:
+        self._most = most
+        self._second = 0.0
+        self._said = self._left_out = 0
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._second >= 1:
+            if self._left_out:
+                LOG.info("%d more like these", self._left_out)
+            self._second, self._said, self._left_out = now, 0, 0
+        self._said += 1
+        if self._said <= self._most:
+            LOG.info("%s", text)
+        else:
+            self._left_out += 1
+
+
+class SwitchController:
+    """Keeps one switch as a network wants it. All of it runs in one event loop."""
+
+    def __init__(self, switch: Switch, network: Network) -> None:
+        self.switch = switch
+        self.codec = Codec.for_target(switch.target)
+        self.network = network
+        self.held: Holdings | None = None
+        self.plan: SwitchPlan = planning.empty_plan(switch.name)
+        self.session: Session | None = None
+        self._view = View(network, switch.name, {}, Connected(), {})
+        self._queue = FairQueue()
+        self._waiting = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._lost = asyncio.Event()
+        self._read = Holdings()
+        self._loaded = False
+        self._notes = Notes()
+
+    def check(self, network: Network) -> SwitchPlan:
+        """The plan for `network`, held to the switch's limits; raises `TooMuch`."""
+        held = self.held or Holdings()
+        plan = (
+            planning.plan_switch(network, self.switch.name, held)
+            if self.switch.name in network.switches
+            else planning.empty_plan(self.switch.name)
+        )
+        found = planning.excesses(plan, self.switch.target, self.codec.table_sizes())
+        if found:
+            raise TooMuch("\n".join(map(str, found)))
+        return plan
+
+    async def open(self, *, replace: bool = False) -> None:
+        """Open a session and read what the switch holds. Writes nothing but a missing program."""
+        self.check(self.network)
+        session = Session(self.switch, self.codec)
+        await session.__aenter__()
+        try:
+            self._loaded = await session.ensure_pipeline(replace=replace)
+            self._read = await session.read()
+        except BaseException:
+            await session.__aexit__(None, None, None)
+            raise
+        self.session = session
+
+    async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
+        """After `open`: write the difference to what the jobs want.
+
+        After a switch has lost its state, what the controller remembers is written back, streams included.
+        """
+        start = time.monotonic()
+        assert self.session is not None
+        async with self._writing:
+            network = self.network
+            if self.held is None:
+                self.held = self._read
+            plan = self.check(network)
+            updates = difference(self._read, plan.holdings)
+            done = 0
+
+            def count(written: int) -> None:
+                nonlocal done
+                done += written
+                if progress is not None:
+                    progress(done, len(updates))
+
+            await self.session.write(updates, count)
+            self._adopt(network, plan)
+        seconds = time.monotonic() - start
+        return Reconciled(self.switch.name, len(updates), len(self._read), seconds, self._loaded)
+
+    async def revert(self) -> None:
+        """Take back what `write` wrote."""
+        assert self.session is not None
+        await self.session.write(difference(self.plan.holdings, self._read))
+
+    async def connect(self, *, replace: bool = False) -> Reconciled:
+        """`open` and `write`; no session stays where one of them fails."""
+        await self.open(replace=replace)
+        try:
+            return await self.write()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the session; the switch keeps what it holds."""
+        if self.session is not None:
+            session, self.session = self.session, None
+            await session.__aexit__(None, None, None)
+
+    async def apply(self, network: Network) -> Reconciled:
+        """Change to another set of jobs, as far as this switch is concerned.
+
+        Where the switch is away, it is reconciled when it is back.
+        """
+        start = time.monotonic()
+        written = 0
+        async with self._writing:
+            plan = self.check(network)
+            updates = difference(self.held or Holdings(), plan.holdings)
+            if self.session is not None:
+                try:
+                    await self.session.write(updates)
+                    written = len(updates)
+                except SwitchUnreachable:
+                    self._lost.set()
+                except Unsure:
+                    self._lost.set()
+                    raise
+            self._adopt(network, plan)
+        return Reconciled(self.switch.name, written, len(plan.holdings), time.monotonic() - start)
+
+    def _adopt(self, network: Network, plan: SwitchPlan) -> None:
+        self.network, self.plan = network, plan
+        self.held = Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups))
+        connected = Connected(self.held.table("streams"))
+        self._view = View.of(network, self.switch.name, plan.boundary_ids, connected)
+
+    @property
+    def connected(self) -> Connected:
+        """The streams that are connected now."""
+        return self._view.connected
+
+    async def serve(self) -> None:
+        """Serve the stub endpoint; reconnects and reconciles when the switch went away and is back.
+
+        Ends only by an exception: `AnotherPrimary`, or `WrongPipeline` where another program came back.
+        """
+        while True:
+            try:
+                if self.session is None:
+                    done = await self.connect()
+                    LOG.warning("switch %s is back: %d updates written", self.switch.name, done.updates)
+                assert self.session is not None
+                await self._serve_session(self.session)
+            except (SwitchUnreachable, WriteRefused) as gone:
+                if self.session is not None or isinstance(gone, WriteRefused):
+                    LOG.warning("%s; trying again until it is back", gone)
+                await self.close()
+                await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _serve_session(self, session: Session) -> None:
+        self._lost.clear()
+        tasks = [
+            asyncio.create_task(work)
+            for work in (
+                self._answer_queued(session),
+                self._fill_queue(session),
+                session.heartbeat(),
+                self._lost.wait(),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not task.cancelled():  # grpc.aio cancels what waits on a channel that is closed
+                    task.result()
+            raise SwitchUnreachable(f"switch {self.switch.name} has to be read again")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fill_queue(self, session: Session) -> None:
+        async for port, frame in session.packets():
+            segment = stub.parse(frame)
+            if segment is not None:
+                self._queue.put(segment, port, self._view)
+                self._waiting.set()
+
+    async def _answer_queued(self, session: Session) -> None:
+        while True:
+            await self._waiting.wait()
+            while batch := self._queue.take(ANSWERS_AT_ONCE):
+                async with self._writing:
+                    try:
+                        await self._answer(session, batch)
+                    except WriteRefused:
+                        for one in batch if len(batch) > 1 else ():
+                            with suppress(WriteRefused):
+                                await self._answer(session, [one])
+                await asyncio.sleep(0)  # a flood must not keep reads and reloads from their turn
+            self._waiting.clear()
+
+    async def _answer(self, session: Session, batch: Sequence[tuple[stub.Segment, int]]) -> None:
+        """Answer segments in order; their frames go out once all their changes are on the switch."""
+        changes: dict[EntryKey, Update] = {}
+        answers: list[tuple[int, Answer]] = []
+        for segment, port in batch:
+            found = answer(segment, port, self._view)
+            self._remember(found, changes)
+            answers.append((port, found))
+        updates = [u for u in changes.values() if u.old != u.new]
+        try:
+            if updates:
+                await session.write(sorted(updates, key=lambda update: update.new is None))
+        except (WriteRefused, SwitchUnreachable) as error:
+            self._forget(updates)
+            if isinstance(error, Unsure):
+                self._lost.set()
+            LOG.warning("%s", error)
+            raise
+        for port, found in answers:
+            if found.note:
+                self._notes.say(f"switch {self.switch.name}: {found.note}")
+            if found.frame is not None:
+                await session.send_packet(port, found.frame)
+
+    def _remember(self, found: Answer, changes: dict[EntryKey, Update]) -> None:
+        """Take an answer's changes into memory, and into the updates to write."""
+        admission = found.admission
+        drops = [*(admission.drop if admission else ()), *([found.drop] if found.drop else ())]
+        for entry in drops:
+            self._change(entry.key, None, changes)
+        for entry in admission.put if admission else ():
+            self._change(entry.key, entry, changes)
+
+    def _change(self, key: EntryKey, new: Entity | None, changes: dict[EntryKey, Update]) -> None:
+        assert self.held is not None
+        old = self.held.entries.get(key)
+        first = changes[key].old if key in changes else old
+        changes[key] = Update(first, new)
+        self._set(old, new)
+
+    def _forget(self, updates: Iterable[Update]) -> None:
+        """Take back what the switch refused."""
+        for update in updates:
+            self._set(update.new, update.old)
+
+    def _set(self, old: Entity | None, new: Entity | None) -> None:
+        assert self.held is not None
+        if new is not None:
+            self.held.put(new)
+        elif old is not None:
+            self.held.drop(old)
+        for entity, change in ((old, self.connected.drop), (new, self.connected.put)):
+            if (
+                entity is not None
+                and entity.feature == "streams"
+                and getattr(entity, "table", "") == "streams"
+            ):
+                change(entity)  # type: ignore[arg-type]

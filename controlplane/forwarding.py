@@ -1,0 +1,44 @@
+"""Feature `forwarding`: entries from the jobs' hosts, the switches' stubs and the links.
+
+Data plane: p4src/include/forwarding.p4. Packet tests: ptf_tests/forwarding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controlplane.entities import FLOOD_GROUP, Entry, Group, mac_number
+from controlplane.network import Network
+
+
+def forward(mac: str, port: int) -> Entry:
+    """Frames to `mac` leave by `port`."""
+    return Entry("forwarding", (("mac", mac_number(mac)),), "forward", (("port", port),))
+
+
+def discard(mac: str) -> Entry:
+    """Frames to `mac` end here, unless a feature before forwarding took them."""
+    return Entry("forwarding", (("mac", mac_number(mac)),), "discard")
+
+
+def flood_group(ports: set[int]) -> Group:
+    """The group of broadcast and unknown frames; the program keeps a frame from going back."""
+    return Group(FLOOD_GROUP, frozenset((port, 0) for port in ports))
+
+
+def entries(network: Network, switch: str) -> Iterator[Entry | Group]:
+    """What `switch` needs to forward between all hosts and stubs of the jobs."""
+    ports = set(network.tree_ports(switch))
+    for host in network.hosts:
+        port = network.port_towards(switch, host)
+        if port is not None:
+            yield forward(host.mac, port)
+        if host.switch == switch:
+            ports.add(host.port)
+    for name, other in network.switches.items():
+        if name == switch:
+            # What the feature `stub` doesn't take, a ping for one, has no port to go to.
+            yield discard(other.stub.mac)
+        elif (port := network.port_to_switch(switch, name)) is not None:
+            yield forward(other.stub.mac, port)
+    yield flood_group(ports)

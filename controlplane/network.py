@@ -1,0 +1,172 @@
+"""The network that a set of jobs describes: switches, links, hosts, and the ways between them.
+
+Pure. Built once for a set of jobs; each feature asks it where things are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from checkmate.schedule import FIRST, LAST, nic_of
+from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Switch
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One of a DP group's two tagging ranks: `side` 0 (first) or 1 (last)."""
+
+    job: str
+    group: int
+    side: int
+    source: Rank
+    destination: Rank
+
+    @property
+    def number(self) -> int:
+        """Its id within the job, which the hello carries."""
+        return 2 * self.group + self.side
+
+    @property
+    def switch(self) -> str:
+        """The boundary rank's own switch: the only one that replicates for it."""
+        return self.source.switch
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A TCP connection that a job has: (boundary, channel, shadow id, holder)."""
+
+    boundary: Boundary
+    channel: int
+    shadow_id: int
+    replication_id: int
+    node: ShadowNode
+    nic: Nic
+
+
+def boundaries(job: Job) -> Iterator[Boundary]:
+    """Each DP group's first and last rank, with the rank that each sends to."""
+    for index, group in enumerate(job.dp_groups):
+        ranks = group.ranks
+        yield Boundary(job.job, index, FIRST, ranks[0], ranks[1])
+        yield Boundary(job.job, index, LAST, ranks[-1], ranks[0])
+
+
+def streams(job: Job) -> Iterator[Stream]:
+    """Every stream of a job (design, sections 1 and 3)."""
+    for boundary in boundaries(job):
+        for shadow_id in range(job.shards(boundary.group)):
+            for replication_id in range(1, job.replicas + 1):
+                node = job.holder(boundary.group, shadow_id, replication_id)
+                for channel in range(job.channels):
+                    nic = node.nics[nic_of(channel, boundary.side, len(node.nics))]
+                    yield Stream(boundary, channel, shadow_id, replication_id, node, nic)
+
+
+class Network:
+    """Switches, links and hosts of all jobs. Jobs are taken to be checked (`checkmate.checks`)."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = tuple(jobs)
+        self.switches: dict[str, Switch] = {}
+        self._links: dict[str, dict[int, str]] = {}
+        for job in jobs:
+            for switch in job.fabric.switches:
+                self.switches[switch.name] = switch
+                self._links.setdefault(switch.name, {})
+            for a, b in job.fabric.links:
+                self._links[a.switch][a.port] = b.switch
+                self._links[b.switch][b.port] = a.switch
+
+    @cached_property
+    def hosts(self) -> tuple[Rank | Nic, ...]:
+        """Every training rank and shadow NIC."""
+        ranks = [rank for job in self.jobs for group in job.dp_groups for rank in group.ranks]
+        nics = [nic for job in self.jobs for node in job.shadow_nodes for nic in node.nics]
+        return (*ranks, *nics)
+
+    @cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        """Every stream of every job."""
+        return tuple(stream for job in self.jobs for stream in streams(job))
+
+    def links(self, switch: str) -> dict[int, str]:
+        """The switch's link ports, each with the switch at its other end."""
+        return self._links[switch]
+
+    def port_towards(self, switch: str, place: Attachment) -> int | None:
+        """The port of `switch` that leads to `place`; `None` where nothing does."""
+        if place.switch == switch:
+            return place.port
+        return self.port_to_switch(switch, place.switch)
+
+    def arrival_port(self, switch: str, place: Attachment) -> int | None:
+        """The port of `switch` by which frames from `place` come in, by the ways that they are sent."""
+        here, port = place.switch, place.port
+        while here != switch:
+            out = self.port_to_switch(here, switch)
+            if out is None:
+                return None
+            port = self._far_port(here, out)
+            here = self._links[here][out]
+        return port
+
+    def port_to_switch(self, switch: str, other: str) -> int | None:
+        """The port of `switch` on a shortest way to `other`, the lowest where several are."""
+        distance = self._distances(other)
+        if switch not in distance:
+            return None
+        return min(
+            port for port, far in self._links[switch].items() if distance.get(far) == distance[switch] - 1
+        )
+
+    def _distances(self, root: str) -> dict[str, int]:
+        found = self._distance_cache.get(root)
+        if found is None:
+            found = {root: 0}
+            queue = deque([root])
+            while queue:
+                here = queue.popleft()
+                for far in self._links[here].values():
+                    if far not in found:
+                        found[far] = found[here] + 1
+                        queue.append(far)
+            self._distance_cache[root] = found
+        return found
+
+    @cached_property
+    def _distance_cache(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    def tree_ports(self, switch: str) -> set[int]:
+        """The link ports that flooding uses: those of a spanning tree, so that a loop doesn't storm.
+
+        The tree of each connected part hangs below its alphabetically first switch; of parallel
+        links, the one with the lowest port at the lower end carries the tree.
+        """
+        root = min(self._distances(switch))
+        ports = set()
+        if switch != root:
+            ports.add(self._parent(switch, root)[0])
+        for child in self._distances(root):
+            if child != root:
+                port, parent = self._parent(child, root)
+                if parent == switch:
+                    ports.add(self._far_port(child, port))
+        return ports
+
+    def _parent(self, switch: str, root: str) -> tuple[int, str]:
+        port = self.port_to_switch(switch, root)
+        assert port is not None  # `root` was found from `switch`
+        return port, self._links[switch][port]
+
+    def _far_port(self, switch: str, port: int) -> int:
+        for job in self.jobs:
+            for a, b in job.fabric.links:
+                for near, far in ((a, b), (b, a)):
+                    if (near.switch, near.port) == (switch, port):
+                        return far.port
+        raise KeyError((switch, port))

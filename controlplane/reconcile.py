@@ -1,0 +1,75 @@
+"""The difference between what a switch holds and what it should, in the order in which to write it. Pure.
+
+Written: streams, groups, replication, stub, forwarding last; removed in the reverse order. So no moment
+opens in which a connected stream misses a segment that training receives (design, section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from controlplane.entities import WRITE_ORDER, Entity, Holdings
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One change: insert (`old` is None), delete (`new` is None) or modify."""
+
+    old: Entity | None
+    new: Entity | None
+
+    @property
+    def entity(self) -> Entity:
+        """What the change is about."""
+        entity = self.new if self.new is not None else self.old
+        assert entity is not None
+        return entity
+
+    @property
+    def verb(self) -> str:
+        return "insert" if self.old is None else "delete" if self.new is None else "modify"
+
+    def undone(self) -> Update:
+        """The change that takes this one back."""
+        return Update(self.new, self.old)
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.entity}"
+
+
+def difference(held: Holdings, wanted: Holdings) -> list[Update]:
+    """The updates that lead from `held` to `wanted`, in order."""
+    puts: list[Update] = []
+    drops: list[Update] = []
+    for have, want in zip(_by_key(held), _by_key(wanted), strict=True):
+        for key, entity in want.items():
+            old = have.get(key)
+            if old != entity:
+                puts.append(Update(old, entity))
+        drops += [Update(entity, None) for key, entity in have.items() if key not in want]
+    rank = {feature: place for place, feature in enumerate(WRITE_ORDER)}
+    puts.sort(key=lambda update: rank[update.entity.feature])
+    drops.sort(key=lambda update: -rank[update.entity.feature])
+    return puts + drops
+
+
+def _by_key(holdings: Holdings) -> tuple[Mapping[object, Entity], Mapping[object, Entity]]:
+    return cast(Mapping[object, Entity], holdings.entries), cast(Mapping[object, Entity], holdings.groups)
+
+
+def batches(updates: Iterable[Update], size: int) -> list[list[Update]]:
+    """Cut into batches that a switch may apply in any order within: one feature and verb each.
+
+    P4Runtime leaves the order inside a batch open (specification, section 12.2).
+    """
+    cut: list[list[Update]] = []
+    kind = None
+    for update in updates:
+        this = (update.entity.feature, update.new is None)
+        if this != kind or len(cut[-1]) >= size:
+            cut.append([])
+            kind = this
+        cut[-1].append(update)
+    return cut

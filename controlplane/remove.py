@@ -1,0 +1,67 @@
+"""Taking jobs off switches whose other jobs aren't at hand: what remains is worked out from what is held."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from checkmate.schema import Job
+from controlplane.codec import Codec
+from controlplane.controller import Reconciled
+from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Group, Holdings, mac_number
+from controlplane.network import Network, boundaries
+from controlplane.reconcile import difference
+from controlplane.session import Session
+
+
+def without(held: Holdings, network: Network, switch: str) -> Holdings:
+    """What `switch` should hold once the network's jobs are gone from it. Pure.
+
+    A boundary is known by its source address, so the ids of the jobs' boundaries are read from
+    `replication`. Where no job is left, nothing is.
+    """
+    sources = {int(b.source.ip) for job in network.jobs for b in boundaries(job)}
+    ours = {entry["boundary"] for entry in held.table("replication") if entry["source"] in sources}
+    rest = Holdings()
+    for entry in held.entries.values():
+        gone = (
+            (entry.table == "replication" and entry["source"] in sources)
+            or (entry.table in ("streams", "lost", "incarnations") and entry["boundary"] in ours)
+            or (entry.table == "forwarding" and entry["mac"] in _macs(network))
+        )
+        if not gone:
+            rest.put(entry)
+    stubs = {mac_number(one.stub.mac) for one in network.switches.values()}
+    if not any(entry.action == "forward" and entry["mac"] not in stubs for entry in rest.table("forwarding")):
+        return Holdings()  # no host of another job is left
+    if not rest.table("replication"):
+        for entry in rest.table("marks"):
+            rest.drop(entry)  # nothing is tagged here any more
+    used = {entry["group"] for entry in rest.table("replication")}
+    ports = {host.port for host in network.hosts if host.switch == switch}
+    for group in held.groups.values():
+        if group.id == FLOOD_GROUP:
+            rest.put(Group(group.id, frozenset(r for r in group.replicas if r[0] not in ports)))
+        elif group.id < FIRST_JOB_GROUP or group.id in used:
+            rest.put(group)
+    return rest
+
+
+def _macs(network: Network) -> set[int]:
+    return {mac_number(host.mac) for host in network.hosts}
+
+
+async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
+    """Take `jobs` off every switch that they name."""
+    network = Network(jobs)
+    done = []
+    for name, switch in network.switches.items():
+        start = time.monotonic()
+        async with Session(switch, Codec.for_target(switch.target)) as session:
+            await session.check_pipeline()
+            held = await session.read()
+            rest = without(held, network, name)
+            updates = difference(held, rest)
+            await session.write(updates)
+        done.append(Reconciled(name, len(updates), len(rest), time.monotonic() - start))
+    return done

@@ -1,0 +1,193 @@
+"""All switches of all jobs: apply, serve, and follow the job files as they change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkmate.jobs import JobError, fabric_files, job_files, read_jobs
+from checkmate.schema import Job
+from controlplane.controller import LOG, Reconciled, SwitchController
+from controlplane.errors import ControlError, SwitchUnreachable
+from controlplane.network import Network
+
+POLL_SECONDS = 0.5
+Signature = tuple[tuple[str, int, int], ...]
+
+
+class Fleet:
+    """The controllers of every switch that the jobs name."""
+
+    def __init__(self) -> None:
+        self.controllers: dict[str, SwitchController] = {}
+        self.network = Network([])
+        self._servers: dict[str, asyncio.Task[None]] = {}
+
+    async def start(
+        self,
+        jobs: Sequence[Job],
+        *,
+        replace: bool = False,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> list[Reconciled]:
+        """Connect to every switch and write what is missing; all is checked before anything is written."""
+        self.network = Network(jobs)
+        for name, switch in self.network.switches.items():
+            self.controllers[name] = SwitchController(switch, self.network)
+            self.controllers[name].check(self.network)
+        done: list[Reconciled] = []
+        try:
+            for controller in self.controllers.values():
+                await controller.open(replace=replace)
+            for name, controller in self.controllers.items():
+                report = None if progress is None else _named(progress, name)
+                done.append(await controller.write(report))
+        except ControlError:
+            for report_done in done:
+                await self.controllers[report_done.switch].revert()
+            await self.stop()
+            raise
+        return done
+
+    async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
+        """Go over to another set of jobs. Where a switch refuses, all go back and the error is raised."""
+        network, before = Network(jobs), self.network
+        for controller in self.controllers.values():
+            controller.check(network)
+        added = {
+            name: SwitchController(switch, network)
+            for name, switch in network.switches.items()
+            if name not in self.controllers
+        }
+        changed: list[SwitchController] = []
+        done: list[Reconciled] = []
+        try:
+            for controller in self.controllers.values():
+                _same_switch(controller, network)
+                done.append(await controller.apply(network))
+                changed.append(controller)
+            for controller in added.values():
+                done.append(await controller.connect())
+        except ControlError:
+            for controller in changed:
+                await controller.apply(before)
+            for controller in added.values():
+                if controller.session is not None:
+                    await controller.apply(Network([]))
+                    await controller.close()
+            raise
+        self.network = network
+        self.controllers |= added
+        for name in [name for name in self.controllers if name not in network.switches]:
+            await self._leave(name)
+        return done
+
+    async def _leave(self, name: str) -> None:
+        """A switch without jobs: emptied by now, unless it was away; nothing is served there any more."""
+        controller = self.controllers.pop(name)
+        server = self._servers.pop(name, None)
+        if server is not None:
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+        if controller.session is None:
+            LOG.warning(
+                "switch %s is away and keeps its entries; `checkmate remove` takes them off later", name
+            )
+        await controller.close()
+
+    async def serve(self) -> None:
+        """Serve every stub endpoint until cancelled; raises what ends one of them."""
+        while True:
+            for name, controller in list(self.controllers.items()):
+                if name not in self._servers:
+                    self._servers[name] = asyncio.create_task(controller.serve())
+            if self._servers:
+                await asyncio.wait(
+                    self._servers.values(), timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+            for name in [name for name, task in self._servers.items() if task.done()]:
+                self._servers.pop(name).result()
+
+    async def stop(self) -> None:
+        """Leave every switch as it is."""
+        for task in self._servers.values():
+            task.cancel()
+        await asyncio.gather(*self._servers.values(), return_exceptions=True)
+        self._servers.clear()
+        for controller in self.controllers.values():
+            await controller.close()
+
+
+def _named(progress: Callable[[str, int, int], None], name: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(name, done, total)
+
+
+def _same_switch(controller: SwitchController, network: Network) -> None:
+    """A switch's address can't change under a running session."""
+    wanted = network.switches.get(controller.switch.name)
+    if wanted is not None and wanted != controller.switch:
+        raise SwitchUnreachable(
+            f"switch {wanted.name} is described differently than when `checkmate run` began; "
+            "stop it and start it again"
+        )
+
+
+@dataclass
+class JobFiles:
+    """The job files of a command line, and what they said when they were last whole."""
+
+    arguments: Sequence[Path]
+    _seen: Signature = ()
+    _fabrics: tuple[Path, ...] = ()
+
+    def read(self) -> list[Job]:
+        """Every job now; raises `JobError`."""
+        files = job_files(self.arguments)
+        first = not self._seen
+        self._fabrics = tuple(fabric for file in files for fabric in fabric_files(file))
+        self._seen = self._signature()
+        return read_jobs([file for file in files if file.exists() or first])
+
+    def changed(self) -> bool:
+        """Whether a file came, went or was written since the last `read`."""
+        return self._signature() != self._seen
+
+    def _signature(self) -> Signature:
+        """The job files themselves, and the fabric files that they named when they were read."""
+        found = []
+        for file in sorted({*job_files(self.arguments), *self._fabrics}):
+            try:
+                stat = file.stat()
+            except OSError:
+                continue  # gone between the listing and the look
+            found.append((str(file), stat.st_mtime_ns, stat.st_size))
+        return (*found, ("", 0, 0))
+
+
+async def follow(files: JobFiles, fleet: Fleet) -> None:
+    """Apply every change of the job files; what can't be applied is said, and changes nothing."""
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        if not files.changed():
+            continue
+        await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
+        before = {job.job for job in fleet.network.jobs}
+        try:
+            jobs = files.read()
+            done = await fleet.change(jobs)
+        except JobError as error:
+            LOG.error("jobs stay as they were:\n%s", error)
+            continue
+        except ControlError as error:
+            LOG.error("jobs stay as they were: %s", error)
+            continue
+        now = {job.job for job in jobs}
+        written = sum(report.updates for report in done)
+        for verb, names in (("added", now - before), ("removed", before - now)):
+            if names:
+                LOG.info("jobs %s: %s", verb, ", ".join(sorted(names)))
+        LOG.info("job files changed: %d updates written", written)

@@ -1,0 +1,135 @@
+"""What the switches say of a job's streams: connected, packets, bytes, lost. Data for views and `--json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from finsy import P4CounterEntry, P4DirectCounterEntry
+from finsy.p4entity import P4TableMatch
+
+from controlplane.entities import Holdings
+from controlplane.network import Network
+from controlplane.plan import plan_switch
+from controlplane.session import Session
+from controlplane.streams import StreamKey, key_of
+
+PASSED = ("without_tag", "without_entry")
+LOSSES = ("not_connected", "old_incarnation")
+"""The cells of the counters `passed` and `losses`, in the P4 source's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    packets: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """One stream. `lost` counts what was replicated for it while it was not connected."""
+
+    job: str
+    dp_group: int
+    side: int
+    channel: int
+    shadow_id: int
+    replication_id: int
+    shadow_node: int
+    nic: str
+    switch: str
+    connected: bool
+    incarnation: int | None
+    packets: int
+    bytes: int
+    lost: int
+    lost_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchStatus:
+    """One switch: its streams, and tagged traffic by what became of it."""
+
+    switch: str
+    target: str
+    streams: tuple[StreamStatus, ...]
+    passed: dict[str, Count] = field(default_factory=dict)
+    losses: dict[str, Count] = field(default_factory=dict)
+    acks_dropped: int = 0
+
+    def data(self) -> dict[str, object]:
+        """Plain data for `--json`."""
+        return asdict(self)
+
+
+async def read_status(session: Session, network: Network, held: Holdings | None = None) -> SwitchStatus:
+    """Ask one switch. `held` spares reading its entries again where the controller knows them."""
+    switch = session.switch
+    if held is None:
+        held = await session.read()
+    plan = plan_switch(network, switch.name, held)
+    connected = {key: entry for entry in held.table("streams") if (key := key_of(entry)) in plan.streams}
+    moved = await _direct(session, "streams")
+    lost = await _direct(session, "lost")
+    streams = []
+    for key, stream in plan.streams.items():
+        entry = connected.get(key)
+        incarnation = entry["incarnation"] if entry else None
+        count = moved.get((key, incarnation), Count())
+        miss = lost.get((key, None), Count())
+        streams.append(
+            StreamStatus(
+                stream.boundary.job,
+                stream.boundary.group,
+                stream.boundary.side,
+                stream.channel,
+                stream.shadow_id,
+                stream.replication_id,
+                stream.node.id,
+                str(stream.nic.ip),
+                switch.name,
+                entry is not None,
+                incarnation,
+                count.packets,
+                count.bytes,
+                miss.packets,
+                miss.bytes,
+            )
+        )
+    return SwitchStatus(
+        switch.name,
+        switch.target,
+        tuple(streams),
+        await _cells(session, "passed", PASSED),
+        await _cells(session, "losses", LOSSES),
+        (await _cells(session, "plain_acks", ("dropped",)))["dropped"].packets,
+    )
+
+
+def _key(match: dict[str, object]) -> StreamKey:
+    boundary, channel, shadow_id, replication_id = (
+        int(match[name])  # type: ignore[call-overload]
+        for name in ("boundary", "channel", "shadow_id", "replication_id")
+    )
+    return (boundary, channel, shadow_id, replication_id)
+
+
+async def _direct(session: Session, table: str) -> dict[tuple[StreamKey, int | None], Count]:
+    found = {}
+    codec = session.codec
+    async for message in session.read_entities([codec.read_direct_counters(table)]):
+        entry = P4DirectCounterEntry.decode(message, codec.schema)
+        assert entry.table_entry is not None
+        match = dict(entry.table_entry.match or P4TableMatch())
+        incarnation = match.get("incarnation")
+        found[(_key(match), incarnation)] = Count(entry.packet_count, entry.byte_count)
+    return found
+
+
+async def _cells(session: Session, counter: str, names: tuple[str, ...]) -> dict[str, Count]:
+    found = {name: Count() for name in names}
+    codec = session.codec
+    async for message in session.read_entities([codec.read_counter(counter)]):
+        entry = P4CounterEntry.decode(message, codec.schema)
+        if entry.index is not None and entry.index < len(names):
+            found[names[entry.index]] = Count(entry.packet_count, entry.byte_count)
+    return found

@@ -1,0 +1,182 @@
+"""Feature `streams`: the rewrite entry of each connected stream, and who may have one.
+
+Data plane: p4src/include/streams.p4. Packet tests: ptf_tests/streams.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+
+from checkmate import wire
+from checkmate.schema import Nic, Stub
+from controlplane.entities import Entry, Holdings, mac_number
+from controlplane.network import Network, Stream
+
+StreamKey = tuple[int, int, int, int]
+"""(boundary id on the switch, channel, shadow id, replication id): a stream, whatever its incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A shadow node's end of a stream: its address, port and initial sequence number, and its base."""
+
+    ip: IPv4Address
+    mac: str
+    port: int
+    isn: int
+    base: int = 0
+
+
+def rewrite(key: StreamKey, incarnation: int, connection: Connection, stub: Stub) -> Entry:
+    """Copies for `key` and `incarnation` become segments of `connection`."""
+    boundary, channel, shadow_id, replication_id = key
+    return Entry(
+        "streams",
+        (
+            ("boundary", boundary),
+            ("channel", channel),
+            ("shadow_id", shadow_id),
+            ("incarnation", incarnation),
+            ("replication_id", replication_id),
+        ),
+        "rewrite",
+        (
+            ("shadow_mac", mac_number(connection.mac)),
+            ("stub_mac", mac_number(stub.mac)),
+            ("shadow_ip", int(connection.ip)),
+            ("stub_ip", int(stub.ip)),
+            ("shadow_port", connection.port),
+            ("stub_port", stub.port),
+            ("acknowledgement", wire.copy_acknowledgement(connection.isn)),
+            ("minus_base", wire.minus(connection.base)),
+        ),
+    )
+
+
+def expect(boundary: int, incarnation: int) -> Entry:
+    """The boundary's current incarnation: what other ones lose is counted apart."""
+    return Entry("incarnations", (("boundary", boundary),), "expect", (("incarnation", incarnation),))
+
+
+def lose(key: StreamKey) -> Entry:
+    """Counts what a stream loses while it isn't connected."""
+    boundary, channel, shadow_id, replication_id = key
+    return Entry(
+        "lost",
+        (
+            ("boundary", boundary),
+            ("channel", channel),
+            ("shadow_id", shadow_id),
+            ("replication_id", replication_id),
+        ),
+        "lose",
+    )
+
+
+def key_of(entry: Entry) -> StreamKey:
+    """The stream that an entry of `streams` or `lost` belongs to."""
+    return (entry["boundary"], entry["channel"], entry["shadow_id"], entry["replication_id"])
+
+
+def streams_of(
+    network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int]
+) -> dict[StreamKey, Stream]:
+    """Every stream that `switch` may connect, by its key there."""
+    return {
+        (
+            boundary_id[(stream.boundary.job, stream.boundary.number)],
+            stream.channel,
+            stream.shadow_id,
+            stream.replication_id,
+        ): stream
+        for stream in network.streams
+        if stream.boundary.switch == switch
+    }
+
+
+def belongs(entry: Entry, nic: Nic, stub: Stub) -> bool:
+    """Whether a rewrite still leads from the stub to that NIC."""
+    return (
+        entry["shadow_ip"] == int(nic.ip)
+        and entry["shadow_mac"] == mac_number(nic.mac)
+        and entry["stub_ip"] == int(stub.ip)
+        and entry["stub_mac"] == mac_number(stub.mac)
+        and entry["stub_port"] == stub.port
+    )
+
+
+def entries(
+    network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
+) -> Iterator[Entry]:
+    """A loss counter for each stream, and the connected ones among `held` that a job still has."""
+    streams = streams_of(network, switch, boundary_id)
+    for key in streams:
+        yield lose(key)
+    stub = network.switches[switch].stub
+    for entry in held.table("streams"):
+        stream = streams.get(key_of(entry))
+        if stream is not None and belongs(entry, stream.nic, stub):
+            yield entry
+    ids = {key[0] for key in streams}
+    for entry in held.table("incarnations"):
+        if entry["boundary"] in ids:
+            yield entry
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a valid hello asks for: entries to put, and the stream's older entries to drop."""
+
+    key: StreamKey
+    put: tuple[Entry, ...]
+    drop: tuple[Entry, ...]
+
+
+class Refused(Exception):
+    """A hello that gets a RST, and why."""
+
+
+def admit(
+    hello: wire.Hello,
+    connection: Connection,
+    *,
+    network: Network,
+    switch: str,
+    boundary_id: Mapping[tuple[str, int], int],
+    held: Mapping[StreamKey, Entry],
+) -> Admission:
+    """Whether this node and NIC may have the stream that `hello` names (design, section 4).
+
+    The hello's source address tells the job. `held` has each connected stream's entry.
+    Raises `Refused`.
+    """
+    job = next(
+        (j for j in network.jobs for n in j.shadow_nodes for nic in n.nics if nic.ip == connection.ip), None
+    )
+    if job is None:
+        raise Refused(f"{connection.ip} is no job's shadow NIC")
+    boundary = boundary_id.get((job.job, hello.boundary))
+    if boundary is None:
+        raise Refused(f"job {job.job} has no boundary {hello.boundary} on {switch}")
+    group = hello.boundary // 2
+    if hello.channel >= job.channels or hello.shadow_id >= job.shards(group):
+        raise Refused(f"job {job.job} has no channel {hello.channel} of shadow id {hello.shadow_id}")
+    for replication_id in range(1, job.replicas + 1):
+        node = job.holder(group, hello.shadow_id, replication_id)
+        side = hello.boundary % 2
+        nic = node.nics[(hello.channel + side) % len(node.nics)]
+        if nic.ip == connection.ip:
+            break
+    else:
+        raise Refused(
+            f"{connection.ip} is not the NIC for channel {hello.channel} of shadow id {hello.shadow_id}"
+        )
+    if nic.mac != connection.mac:
+        raise Refused(f"{connection.ip} has {nic.mac} in the job, not {connection.mac}")
+    key = (boundary, hello.channel, hello.shadow_id, replication_id)
+    entry = rewrite(key, hello.incarnation, connection, network.switches[switch].stub)
+    old = held.get(key)
+    drop = (old,) if old is not None and old.key != entry.key else ()
+    return Admission(key, (entry, expect(boundary, hello.incarnation)), drop)

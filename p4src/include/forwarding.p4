@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Feature `forwarding`: destination MAC to port; unknown and broadcast to the flood group, never back.
+// Control plane: controlplane/forwarding.py. Packet tests: ptf_tests/forwarding.py.
+
+#ifndef CHECKMATE_FORWARDING
+#define CHECKMATE_FORWARDING
+
+control forwarding(in headers_t hdr, inout metadata_t meta) {
+    @name(".forward")
+    action forward(@name("port") port_t port) {
+        meta.egress_port = port;
+    }
+
+    @name(".flood")
+    action flood() {
+        meta.group   = FLOOD_GROUP;
+        meta.flooded = 1;
+    }
+
+    @name(".discard")
+    action discard() {
+        meta.drop = 1;
+    }
+
+    @name(".forwarding")
+    table hosts {
+        key = { hdr.ethernet.destination : exact @name("mac"); }
+        actions = { forward; discard; @defaultonly flood; }
+        const default_action = flood();
+        size = FORWARDING_TABLE_SIZE;
+    }
+
+    apply {
+        hosts.apply();
+        if (meta.flooded == 0 && meta.egress_port == meta.ingress_port) {
+            meta.drop = 1;
+        }
+    }
+}
+
+// The egress half: the flood group holds every port of the tree, so a copy that would go back ends here.
+control never_back(inout metadata_t meta) {
+    apply {
+        if (meta.flooded == 1 && meta.egress_port == meta.ingress_port) {
+            meta.drop = 1;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Headers, and the one metadata struct that the four controls read and write.
+
+#ifndef CHECKMATE_HEADERS
+#define CHECKMATE_HEADERS
+
+const bit<16> ETHERTYPE_IPV4 = 0x0800;
+const bit<16> ETHERTYPE_ARP  = 0x0806;
+const bit<8>  PROTOCOL_TCP   = 6;
+const bit<16> ARP_REQUEST    = 1;
+
+// First words of the two TCP options that a tagged segment may carry.
+const bit<32> TAG_PREFIX        = 0xFD10C4EC; // kind 253, length 16, ExID 0xC4EC (RFC 6994)
+const bit<32> TIMESTAMPS_PREFIX = 0x0101080A; // NOP, NOP, kind 8, length 10 (RFC 7323)
+// Data offsets of the two layouts: the tag alone, or the tag behind timestamps.
+const bit<4>  OFFSET_TAG            = 9;
+const bit<4>  OFFSET_TIMESTAMPS_TAG = 12;
+const bit<16> TAG_BYTES             = 16;
+const bit<16> TIMESTAMPS_TAG_BYTES  = 28;
+
+@controller_header("packet_in")
+header packet_in_t {
+    bit<7> padding;
+    port_t ingress_port;
+}
+
+@controller_header("packet_out")
+header packet_out_t {
+    bit<7> padding;
+    port_t egress_port;
+}
+
+header ethernet_t {
+    bit<48> destination;
+    bit<48> source;
+    bit<16> ether_type;
+}
+
+header arp_t {
+    bit<16> hardware_type;
+    bit<16> protocol_type;
+    bit<8>  hardware_length;
+    bit<8>  protocol_length;
+    bit<16> operation;
+    bit<48> sender_mac;
+    bit<32> sender_ip;
+    bit<48> target_mac;
+    bit<32> target_ip;
+}
+
+header ipv4_t {
+    bit<4>  version;
+    bit<4>  header_words;
+    bit<6>  dscp;
+    bit<2>  ecn;
+    bit<16> total_length;
+    bit<16> identification;
+    bit<1>  reserved;
+    bit<1>  dont_fragment;
+    bit<1>  more_fragments;
+    bit<13> fragment_offset;
+    bit<8>  ttl;
+    bit<8>  protocol;
+    bit<16> checksum;
+    bit<32> source;
+    bit<32> destination;
+}
+
+header tcp_t {
+    bit<16> source_port;
+    bit<16> destination_port;
+    bit<32> sequence;
+    bit<32> acknowledgement;
+    bit<4>  data_offset;
+    bit<4>  reserved;
+    bit<1>  cwr;
+    bit<1>  ece;
+    bit<1>  urg;
+    bit<1>  ack;
+    bit<1>  psh;
+    bit<1>  rst;
+    bit<1>  syn;
+    bit<1>  fin;
+    bit<16> window;
+    bit<16> checksum;
+    bit<16> urgent_pointer;
+}
+
+header timestamps_t {
+    bit<32> prefix;
+    bit<32> value;
+    bit<32> echo_reply;
+}
+
+header tag_t {
+    bit<8>  kind;
+    bit<8>  length;
+    bit<16> exid;
+    bit<32> sequence;
+    bit<32> anchor;
+    bit<16> shadow_id;
+    bit<8>  channel;
+    bit<8>  incarnation;
+}
+
+struct headers_t {
+    packet_in_t  packet_in;
+    packet_out_t packet_out;
+    ethernet_t   ethernet;
+    arp_t        arp;
+    ipv4_t       ipv4;
+    tcp_t        tcp;
+    timestamps_t timestamps;
+    tag_t        tag;
+}
+
+struct metadata_t {
+    port_t           ingress_port;
+    port_t           egress_port;
+    group_t          group;          // 0: unicast
+    boundary_t       boundary;       // of a replicated segment
+    replication_id_t replication_id; // of this copy; the egress side's
+    bit<16>          payload_length; // of the TCP segment, bytes
+    bit<32>          stream_sequence; // tag.sequence + (tcp.sequence - tag.anchor)
+    bit<8>           incarnation;     // the boundary's current one
+    bit<1>           replicated;
+    bit<1>           flooded;
+    bit<1>           punt;           // to the controller
+    bit<1>           drop;
+    bit<1>           rewritten;      // checksums have to be mended
+}
+
+#endif

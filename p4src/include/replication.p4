@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Feature `replication`: a tagged segment's addresses, shadow id and channel to its multicast group.
+// Control plane: controlplane/replication.py. Packet tests: ptf_tests/replication.py.
+
+#ifndef CHECKMATE_REPLICATION
+#define CHECKMATE_REPLICATION
+
+control replication(in headers_t hdr, inout metadata_t meta) {
+    DIRECT_COUNTER(replicated_segments, ".replicated_segments");
+    INDEXED_COUNTER(passed, ".passed", REASONS);
+
+    // Which DSCP values carry a job's tag bit.
+    @name(".mark")
+    action mark() { }
+
+    @name(".marks")
+    table marks {
+        key = { hdr.ipv4.dscp : ternary @name("dscp"); }
+        actions = { mark; @defaultonly NoAction; }
+        const default_action = NoAction();
+        size = MARKS_TABLE_SIZE;
+    }
+
+    @name(".replicate")
+    action replicate(@name("group") group_t group, @name("boundary") boundary_t boundary) {
+        replicated_segments.count();
+        meta.group      = group;
+        meta.boundary   = boundary;
+        meta.replicated = 1;
+    }
+
+    @name(".replication")
+    table boundaries {
+        key = {
+            hdr.ipv4.source      : exact @name("source");
+            hdr.ipv4.destination : exact @name("destination");
+            hdr.tag.shadow_id    : exact @name("shadow_id");
+            hdr.tag.channel      : exact @name("channel");
+        }
+        actions = { replicate; @defaultonly NoAction; }
+        const default_action = NoAction();
+        counters = replicated_segments;
+        size = REPLICATION_TABLE_SIZE;
+    }
+
+    apply {
+        if (hdr.ipv4.isValid()) {
+            if (marks.apply().hit) {
+                if (hdr.tag.isValid() && meta.payload_length != 0) {
+                    if (!boundaries.apply().hit) {
+                        passed.count(PASSED_WITHOUT_ENTRY);
+                    }
+                } else {
+                    passed.count(PASSED_WITHOUT_TAG);
+                }
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,1 @@
+"""PTF suites: the same packets and expectations on every target."""

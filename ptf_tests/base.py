@@ -1,0 +1,207 @@
+"""What every test stands on: a switch that holds nothing but what the test gives it, and a fence.
+
+A frame that must *not* come out can't be waited for. So each exchange ends with fence frames, which follow
+the test's own through every queue: what has come out of a port before its fence is all that will.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ipaddress import IPv4Address
+from typing import ClassVar
+
+import ptf
+from ptf.base_tests import BaseTest
+from ptf.testutils import dp_poll, send_packet, verify_no_other_packets
+from scapy.layers.l2 import ARP, Ether
+
+from controlplane.entities import Entity, Entry, Group, Holdings
+from controlplane.forwarding import flood_group, forward
+from controlplane.reconcile import Update
+from controlplane.replication import mark, replicate
+from controlplane.streams import rewrite
+from controlplane.stub import punt
+from ptf_tests.lab import Lab
+from ptf_tests.packets import (
+    BOUNDARY,
+    BROADCAST,
+    DSCP_BIT,
+    PEER_IP,
+    PEER_MAC,
+    PEER_PORT,
+    PORTS,
+    STUB,
+    TRAINER_IP,
+    Shadow,
+    compare,
+    stream_key,
+)
+from ptf_tests.switch import Count, Punted, Switch
+
+_FENCE_IP = IPv4Address("192.0.2.254")
+_FENCE_SECONDS = 5.0
+_BURST = 16
+"""Frames between two fences: BMv2 drops silently what overfills its egress queues, 64 packets deep."""
+_numbers = itertools.count(1)
+
+
+class SwitchTest(BaseTest):  # type: ignore[misc]
+    """A test with the one switch under test; it starts with a flood group of all ports."""
+
+    lab: ClassVar[Lab]
+    switch: ClassVar[Switch]
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.dataplane = ptf.dataplane_instance
+        self.dataplane.flush()
+        self.addCleanup(self.switch.reconcile, Holdings())
+        arp_fence = punt(_FENCE_IP)[1]
+        self.switch.put([flood_group(set(PORTS)), arp_fence])
+
+    def put(self, *entities: Entity) -> None:
+        """Insert entities."""
+        self.switch.put(entities)
+
+    def drop(self, *entities: Entity) -> None:
+        """Delete entities."""
+        self.switch.write(Update(entity, None) for entity in entities)
+
+    def change(self, old: Entity, new: Entity) -> None:
+        """Modify an entity."""
+        self.switch.write([Update(old, new)])
+
+    def check(
+        self,
+        sent: tuple[int, bytes | Sequence[bytes]],
+        out: Mapping[int, bytes | Sequence[bytes]],
+        punted: Sequence[Punted] = (),
+    ) -> None:
+        """Send frames into a port; exactly `out` must come out, byte for byte, and `punted` be punted."""
+        port, frames = sent
+        received, packet_ins = self.exchange(port, _listed(frames))
+        for where in PORTS:
+            wrong = compare(_listed(out.get(where, ())), received[where])
+            if wrong:
+                self.fail(f"port {where}: {wrong}")
+        self.assertEqual(list(punted), packet_ins, "frames punted to the controller")
+
+    def exchange(self, port: int, frames: Sequence[bytes]) -> tuple[dict[int, list[bytes]], list[Punted]]:
+        """Send frames into a port, and return all that comes out: by port, and to the controller."""
+        received: dict[int, list[bytes]] = {where: [] for where in PORTS}
+        punted: list[Punted] = []
+        for start in range(0, max(len(frames), 1), _BURST):
+            for frame in frames[start : start + _BURST]:
+                send_packet(self, port, frame)
+            came, packet_ins = self.drain(port)
+            for where in PORTS:
+                received[where] += came[where]
+            punted += packet_ins
+        return received, punted
+
+    def drain(self, port: int) -> tuple[dict[int, list[bytes]], list[Punted]]:
+        """All that comes of what was sent into `port` before."""
+        received: dict[int, list[bytes]] = {where: [] for where in PORTS}
+        # Flooding spares the port that a fence came in by, so a second one comes in by another.
+        for origin in (port, PORTS[0] if port != PORTS[0] else PORTS[1]):
+            fence = _fence(BROADCAST, IPv4Address(f"198.51.100.{next(_numbers) % 250}"))
+            send_packet(self, origin, fence)
+            for where in PORTS:
+                if where != origin:
+                    received[where] += self._until(where, fence)
+        packet_ins = self._punted_before_fence(port)
+        verify_no_other_packets(self)
+        return received, packet_ins
+
+    def _until(self, port: int, fence: bytes) -> list[bytes]:
+        frames: list[bytes] = []
+        while True:
+            result = dp_poll(self, port_number=port, timeout=_FENCE_SECONDS)
+            if isinstance(result, self.dataplane.PollFailure):
+                self.fail(f"port {port}: no fence frame; the switch has stopped or doesn't flood")
+            if result.packet == fence:
+                return frames
+            frames.append(result.packet)
+
+    def _punted_before_fence(self, port: int) -> list[Punted]:
+        frames: list[Punted] = []
+        fence = _fence(BROADCAST, _FENCE_IP)
+        send_packet(self, port, fence)
+        while True:
+            punted = self.switch.punted(_FENCE_SECONDS)
+            if punted is None:
+                raise self.failureException("no fence frame by packet-in; the switch doesn't punt")
+            if punted.frame == fence:
+                return frames
+            frames.append(punted)
+
+    def check_packet_out(self, port: int, frame: bytes) -> None:
+        """The controller sends a frame out of `port`: it must come out there as it is, and nowhere else."""
+        self.switch.packet_out(port, frame)
+        result = dp_poll(self, port_number=port, timeout=_FENCE_SECONDS)
+        self.assertIsInstance(result, self.dataplane.PollSuccess, f"nothing came out of port {port}")
+        wrong = compare([frame], [result.packet])
+        self.assertEqual("", wrong, f"port {port}: {wrong}")
+        self.check((PORTS[0], ()), {})
+
+    @contextmanager
+    def counts(self, counter: str, *added: Count) -> Iterator[None]:
+        """What happens inside must add exactly this to the cells of an indexed counter."""
+        before = self.switch.counts(counter)
+        yield
+        after = self.switch.counts(counter)
+        grown = [now - then for now, then in zip(after, before, strict=True)]
+        self.assertEqual(list(added), grown, f"counter {counter}")
+
+    def check_count(self, entry: Entry, *frames: bytes) -> None:
+        """An entry's direct counter must have counted exactly these frames."""
+        self.assertEqual(count(*frames), self.switch.direct_count(entry), str(entry))
+
+
+class TaggedTest(SwitchTest):
+    """A test with a boundary rank at `TRAINER_PORT` that sends tagged segments to the rank at `PEER_PORT`."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.put(mark(DSCP_BIT), forward(PEER_MAC, PEER_PORT))
+
+    def replicate(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> Entry:
+        """Copies for these holders, the first one being holder 1. No stream is connected by this."""
+        copies = {(shadow.switch_port, holder) for holder, shadow in enumerate(shadows, 1)}
+        entry = replicate(TRAINER_IP, PEER_IP, shadow_id, channel, group=group, boundary=BOUNDARY)
+        self.put(Group(group, frozenset({(PEER_PORT, 0), *copies})), entry)
+        return entry
+
+    def connect(
+        self, shadow: Shadow, *, holder: int = 1, shadow_id: int = 0, channel: int = 0, incarnation: int = 1
+    ) -> Entry:
+        """Connect a stream."""
+        key = stream_key(shadow_id, channel, holder)
+        entry = rewrite(key, incarnation, shadow.connection(), STUB)
+        self.put(entry)
+        return entry
+
+    def protect(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> Entry:
+        """Copies for these holders, all connected in incarnation 1; returns the entry of `replication`."""
+        for holder, shadow in enumerate(shadows, 1):
+            self.connect(shadow, holder=holder, shadow_id=shadow_id, channel=channel)
+        return self.replicate(*shadows, shadow_id=shadow_id, channel=channel, group=group)
+
+
+def count(*frames: bytes) -> Count:
+    """What a counter says of frames, each with the length that it came in with."""
+    return Count(len(frames), sum(len(frame) for frame in frames))
+
+
+def _listed(frames: bytes | Sequence[bytes]) -> list[bytes]:
+    return [frames] if isinstance(frames, bytes) else list(frames)
+
+
+def _fence(to: str, asked: IPv4Address) -> bytes:
+    number = next(_numbers)
+    mac = (
+        f"06:00:{number >> 24 & 255:02x}:{number >> 16 & 255:02x}:{number >> 8 & 255:02x}:{number & 255:02x}"
+    )
+    return bytes(Ether(dst=to, src=mac) / ARP(op=1, hwsrc=mac, psrc="192.0.2.1", pdst=str(asked)))

@@ -1,0 +1,258 @@
+"""Feature `stub`: what reaches the stub's address goes to the controller, except plain ACKs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scapy.layers.inet import ICMP, IP, TCP, UDP
+from scapy.layers.l2 import ARP, Ether
+from scapy.packet import Raw
+
+from checkmate.wire import Hello
+from controlplane import stub
+from controlplane.forwarding import discard, forward
+from controlplane.replication import mark
+from ptf_tests.base import SwitchTest, TaggedTest, count
+from ptf_tests.packets import (
+    BROADCAST,
+    PEER_MAC,
+    PEER_PORT,
+    PORTS,
+    SHADOW_PORTS,
+    STUB,
+    TRAINER_PORT,
+    Segment,
+    Shadow,
+    payload,
+    tag,
+    tagged_segment,
+)
+from ptf_tests.switch import Count, Punted
+
+SHADOW = Shadow(4, isn=1_000_000)
+HELLO = Hello(base=0, boundary=0, shadow_id=0, channel=0, incarnation=1).pack()
+SYN_OPTIONS = [("MSS", 1460), ("SAckOK", b""), ("Timestamp", (1, 0)), ("NOP", None), ("WScale", 7)]
+
+
+def segment(flags: str, data: bytes = b"", shadow: Shadow = SHADOW, **fields: Any) -> bytes:
+    """From a shadow node to the stub."""
+    tcp = TCP(flags=flags, **{"sport": shadow.tcp_port, "dport": STUB.port, "seq": shadow.isn, **fields})
+    packet = Ether(dst=STUB.mac, src=shadow.mac) / IP(src=str(shadow.ip), dst=str(STUB.ip)) / tcp
+    return bytes(packet / Raw(data) if data else packet)
+
+
+def arp(op: int, asked: str, to: str = BROADCAST, shadow: Shadow = SHADOW) -> bytes:
+    """From a shadow node."""
+    return bytes(
+        Ether(dst=to, src=shadow.mac) / ARP(op=op, hwsrc=shadow.mac, psrc=str(shadow.ip), pdst=asked)
+    )
+
+
+class StubTest(SwitchTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.segments, self.requests = stub.punt(STUB.ip)
+        self.put(self.segments, self.requests, discard(STUB.mac))
+
+    def punts(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
+        """The controller must get the frames as they are, with the port they came in by; nobody else."""
+        with self.counts("plain_acks", Count()):
+            self.check((port, frames), {}, [Punted(frame, port) for frame in frames])
+
+    def floods(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
+        self.check((port, frames), {other: frames for other in PORTS if other != port})
+
+
+class ToController(StubTest):
+    def test_syn(self) -> None:
+        """SYN, with options, ECN or data"""
+        self.punts(
+            segment("S", options=SYN_OPTIONS),
+            segment("S"),
+            segment("SEC"),
+            segment("S", b"data"),
+            segment("SA"),
+        )
+
+    def test_hello(self) -> None:
+        """a hello, with and without PSH and timestamps; in two segments; anything else with payload"""
+        stamps = [("NOP", None), ("NOP", None), ("Timestamp", (1, 2))]
+        self.punts(
+            segment("PA", HELLO),
+            segment("A", HELLO),
+            segment("PA", HELLO, options=stamps),
+            segment("A", HELLO[:8]),
+            segment("PA", HELLO[8:]),
+            segment("PA", b"x"),
+            segment("PA", payload(1400)),
+        )
+
+    def test_fin(self) -> None:
+        """FIN, with and without ACK and data"""
+        self.punts(segment("FA"), segment("F"), segment("FPA", b"bye"))
+
+    def test_rst(self) -> None:
+        """RST, with and without ACK"""
+        self.punts(segment("R"), segment("RA"))
+
+    def test_arp(self) -> None:
+        """ARP requests for the stub's address, broadcast or to its own MAC"""
+        frames = (arp(1, str(STUB.ip)), arp(1, str(STUB.ip), to=STUB.mac), arp(1, str(STUB.ip)) + bytes(18))
+        self.punts(*frames)
+        self.check_count(self.requests, *frames)
+
+    def test_ingress_port(self) -> None:
+        """each with the port it came in by"""
+        for number, port in enumerate(SHADOW_PORTS):
+            self.punts(segment("S", shadow=Shadow(number)), port=port)
+        self.punts(arp(1, str(STUB.ip)), port=1)
+        self.punts(segment("PA", HELLO), port=2)
+
+    def test_other_port_number(self) -> None:
+        """segments to any TCP port of the stub's address, so that the controller can refuse them"""
+        self.punts(segment("S", dport=22), segment("PA", b"GET /", dport=80))
+
+    def test_any_mac(self) -> None:
+        """segments to the stub's address go to the controller whatever their MAC says"""
+        frame = bytearray(segment("S"))
+        frame[:6] = bytes.fromhex("02000000aaaa")
+        self.punts(bytes(frame))
+
+    def test_counted(self) -> None:
+        """the stub's entry counts every segment that reaches it, plain ACKs too"""
+        frames = [segment("S"), segment("PA", HELLO), segment("A"), segment("FA")]
+        self.exchange(SHADOW.switch_port, frames)
+        self.check_count(self.segments, *frames)
+        self.check_count(self.requests)
+
+
+class PlainAcks(StubTest):
+    def test_dropped(self) -> None:
+        """plain ACKs end at the switch and are counted"""
+        stamps = [("NOP", None), ("NOP", None), ("Timestamp", (1, 2))]
+        frames = [
+            segment("A"),
+            segment("A", ack=5_000_000, window=0),
+            segment("A", options=stamps),
+            segment("PA"),
+            segment("AEC"),
+            segment(""),
+        ]
+        with self.counts("plain_acks", count(*frames)):
+            self.check((SHADOW.switch_port, frames), {})
+
+    def test_padded(self) -> None:
+        """Ethernet padding is no payload"""
+        frames = [segment("A") + bytes(6), segment("A") + b"\xff" * 6]
+        with self.counts("plain_acks", count(*frames)):
+            self.check((SHADOW.switch_port, frames), {})
+
+    def test_lying_offset(self) -> None:
+        """a data offset beyond the segment's end leaves no payload"""
+        frames = [segment("A", dataofs=15), segment("A", b"abc", dataofs=6)]
+        with self.counts("plain_acks", count(*frames)):
+            self.check((SHADOW.switch_port, frames), {})
+
+    def test_of_others(self) -> None:
+        """ACKs to other addresses are forwarded and not counted"""
+        self.put(forward(PEER_MAC, PEER_PORT))
+        frame = Segment(payload=b"", dscp=0).frame()
+        with self.counts("plain_acks", Count()):
+            self.check((TRAINER_PORT, frame), {PEER_PORT: frame})
+
+
+class Elsewhere(StubTest):
+    def test_other_arp(self) -> None:
+        """ARP for other addresses floods: requests, gratuitous ARP"""
+        self.floods(arp(1, "10.0.1.2"), arp(1, "10.0.255.2"), arp(1, str(SHADOW.ip)))
+
+    def test_arp_reply(self) -> None:
+        """ARP replies are not the stub's, not even with its address: by their MAC"""
+        self.put(forward(PEER_MAC, PEER_PORT))
+        reply = arp(2, str(STUB.ip), to=PEER_MAC)
+        self.check((SHADOW.switch_port, reply), {PEER_PORT: reply})
+        self.floods(arp(2, str(STUB.ip)))
+
+    def test_not_tcp(self) -> None:
+        """ping, UDP, fragments and IP options to the stub's address: by their MAC, which leads nowhere"""
+        ip = IP(src=str(SHADOW.ip), dst=str(STUB.ip))
+        ether = Ether(dst=STUB.mac, src=SHADOW.mac)
+        fragment = Ether(segment("S"))
+        fragment[IP].flags = "MF"
+        del fragment[IP].chksum
+        with_options = Ether(segment("S"))
+        with_options[IP].options = [bytes([1, 1, 1, 0])]
+        del with_options[IP].chksum, with_options[IP].ihl, with_options[IP].len
+        frames = [ether / ip / ICMP(), ether / ip / UDP() / Raw(b"data"), fragment, with_options]
+        with self.counts("plain_acks", Count()):
+            self.check((SHADOW.switch_port, [bytes(frame) for frame in frames]), {})
+
+    def test_without_entry(self) -> None:
+        """without the stub's entries nothing is punted"""
+        frames = segment("S"), segment("A"), arp(1, str(STUB.ip))
+        self.check((3, frames[0]), {}, [Punted(frames[0], 3)])
+        self.drop(self.segments, self.requests, discard(STUB.mac))
+        with self.counts("plain_acks", Count()):
+            self.floods(*frames)
+
+
+class Tagged(TaggedTest):
+    def test_before_replication(self) -> None:
+        """a tagged segment to the stub's address goes to the controller, and isn't replicated"""
+        self.put(*stub.punt(STUB.ip))
+        sent = tagged_segment(tag(), destination=STUB.ip).frame()
+        with self.counts("passed", Count(), Count()):
+            self.check((TRAINER_PORT, sent), {}, [Punted(sent, TRAINER_PORT)])
+
+
+class PacketOut(StubTest):
+    def test_each_port(self) -> None:
+        """the controller's frames leave by the port that it names, and by no other"""
+        for port in PORTS:
+            self.check_packet_out(
+                port, bytes(Ether(dst=PEER_MAC, src=STUB.mac, type=0x88B5) / Raw(b"x" * 60))
+            )
+
+    def test_as_they_are(self) -> None:
+        """no feature touches them: tagged segments, segments and ARP to the stub, broadcasts, 9,000 bytes"""
+        self.put(mark(0x20))
+        inside = IP(src="10.9.0.1", dst="10.9.0.2") / TCP() / Raw(payload(9000 - 54))
+        for frame in (
+            tagged_segment(tag()).frame(),
+            segment("S"),
+            segment("A"),
+            arp(1, str(STUB.ip)),
+            arp(1, "10.0.1.9"),
+            bytes(Ether(dst=BROADCAST, src=STUB.mac) / inside),
+            bytes(Ether(dst=BROADCAST, src=STUB.mac, type=0x88B5) / Raw(b"x")),
+        ):
+            self.check_packet_out(7, frame)
+
+    def test_handshake(self) -> None:
+        """SYN and hello, with the control plane's own answers: what the shadow node's kernel sees"""
+        syn = segment("S", options=[("MSS", 1460), ("NOP", None), ("WScale", 7)])
+        self.punts(syn)
+        parsed = stub.parse(syn)
+        assert parsed is not None
+        answer = stub.syn_ack(STUB, parsed)
+        self.check_packet_out(SHADOW.switch_port, answer)
+        self._is(answer, flags="SA", seq=0xFFFFFFFF, ack=SHADOW.isn + 1)
+        hello = segment("PA", HELLO, seq=SHADOW.isn + 1, ack=0)
+        self.punts(hello)
+        parsed = stub.parse(hello)
+        assert parsed is not None
+        answer = stub.acknowledge(STUB, parsed)
+        self.check_packet_out(SHADOW.switch_port, answer)
+        self._is(answer, flags="A", seq=0, ack=SHADOW.isn + 17)
+
+    def _is(self, frame: bytes, flags: str, seq: int, ack: int) -> None:
+        packet = Ether(frame)
+        self.assertEqual((SHADOW.mac, STUB.mac), (packet.dst, packet.src))
+        self.assertEqual((str(STUB.ip), str(SHADOW.ip)), (packet[IP].src, packet[IP].dst))
+        self.assertEqual((STUB.port, SHADOW.tcp_port), (packet[TCP].sport, packet[TCP].dport))
+        self.assertEqual((flags, seq, ack), (str(packet[TCP].flags), packet[TCP].seq, packet[TCP].ack))
+        # A SACK block or timestamps would share headers with nothing that the switch writes later.
+        self.assertLessEqual({name for name, _ in packet[TCP].options}, {"MSS", "WScale", "NOP", "EOL"})
+        again = packet.copy()
+        del again[IP].chksum, again[TCP].chksum
+        self.assertEqual(frame, bytes(again), "checksums")

@@ -1,0 +1,184 @@
+"""A small synchronous P4Runtime client, for tests: one primary controller of one switch.
+
+Sections named below are those of the P4Runtime specification, version 1.4.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import grpc
+from finsy import (
+    P4CounterEntry,
+    P4DirectCounterEntry,
+    P4PacketIn,
+    P4PacketOut,
+    P4TableEntry,
+    P4TableMatch,
+)
+from finsy.proto import U128, p4r, p4r_grpc
+
+from controlplane.codec import Codec
+from controlplane.entities import Entity, Entry, Holdings
+from controlplane.reconcile import Update, batches, difference
+
+_TIMEOUT = 10.0
+_BATCH = 500
+_ELECTION_ID = 1
+
+
+class SwitchError(Exception):
+    """The switch doesn't answer, or not as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What a counter cell says."""
+
+    packets: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.packets + other.packets, self.bytes + other.bytes)
+
+    def __sub__(self, other: Count) -> Count:
+        return Count(self.packets - other.packets, self.bytes - other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Punted:
+    """A frame that the switch sent to its controller."""
+
+    frame: bytes
+    ingress_port: int
+
+
+class Switch:
+    """A connected switch; `close` ends the connection."""
+
+    def __init__(self, address: str, device_id: int, codec: Codec) -> None:
+        self.codec = codec
+        self.device_id = device_id
+        self._channel = grpc.insecure_channel(address)
+        self._stub = p4r_grpc.P4RuntimeStub(self._channel)
+        self._requests: queue.SimpleQueue[p4r.StreamMessageRequest | None] = queue.SimpleQueue()
+        self._arbitration: queue.SimpleQueue[p4r.MasterArbitrationUpdate] = queue.SimpleQueue()
+        self._punted: queue.SimpleQueue[Punted] = queue.SimpleQueue()
+
+    def connect(self, gone: Callable[[], bool], timeout: float = 30.0) -> None:
+        """Become the primary controller (section 5); `SwitchError` after `timeout` or when it is `gone`."""
+        ready = grpc.channel_ready_future(self._channel)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                ready.result(timeout=0.1)
+                break
+            except grpc.FutureTimeoutError:
+                if gone() or time.monotonic() > deadline:
+                    raise SwitchError("its P4Runtime server doesn't come up") from None
+        threading.Thread(target=self._listen, name="p4runtime-stream", daemon=True).start()
+        update = p4r.MasterArbitrationUpdate(
+            device_id=self.device_id, election_id=p4r.Uint128(high=0, low=_ELECTION_ID)
+        )
+        self._requests.put(p4r.StreamMessageRequest(arbitration=update))
+        try:
+            answer = self._arbitration.get(timeout=_TIMEOUT)
+        except queue.Empty:
+            raise SwitchError("no answer to the arbitration") from None
+        if answer.status.code != 0:
+            raise SwitchError(f"not the primary controller: {answer.status.message}")
+
+    def _sent(self) -> Iterator[p4r.StreamMessageRequest]:
+        while (request := self._requests.get()) is not None:
+            yield request
+
+    def _listen(self) -> None:
+        try:
+            for response in self._stub.StreamChannel(self._sent()):
+                if response.HasField("arbitration"):
+                    self._arbitration.put(response.arbitration)
+                elif response.HasField("packet"):
+                    packet = P4PacketIn.decode(response, self.codec.schema)
+                    self._punted.put(Punted(packet.payload, int(packet["ingress_port"])))
+        except grpc.RpcError:
+            return  # closed, by us or with the switch: the next call says so
+
+    def set_pipeline(self) -> None:
+        """Load the program (section 7)."""
+        self._stub.SetForwardingPipelineConfig(
+            p4r.SetForwardingPipelineConfigRequest(
+                device_id=self.device_id,
+                election_id=U128.encode(_ELECTION_ID),
+                action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
+                config=self.codec.schema.get_pipeline_config(),
+            ),
+            timeout=_TIMEOUT,
+        )
+
+    def close(self) -> None:
+        """End stream and channel."""
+        self._requests.put(None)
+        self._channel.close()
+
+    def put(self, entities: Iterable[Entity]) -> None:
+        """Insert entities."""
+        self.write(Update(None, entity) for entity in entities)
+
+    def reconcile(self, wanted: Holdings) -> int:
+        """Make the switch hold exactly `wanted`; returns how many updates that took."""
+        updates = difference(self.holdings(), wanted)
+        self.write(updates)
+        return len(updates)
+
+    def write(self, updates: Iterable[Update]) -> None:
+        """Apply updates, in order."""
+        for batch in batches(updates, _BATCH):
+            self._stub.Write(
+                p4r.WriteRequest(
+                    device_id=self.device_id,
+                    election_id=U128.encode(_ELECTION_ID),
+                    updates=[self.codec.encode_update(update) for update in batch],
+                ),
+                timeout=_TIMEOUT,
+            )
+
+    def holdings(self) -> Holdings:
+        """All table entries and multicast groups that the switch holds."""
+        found = (self.codec.decode(entity) for entity in self._read(self.codec.read_all()))
+        return Holdings.of(entity for entity in found if entity is not None)
+
+    def _read(self, entities: Iterable[p4r.Entity]) -> Iterator[p4r.Entity]:
+        request = p4r.ReadRequest(device_id=self.device_id, entities=entities)
+        for response in self._stub.Read(request, timeout=_TIMEOUT):
+            yield from response.entities
+
+    def direct_count(self, entry: Entry) -> Count:
+        """The direct counter of one entry (section 9.4)."""
+        key = P4TableEntry(entry.table, match=P4TableMatch(entry.match), priority=entry.priority)
+        wanted = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
+        (found,) = (e.direct_counter_entry.data for e in self._read([wanted]))
+        return Count(found.packet_count, found.byte_count)
+
+    def counts(self, counter: str) -> list[Count]:
+        """All cells of an indexed counter (section 9.3)."""
+        found = [
+            P4CounterEntry.decode(e, self.codec.schema)
+            for e in self._read([self.codec.read_counter(counter)])
+        ]
+        cells = {entry.index: Count(entry.packet_count, entry.byte_count) for entry in found}
+        return [cells[index] for index in range(len(cells))]
+
+    def packet_out(self, port: int, frame: bytes) -> None:
+        """Send a frame out of a port (section 16.1)."""
+        self._requests.put(P4PacketOut(frame, padding=0, egress_port=port).encode_update(self.codec.schema))
+
+    def punted(self, timeout: float) -> Punted | None:
+        """The next frame for the controller; `None` after `timeout` seconds without."""
+        try:
+            return self._punted.get(timeout=timeout)
+        except queue.Empty:
+            return None

@@ -1,0 +1,164 @@
+"""The switch as a process: `python -m softswitch`, or `softswitch`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from finsy.proto import p4i, p4r
+from google.protobuf import text_format
+
+from softswitch.afpacket import PacketPort
+from softswitch.options import Options, UsageError, p4info_path, parse
+from softswitch.pipeline import Pipeline, build
+from softswitch.program import UnsupportedProgramError
+from softswitch.server import serve
+from softswitch.service import Service
+from softswitch.switch import Switch
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a control-plane thread may keep the interpreter from the packets."""
+STATS_INTERVAL_S = 1.0
+STOP_GRACE_S = 0.2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a switch until SIGINT or SIGTERM; the exit status."""
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        run(options)
+    except UsageError as error:
+        print(f"softswitch: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        # Before the signal handlers are in place; whatever was open is closed.
+        return 0
+    return 0
+
+
+def run(options: Options) -> None:
+    """Open everything, carry packets until a signal, close everything; `UsageError`."""
+    logging.basicConfig(
+        level=logging.INFO if options.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    if options.thrift_port is not None:
+        print("softswitch: --thrift-port is ignored: there is no Thrift here", file=sys.stderr)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    credentials = options.tls.credentials() if options.tls else None
+    pipeline = load_pipeline(options.config) if options.config else None
+    with ExitStack() as stack:
+        ports = open_ports(options.interfaces, stack)
+        switch = Switch(ports, options.cpu_port, partial(print, flush=True) if options.trace else None)
+        service = Service(switch, options.device_id)
+        if pipeline is not None:
+            service.commit(pipeline)
+        try:
+            server, port = serve(service, options.address, credentials)
+        except OSError as error:
+            raise UsageError(str(error)) from None
+        stack.callback(lambda: server.stop(STOP_GRACE_S).wait())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: switch.stop())
+        if options.stats_file:
+            stack.enter_context(StatsFile(options.stats_file, switch, service))
+        address = f"{options.address.rpartition(':')[0]}:{port}"
+        names = ", ".join(f"{number}@{name}" for number, name in options.interfaces.items()) or "none"
+        print(f"softswitch: P4Runtime on {address}, device {options.device_id}, ports: {names}", flush=True)
+        switch.run()
+
+
+def open_ports(interfaces: dict[int, str], stack: ExitStack) -> list[PacketPort]:
+    """Open a port for each interface; `UsageError` names the one that fails."""
+    ports = []
+    for number, name in interfaces.items():
+        try:
+            port = PacketPort(number, name)
+        except PermissionError:
+            raise UsageError(
+                f"interface {name}: opening it takes root (CAP_NET_RAW, CAP_NET_ADMIN)"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"interface {name}: {error.strerror or error}") from None
+        stack.callback(port.close)
+        ports.append(port)
+    return ports
+
+
+def load_pipeline(config: Path) -> Pipeline:
+    """The pipeline of a BMv2 JSON file and the P4Info beside it; `UsageError`."""
+    try:
+        device_config = config.read_bytes()
+        p4info = text_format.Parse(p4info_path(config).read_text(), p4i.P4Info())
+        return build(p4r.ForwardingPipelineConfig(p4info=p4info, p4_device_config=device_config))
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+    except text_format.ParseError as error:
+        raise UsageError(f"{p4info_path(config)}: not a P4Info in text form: {error}") from None
+    except UnsupportedProgramError as error:
+        raise UsageError(f"{config}: {'; '.join(str(problem) for problem in error.problems)}") from None
+    except ValueError as error:
+        raise UsageError(f"{config}: {error}") from None
+
+
+class StatsFile:
+    """Writes the switch's statistics into a file every second, and once more at the end."""
+
+    def __init__(self, path: Path, switch: Switch, service: Service) -> None:
+        self._path = path
+        self._switch = switch
+        self._service = service
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="statistics", daemon=True)
+
+    def __enter__(self) -> StatsFile:
+        try:
+            self.write()
+        except OSError as error:
+            raise UsageError(f"{self._path}: {error.strerror}") from None
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.write()
+
+    def _run(self) -> None:
+        while not self._done.wait(STATS_INTERVAL_S):
+            self.write()
+
+    def write(self) -> None:
+        """Write the file anew; readers never see half of it."""
+        text = json.dumps(statistics(self._switch, self._service), indent=1)
+        unfinished = self._path.with_name(self._path.name + ".new")
+        unfinished.write_text(text)
+        os.replace(unfinished, self._path)
+
+
+def statistics(switch: Switch, service: Service) -> dict[str, object]:
+    """Counts of every port, and of packets that no port and no controller took."""
+    ports = {
+        str(number): {"interface": port.name, "rx_dropped": port.dropped()} | asdict(port.stats)
+        for number, port in switch.ports.items()
+    }
+    return {
+        "ports": ports,
+        "unknown_port": switch.unknown_port,
+        "packet_in_dropped": service.sessions.dropped,
+        "packet_in_unheard": service.sessions.unheard,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Python names for what the P4 program calls otherwise."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+# What generated code calls its own; names that start with an underscore are all its own.
+RESERVED = {
+    "at",
+    "changed",
+    "copy_port",
+    "egress",
+    "entry",
+    "frame",
+    "packet_size",
+    "port",
+    "process",
+    "size",
+    "trace",
+}
+BUILTINS = {"bytes", "int", "len", "memoryview", "min", "range"}
+
+
+class Names:
+    """Gives each thing one readable name that nothing else has."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[str, ...], str] = {}
+        self._taken: set[str] = RESERVED | BUILTINS
+
+    def of(self, space: str, *words: str) -> str:
+        """The name for these words; the same words of the same space get the same name again."""
+        if (space, *words) not in self._given:
+            self._given[space, *words] = self._fresh("_".join(words))
+        return self._given[space, *words]
+
+    def _fresh(self, text: str) -> str:
+        plain = re.sub(r"_+", "_", re.sub(r"\W", "_", text, flags=re.ASCII)).strip("_") or "value"
+        if plain[0].isdigit() or keyword.iskeyword(plain):
+            plain = f"x_{plain}"
+        name, number = plain, 1
+        while name in self._taken:
+            number += 1
+            name = f"{plain}_{number}"
+        self._taken.add(name)
+        return name

@@ -1,0 +1,188 @@
+"""The switch: one thread that takes frames from ports, through the program, to ports.
+
+Control-plane threads take turns with it (`turn`); between two packets nothing else changes the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from softswitch.afpacket import LinkWatch, PacketPort
+from softswitch.checksums import Offload, complete
+from softswitch.ports import Port
+from softswitch.program import Output, Program
+from softswitch.trace import Trace
+
+log = logging.getLogger(__name__)
+
+BATCH = 16
+"""Frames taken from one port before the next port, or a waiting control-plane thread, has its turn."""
+HANDOVER_S = 50e-6
+PASS_S = 0.02
+
+
+class Switch:
+    """Ports around a program.
+
+    `cpu_port` is the number under which the program speaks with the controller (`None`: it doesn't);
+    `on_packet_in` gets the frames that the program sends there. `trace` gets the story of each packet.
+    """
+
+    def __init__(
+        self,
+        ports: Iterable[Port],
+        cpu_port: int | None = None,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        self.ports = {port.number: port for port in ports}
+        self.cpu_port = cpu_port
+        self.program: Program | None = None
+        self.on_packet_in: Callable[[bytes], None] | None = None
+        self.unknown_port = 0
+        """Copies to a port number that no port has."""
+        self._trace = trace
+        self._packet_in_header = 0
+        self._sums_payload = False
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._waiting_lock = threading.Lock()
+        self._hungry = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._stopping = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep packets out while a control-plane thread reads or changes the program's state."""
+        with self._waiting_lock:
+            self._waiting += 1
+        self._lock.acquire()
+        try:
+            with self._waiting_lock:
+                self._waiting -= 1
+            yield
+        finally:
+            self._lock.release()
+
+    def let_packets_pass(self) -> None:
+        """Between two turns of a long piece of work: wait until packets that want theirs have it.
+
+        The lock isn't fair: whoever gives it back and takes it again at once nearly always wins it.
+        """
+        deadline = time.monotonic() + PASS_S
+        while self._hungry and time.monotonic() < deadline:
+            time.sleep(HANDOVER_S)
+
+    def install(self, program: Program, packet_in_header: int = 0, sums_payload: bool = False) -> None:
+        """Run `program` from the next packet on.
+
+        `packet_in_header` is its packet-in header's length in bytes. A program that `sums_payload` gets
+        checksums that sending kernels left for later already completed.
+        """
+        program.cpu_port = self.cpu_port
+        with self.turn():
+            self.program = program
+            self._packet_in_header = packet_in_header
+            self._sums_payload = sums_payload
+
+    def packet_out(self, frame: bytes) -> None:
+        """Take a frame from the controller, as if received on the CPU port."""
+        if self.cpu_port is not None:
+            with self.turn():
+                self.handle(self.cpu_port, frame, None)
+
+    def handle(self, number: int, frame: bytes, offload: Offload | None) -> None:
+        """Run one frame through the program and send what comes of it."""
+        program = self.program
+        if program is None:
+            return
+        if offload is not None and self._sums_payload:
+            frame = complete(frame) or frame
+        if self._trace is None:
+            outputs = program.process(number, frame)
+        else:
+            trace = Trace()
+            outputs = program.process(number, frame, trace)
+            self._trace(trace.text())
+        if len(outputs) == 1 and not outputs[0].group:
+            self._send(outputs[0], offload)
+        else:
+            self._admit(outputs, offload)
+
+    def _admit(self, outputs: list[Output], offload: Offload | None) -> None:
+        """Copies with an instance go first; those without only when none of the first was refused.
+
+        So a sender's TCP sends again what a replica's port had no room for (design, section 4).
+        """
+        refused = 0
+        for output in outputs:
+            if output.group and not output.instance and output.group == refused:
+                port = self.ports.get(output.port)
+                if port is not None:
+                    port.stats.withheld += 1
+            elif not self._send(output, offload) and output.instance:
+                refused = output.group
+
+    def _send(self, output: Output, offload: Offload | None) -> bool:
+        port = self.ports.get(output.port)
+        if port is not None:
+            return port.send(output.frame, offload)
+        if output.port == self.cpu_port and self.on_packet_in is not None:
+            self.on_packet_in(self._for_controller(output.frame, offload))
+        else:
+            self.unknown_port += 1
+        return True
+
+    def _for_controller(self, frame: bytes, offload: Offload | None) -> bytes:
+        if offload is None:
+            return frame
+        at = self._packet_in_header
+        whole = complete(frame[at:])
+        return frame if whole is None else frame[:at] + whole
+
+    def run(self) -> None:
+        """Carry frames until `stop`."""
+        links = LinkWatch()
+        poller = select.epoll()
+        ready: dict[int, Port] = {}
+        try:
+            for port in self.ports.values():
+                ready[port.fileno()] = port
+                poller.register(port, select.EPOLLIN)
+            poller.register(self._wake, select.EPOLLIN)
+            poller.register(links, select.EPOLLIN)
+            while not self._stopping:
+                for descriptor, _ in poller.poll():
+                    port_ready = ready.get(descriptor)
+                    if port_ready is not None:
+                        self._hungry = True
+                        with self._lock:
+                            self._hungry = False
+                            port_ready.poll(self.handle, BATCH)
+                    elif descriptor == links.fileno():
+                        links.drain()
+                        self._refresh(poller, ready)
+                    while self._waiting:
+                        time.sleep(HANDOVER_S)
+        finally:
+            poller.close()
+            links.close()
+
+    def _refresh(self, poller: select.epoll, ready: dict[int, Port]) -> None:
+        for port in self.ports.values():
+            if isinstance(port, PacketPort):
+                before = port.fileno()
+                if port.refresh():
+                    ready.pop(before, None)
+                    ready[port.fileno()] = port
+                    poller.register(port, select.EPOLLIN)
+
+    def stop(self) -> None:
+        """Let `run` return; may be called from a signal handler or another thread."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)

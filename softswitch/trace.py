@@ -1,0 +1,141 @@
+"""What happened to a packet: for people as text, for tests as data.
+
+The traced variant of the generated code calls these methods; the plain variant has no trace of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from softswitch.state import Entry
+
+Event = dict[str, Any]
+
+_DROPS = {
+    "ingress": "egress_spec is the drop port at the end of ingress",
+    "egress": "egress_spec is the drop port at the end of egress",
+}
+
+
+class Trace:
+    """Collects one packet's events in their order."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def data(self) -> list[Event]:
+        """The events; each has `event`, its kind, and what belongs to that kind."""
+        return self._events
+
+    def text(self) -> str:
+        """The events as one paragraph of short lines."""
+        return "\n".join(("  " if place else "") + _line(event) for place, event in enumerate(self._events))
+
+    def add(self, event: str, **what: Any) -> None:
+        """Note an event; the switch adds its own this way (a copy that a port refused, say)."""
+        self._events.append({"event": event, **what})
+
+    # What generated code calls
+
+    def packet(self, port: int, frame: bytes) -> None:
+        """A frame came in."""
+        self.add("packet", port=port, bytes=len(frame))
+
+    def state(self, name: str) -> None:
+        """The parser entered a state."""
+        self.add("state", name=name)
+
+    def parser_error(self, error: str) -> None:
+        """The parser stopped."""
+        self.add("parser_error", error=error)
+
+    def checksum_error(self, header: str, field: str) -> None:
+        """A checksum that the program verifies is wrong."""
+        self.add("checksum_error", field=f"{header}.{field}")
+
+    def condition(self, source: str, where: str, result: bool) -> None:
+        """An `if` was decided."""
+        self.add("condition", source=source, where=where, result=bool(result))
+
+    def statements(self, where: str) -> None:
+        """Statements outside of any action ran."""
+        self.add("statements", where=where)
+
+    def hit(self, table: str, names: Sequence[str], key: Any, entry: Entry) -> None:
+        """A table had an entry for the packet."""
+        self.add("hit", table=table, key=_key(names, key), priority=entry.priority)
+
+    def miss(self, table: str, names: Sequence[str], key: Any) -> None:
+        """A table had none."""
+        self.add("miss", table=table, key=_key(names, key))
+
+    def default(self, action: str) -> None:
+        """The constant default action ran."""
+        self.add("action", action=action, params={}, default=True)
+
+    def default_entry(self, entry: Entry) -> None:
+        """The default action runs next; `action` names it."""
+
+    def action(self, name: str, names: Sequence[str], entry: Entry) -> None:
+        """An entry's action ran."""
+        params = dict(zip(names, entry.params, strict=True))
+        self.add("action", action=name, params=params, default=entry.is_default)
+
+    def log(self, text: str, values: list[int]) -> None:
+        """The program's own `log_msg`."""
+        for value in values:
+            text = text.replace("{}", str(value), 1)
+        self.add("log", text=text)
+
+    def multicast(self, group: int, copies: int) -> None:
+        """The packet goes to a multicast group."""
+        self.add("multicast", group=group, copies=copies)
+
+    def copy(self, port: int, instance: int) -> None:
+        """A multicast copy enters egress."""
+        self.add("copy", port=port, instance=instance)
+
+    def drop(self, where: str) -> None:
+        """The program dropped the packet, or this copy."""
+        self.add("drop", where=where, reason=_DROPS[where])
+
+    def output(self, port: int, frame: bytes, instance: int) -> None:
+        """A frame left egress."""
+        self.add("output", port=port, bytes=len(frame), instance=instance)
+
+
+def _key(names: Sequence[str], key: Any) -> dict[str, int]:
+    values = key if isinstance(key, tuple) else (key,)
+    return dict(zip(names, values, strict=True))
+
+
+def _pairs(values: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value:#x}" for name, value in values.items())
+
+
+_TEXTS = {
+    "packet": "packet: port {port}, {bytes} bytes",
+    "state": "parser: {name}",
+    "parser_error": "parser: stopped with {error}",
+    "checksum_error": "checksum: {field} is wrong",
+    "condition": "if {source} ({where}): {result}",
+    "statements": "statements: {where}",
+    "log": "log: {text}",
+    "multicast": "multicast: group {group}, {copies} copies",
+    "copy": "copy: port {port}, instance {instance}",
+    "drop": "drop in {where}: {reason}",
+    "output": "output: port {port}, {bytes} bytes",
+}
+
+
+def _line(event: Event) -> str:
+    kind = event["event"]
+    if kind in ("hit", "miss"):
+        return f"table {event['table']}({_pairs(event['key'])}): {kind}"
+    if kind == "action":
+        default = " (default)" if event["default"] else ""
+        return f"action {event['action']}({_pairs(event['params'])}){default}"
+    if kind in _TEXTS:
+        return _TEXTS[kind].format(**event)
+    return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")

@@ -1,0 +1,258 @@
+"""Jobs to entities: what is planned does what the jobs say, whatever the jobs."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.schema import Job
+from controlplane import plan as planning
+from controlplane import streams
+from controlplane.codec import Codec
+from controlplane.entities import FLOOD_GROUP, WRITE_ORDER, Entity, Holdings, mac_number
+from controlplane.network import Network
+from controlplane.plan import SwitchPlan, excesses, plan_switch
+from controlplane.reconcile import Update, batches, difference
+from controlplane.remove import without
+from tests.jobs_made import job, some_jobs
+
+CODEC = Codec.for_target("softswitch")
+few = settings(max_examples=40, deadline=None)
+
+
+def everything(jobs: list[Job]) -> dict[str, SwitchPlan]:
+    return planning.plan(jobs)
+
+
+def applied(held: Holdings, updates: list[Update]) -> Holdings:
+    result = Holdings(dict(held.entries), dict(held.groups))
+    for update in updates:
+        if update.new is None:
+            result.drop(update.entity)
+        else:
+            result.put(update.new)
+    return result
+
+
+def connect_all(network: Network, plan: SwitchPlan, incarnation: int = 3) -> Holdings:
+    """What the switch holds once every stream is connected."""
+    held = Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups))
+    stub = network.switches[plan.switch].stub
+    for key, stream in plan.streams.items():
+        peer = streams.Connection(stream.nic.ip, stream.nic.mac, 5000 + key[1], 1)
+        held.put(streams.rewrite(key, incarnation, peer, stub))
+        held.put(streams.expect(key[0], incarnation))
+    return held
+
+
+@given(some_jobs())
+@few
+def test_each_stream_is_replicated_once_by_its_boundary_ranks_own_switch(jobs: list[Job]) -> None:
+    plans = everything(jobs)
+    network = Network(jobs)
+    wanted = {
+        (s.boundary.job, s.boundary.number, s.channel, s.shadow_id, s.replication_id): s
+        for s in network.streams
+    }
+    found = {}
+    for plan in plans.values():
+        for stream in plan.streams.values():
+            assert stream.boundary.switch == plan.switch
+            found[
+                (
+                    stream.boundary.job,
+                    stream.boundary.number,
+                    stream.channel,
+                    stream.shadow_id,
+                    stream.replication_id,
+                )
+            ] = stream
+    assert found == wanted
+
+
+@given(some_jobs())
+@few
+def test_a_group_has_the_training_port_and_each_holders_port(jobs: list[Job]) -> None:
+    network = Network(jobs)
+    for name, plan in everything(jobs).items():
+        by_boundary = plan.boundary_ids
+        assert len(set(by_boundary.values())) == len(by_boundary)
+        for entry in plan.holdings.table("replication"):
+            here = [
+                s
+                for key, s in plan.streams.items()
+                if key[:3] == (entry["boundary"], entry["channel"], entry["shadow_id"])
+            ]
+            assert int(here[0].boundary.source.ip) == entry["source"]
+            assert int(here[0].boundary.destination.ip) == entry["destination"]
+            expected = {(network.port_towards(name, here[0].boundary.destination), 0)}
+            expected |= {(network.port_towards(name, s.nic), s.replication_id) for s in here}
+            assert plan.holdings.groups[entry["group"]].replicas == expected
+
+
+@given(some_jobs())
+@few
+def test_groups_are_deduplicated_by_content(jobs: list[Job]) -> None:
+    for plan in everything(jobs).values():
+        contents = [group.replicas for number, group in plan.holdings.groups.items() if number != FLOOD_GROUP]
+        assert len(set(contents)) == len(contents)
+
+
+@given(some_jobs())
+@few
+def test_following_the_ports_leads_from_every_switch_to_every_host(jobs: list[Job]) -> None:
+    network = Network(jobs)
+    plans = everything(jobs)
+    tables = {
+        name: {entry["mac"]: entry for entry in plan.holdings.table("forwarding")}
+        for name, plan in plans.items()
+    }
+    for start in plans:
+        for host in network.hosts:
+            here, hops = start, 0
+            while True:
+                port = tables[here][mac_number(host.mac)]["port"]
+                hops += 1
+                if port == host.port and here == host.switch:
+                    break
+                here = network.links(here)[port]
+                assert hops <= len(plans)
+
+
+@given(some_jobs())
+@few
+def test_flooding_reaches_every_switch_once(jobs: list[Job]) -> None:
+    network = Network(jobs)
+    for start in network.switches:
+        seen: list[str] = []
+        queue: list[tuple[str, str | None]] = [(start, None)]
+        while queue:
+            here, came_from = queue.pop()
+            seen.append(here)
+            assert len(seen) <= len(network.switches)
+            queue += [
+                (far, here)
+                for port in network.tree_ports(here)
+                if (far := network.links(here)[port]) != came_from
+            ]
+        assert sorted(seen) == sorted(network.switches)
+
+
+@given(some_jobs())
+@few
+def test_every_entity_survives_p4runtime(jobs: list[Job]) -> None:
+    network = Network(jobs)
+    for plan in everything(jobs).values():
+        held = connect_all(network, plan)
+        for entity in _all(held):
+            assert CODEC.decode(CODEC.encode(entity)) == entity
+
+
+@given(some_jobs())
+@few
+def test_planning_again_changes_nothing_and_keeps_connected_streams(jobs: list[Job]) -> None:
+    network = Network(jobs)
+    for name, plan in everything(jobs).items():
+        held = connect_all(network, plan)
+        again = plan_switch(network, name, held)
+        assert difference(held, again.holdings) == []
+
+
+@given(some_jobs(), st.data())
+@few
+def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data: st.DataObject) -> None:
+    gone = data.draw(st.sampled_from(jobs))
+    rest = Network([job for job in jobs if job is not gone])
+    for name, plan in everything(jobs).items():
+        held = connect_all(Network(jobs), plan)
+        smaller = plan_switch(rest, name, held).holdings if name in rest.switches else Holdings()
+        updates = difference(held, smaller)
+        removed = {update.old for update in updates if update.new is None}
+        others = {key for key, stream in plan.streams.items() if stream.boundary.job != gone.job}
+        for entry in held.table("streams"):
+            assert (entry in removed) == (streams.key_of(entry) not in others)
+        for entry in held.table("replication"):
+            assert (entry in removed) == (entry["boundary"] not in {key[0] for key in others})
+        if rest.jobs:
+            assert without(held, Network([gone]), name) == smaller
+        back = plan_switch(Network(jobs), name, smaller).holdings
+        assert all(u.old is None or u.entity.feature == "groups" for u in difference(smaller, back))
+
+
+@given(some_jobs(), some_jobs())
+@few
+def test_the_difference_leads_from_any_state_to_any_other(before: list[Job], after: list[Job]) -> None:
+    start, end = everything(before), everything(after)
+    for name in start.keys() & end.keys():
+        held = connect_all(Network(before), start[name])
+        wanted = plan_switch(Network(after), name, held).holdings
+        updates = difference(held, wanted)
+        assert applied(held, updates) == wanted
+        undone = [update.undone() for update in reversed(updates)]
+        assert applied(wanted, undone) == held
+
+
+@given(some_jobs(), some_jobs())
+@few
+def test_writing_is_ordered_so_that_no_connected_stream_misses_a_segment(
+    before: list[Job], after: list[Job]
+) -> None:
+    start, end = everything(before), everything(after)
+    for name in start.keys() & end.keys():
+        wanted = plan_switch(Network(after), name, start[name].holdings).holdings
+        updates = difference(start[name].holdings, wanted)
+        puts = [WRITE_ORDER.index(u.entity.feature) for u in updates if u.new is not None]
+        drops = [WRITE_ORDER.index(u.entity.feature) for u in updates if u.new is None]
+        assert puts == sorted(puts)
+        assert drops == sorted(drops, reverse=True)
+        cut = batches(updates, 7)
+        assert list(itertools.chain.from_iterable(cut)) == updates
+        for batch in cut:
+            assert len(batch) <= 7
+            assert len({(u.entity.feature, u.new is None) for u in batch}) == 1
+
+
+def test_an_edited_job_writes_the_difference_only() -> None:
+    plan = everything([job(channels=1)])["tor0"]
+    held = connect_all(Network([job(channels=1)]), plan)
+    wider = plan_switch(Network([job(channels=2)]), "tor0", held)
+    updates = difference(held, wider.holdings)
+    assert {update.entity.feature for update in updates} == {"streams", "groups", "replication"}
+    assert all(update.old is None for update in updates)
+    assert {"lost", "replication"} == {getattr(u.entity, "table", "replication") for u in updates}
+
+
+def test_a_moved_nic_loses_its_stream() -> None:
+    plan = everything([job()])["tor0"]
+    held = connect_all(Network([job()]), plan)
+    moved = job().model_dump()
+    moved["shadow_nodes"][0]["nics"][0]["mac"] = "02:00:00:00:ff:ff"
+    again = plan_switch(Network([Job.model_validate(moved)]), "tor0", held)
+    kept = {streams.key_of(entry) for entry in again.holdings.table("streams")}
+    ip = job().shadow_nodes[0].nics[0].ip
+    assert kept == {key for key, stream in plan.streams.items() if stream.nic.ip != ip}
+    assert len(kept) < len(plan.streams)
+
+
+def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> None:
+    plan = everything([job(groups=2, ranks=2, nodes=3, channels=3)])["tor0"]
+    sizes = {**CODEC.table_sizes(), "replication": 35, "streams": 36}
+    (excess,) = excesses(plan, "softswitch", sizes)
+    assert (excess.what, excess.needed, excess.limit) == ("replication entries", 36, 35)
+    assert "36 replication entries needed, it holds 35" in str(excess)
+
+
+def test_entities_print_as_a_person_reads_them() -> None:
+    plan = everything([job(nodes=1, channels=1)])["tor0"]
+    lines = {str(entity) for entity in _all(plan.holdings)}
+    assert "stub[address=10.255.0.1] -> punt_segment()" in lines
+    assert "group 1 -> ports 1 2 3 4 5" in lines
+    assert "replication[source=10.0.0.1 destination=10.0.0.2 shadow_id=0 channel=0] -> " in "".join(
+        line.split("replicate")[0] for line in lines if "10.0.0.1 dest" in line
+    )
+
+
+def _all(held: Holdings) -> list[Entity]:
+    return [*held.entries.values(), *held.groups.values()]

@@ -1,0 +1,329 @@
+"""P4Runtime sessions with a switch process that has no ports: what needs no packets, and no root."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+import trustme
+from finsy import P4Schema
+
+from checkmate.cli import shell
+from checkmate.schema import Switch, Tls
+from controlplane import forwarding, replication
+from controlplane.codec import Codec, compiled
+from controlplane.entities import Entity, Group, Holdings
+from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
+from controlplane.reconcile import Update
+from controlplane.session import Session
+from tests.jobs_made import switch as switch_data
+
+LOOP = asyncio.new_event_loop()
+"""One for all tests: grpc.aio doesn't take well to loops that come and go in one process."""
+CODEC = Codec.for_target("softswitch")
+EXAMPLES = Path(__file__).parent.parent.parent / "softswitch" / "examples"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def softswitch(*arguments: str | Path) -> Iterator[Switch]:
+    """A switch process on a loopback port of its own, and how a job would describe it."""
+    port = free_port()
+    address = ["--grpc-server-addr", f"127.0.0.1:{port}", "--device-id", "1", "--cpu-port", "510"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "softswitch", *address, *map(str, arguments)], stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, process.communicate()[1].decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield Switch.model_validate(switch_data("tor0", 0, port=port))
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+@pytest.fixture(scope="module")
+def switch() -> Iterator[Switch]:
+    with softswitch("--no-p4") as one:
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def opened(switch: Switch) -> AsyncIterator[Session]:
+    """A primary session with our program, and nothing else, on the switch."""
+    async with Session(switch, CODEC) as session:
+        await session.ensure_pipeline(replace=True)
+        yield session
+
+
+def inserts(*entities: Entity) -> list[Update]:
+    return [Update(None, entity) for entity in entities]
+
+
+ONE = forwarding.forward("02:00:00:00:00:01", 1)
+READ = "table_entry['forwarding'].read(lambda entry: print(entry))"
+TWO = forwarding.forward("02:00:00:00:00:02", 2)
+
+
+def test_what_is_written_is_read_back(switch: Switch) -> None:
+    async def scenario() -> None:
+        entities: Sequence[Entity] = [
+            ONE,
+            forwarding.discard("02:00:00:00:00:09"),
+            replication.mark(32),
+            Group(7, frozenset({(1, 0), (2, 1), (2, 2)})),
+            replication.replicate(
+                IPv4Address("10.0.0.1"), IPv4Address("10.0.0.2"), 3, 1, group=7, boundary=9
+            ),
+        ]
+        async with opened(switch) as session:
+            await session.write(inserts(*entities))
+            assert await session.read() == Holdings.of(entities)
+            changed = forwarding.forward("02:00:00:00:00:01", 5)
+            await session.write([Update(ONE, changed), Update(entities[1], None)])
+            held = await session.read()
+            assert held.table("forwarding") == [changed]
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_a_refused_batch_is_undone_and_the_error_names_the_entity(switch: Switch) -> None:
+    async def scenario() -> None:
+        async with opened(switch) as session:
+            await session.write(inserts(ONE))
+            before = await session.read()
+            group = Group(3, frozenset({(1, 0)}))
+            with pytest.raises(WriteRefused) as caught:
+                await session.write([*inserts(group, TWO, ONE), Update(None, replication.mark(1))])
+            text = str(caught.value)
+            assert "refuses to insert forwarding[mac=02:00:00:00:00:01] -> forward(port=1)" in text
+            assert "ALREADY_EXISTS" in text
+            assert "is undone" in text
+            assert await session.read() == before
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_a_thousand_refusals_are_undone_too(switch: Switch) -> None:
+    async def scenario() -> None:
+        async with opened(switch) as session:
+            there = [forwarding.forward(f"02:00:00:00:{n >> 8:02x}:{n & 255:02x}", 1) for n in range(1000)]
+            await session.write(inserts(*there))
+            before = await session.read()
+            new = forwarding.forward("02:00:00:00:ff:ff", 1)
+            with pytest.raises(WriteRefused, match=r"forward\(port=1\) \(and \d+ more\): ALREADY_EXISTS"):
+                await session.write(inserts(new, *there))
+            assert await session.read() == before
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_another_build_of_the_program_is_told(switch: Switch, tmp_path: Path) -> None:
+    p4info, config = compiled("softswitch")
+    changed = tmp_path / "changed.json"
+    changed.write_text(config.read_text().replace('"id" : 0', '"id" :  0', 1))
+    other = Codec(P4Schema(p4info, changed))
+
+    async def scenario() -> None:
+        async with Session(switch, other) as session:
+            await session.ensure_pipeline(replace=True)
+            assert not await session.ensure_pipeline()
+        async with Session(switch, CODEC) as session:
+            with pytest.raises(WrongPipeline, match="another build"):
+                await session.ensure_pipeline()
+            assert await session.ensure_pipeline(replace=True)
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_a_server_that_says_nothing_is_unreachable() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            mute = Switch.model_validate(switch_data("tor0", 0, port=silent.getsockname()[1]))
+            with pytest.raises(SwitchUnreachable):
+                async with Session(mute, CODEC, timeout=0.5):
+                    pass
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_nothing_is_loaded_over_another_program_unless_told(tmp_path: Path) -> None:
+    async def scenario(switch: Switch) -> None:
+        async with Session(switch, CODEC) as session:
+            with pytest.raises(WrongPipeline, match=r"runs another program \(its tables: .*routes"):
+                await session.ensure_pipeline()
+            with pytest.raises(WrongPipeline, match="another program"):
+                await session.check_pipeline()
+            assert await session.ensure_pipeline(replace=True)
+            assert not await session.ensure_pipeline()
+            await session.check_pipeline()
+
+    assert P4Schema(EXAMPLES / "l3_forward.p4info.txtpb").tables
+    with softswitch(EXAMPLES / "l3_forward.json") as switch:
+        LOOP.run_until_complete(scenario(switch))
+
+
+def test_a_switch_without_a_program_gets_it(switch: Switch) -> None:
+    async def scenario(fresh: Switch) -> None:
+        async with Session(fresh, CODEC, primary=False) as reader:
+            with pytest.raises(WrongPipeline, match="runs no program"):
+                await reader.check_pipeline()
+        async with Session(fresh, CODEC) as session:
+            assert await session.ensure_pipeline()
+            assert len(await session.read()) == 0
+
+    with softswitch("--no-p4") as fresh:
+        LOOP.run_until_complete(scenario(fresh))
+
+
+def test_there_is_one_primary(switch: Switch) -> None:
+    async def scenario() -> None:
+        async with Session(switch, CODEC):
+            with pytest.raises(AnotherPrimary):
+                async with Session(switch, CODEC):
+                    pass
+        async with Session(switch, CODEC) as successor:  # the first is gone
+            await successor.ensure_pipeline()
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_readers_may_be_many(switch: Switch) -> None:
+    async def scenario() -> None:
+        async with opened(switch) as session:
+            await session.write(inserts(ONE))
+            async with Session(switch, CODEC, primary=False) as reader:
+                assert (await reader.read()).table("forwarding") == [ONE]
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_an_unreachable_switch_is_told_in_time() -> None:
+    async def scenario() -> None:
+        nowhere = Switch.model_validate(switch_data("tor0", 0, port=free_port()))
+        start = time.monotonic()
+        with pytest.raises(SwitchUnreachable, match="doesn't answer within"):
+            async with Session(nowhere, CODEC, timeout=0.5):
+                pass
+        assert time.monotonic() - start < 3
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_a_wrong_device_id_is_told(switch: Switch) -> None:
+    async def scenario() -> None:
+        other = switch.model_copy(update={"device_id": 42})
+        with pytest.raises(SwitchUnreachable, match="42"):
+            async with Session(other, CODEC) as session:
+                await session.ensure_pipeline()
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_a_switch_that_goes_away_is_told() -> None:
+    async def scenario() -> None:
+        with softswitch("--no-p4") as switch:
+            session = Session(switch, CODEC)
+            await session.__aenter__()
+            await session.ensure_pipeline()
+        with pytest.raises(SwitchUnreachable):
+            await session.write(inserts(ONE))
+        with pytest.raises(SwitchUnreachable):
+            async for _ in session.packets():
+                pass
+        await session.__aexit__(None, None, None)
+
+    LOOP.run_until_complete(scenario())
+
+
+def test_tls_with_client_certificates(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("controller@checkmate.test")
+    files = {name: tmp_path / name for name in ("ca", "server", "server.key", "client", "client.key")}
+    authority.cert_pem.write_to_path(files["ca"])
+    for name, cert in (("server", server), ("client", client)):
+        cert.cert_chain_pems[0].write_to_path(files[name])
+        cert.private_key_pem.write_to_path(files[f"{name}.key"])
+    arguments = ["--no-p4", "--grpc-server-ssl", "--grpc-server-with-client-auth"]
+    arguments += ["--grpc-server-cacert", str(files["ca"])]
+    arguments += ["--grpc-server-cert", str(files["server"]), "--grpc-server-key", str(files["server.key"])]
+
+    async def scenario(switch: Switch) -> None:
+        tls = Tls(ca=files["ca"], cert=files["client"], key=files["client.key"])
+        async with opened(switch.model_copy(update={"tls": tls})) as session:
+            await session.write(inserts(ONE))
+        for wrong in (None, Tls(ca=files["ca"])):
+            with pytest.raises(SwitchUnreachable):
+                async with Session(switch.model_copy(update={"tls": wrong}), CODEC, timeout=1) as session:
+                    await session.read()
+
+    with softswitch(*arguments) as switch:
+        LOOP.run_until_complete(scenario(switch))
+
+
+@pytest.mark.skipif(
+    not (shell.ENVIRONMENT / "bin" / "python").exists(),
+    reason="p4runtime-shell has no environment: `checkmate shell --install` makes it",
+)
+def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, tmp_path: Path) -> None:
+    """A second client that shares no code with ours."""
+
+    async def prepare() -> None:
+        async with opened(switch) as session:
+            await session.write(inserts(ONE))
+            shown = await asyncio.to_thread(_shell, switch, READ, tmp_path)
+            assert "forward" in shown
+            assert re.search(r"02:00:00:00:00:01|x02(\\+x00){4}\\+x01", shown)
+
+    LOOP.run_until_complete(prepare())
+    script = (
+        "te = table_entry['forwarding'](action='forward'); te.match['mac'] = '02:00:00:00:00:02'; "
+        "te.action['port'] = '2'; te.insert(); "
+        "mc = multicast_group_entry(5); mc.add(1, 0); mc.add(2, 1); mc.insert()"
+    )
+    _shell(switch, script, tmp_path, primary=True)
+
+    async def check() -> None:
+        async with Session(switch, CODEC) as session:
+            held = await session.read()
+            assert TWO in held.table("forwarding")
+            assert held.groups[5].replicas == {(1, 0), (2, 1)}
+
+    LOOP.run_until_complete(check())
+
+
+def _shell(switch: Switch, script: str, folder: Path, *, primary: bool = False) -> str:
+    """What p4runtime-shell prints for a line typed into it."""
+    command, environment = shell.invocation(switch, primary=primary)
+    done = subprocess.run(
+        command,
+        env={**environment, "IPYTHONDIR": str(folder)},
+        input=f"{script}\nexit\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr + done.stdout, done.stdout + done.stderr
+    return done.stdout

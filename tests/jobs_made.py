@@ -1,0 +1,114 @@
+"""Jobs for tests: a plain one, and hypothesis strategies for many."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import strategies as st
+
+from checkmate.schema import Job
+
+
+def mac(kind: int, number: int) -> str:
+    return f"02:00:00:{kind:02x}:{number >> 8:02x}:{number & 255:02x}"
+
+
+def switch(name: str, number: int, target: str = "softswitch", port: int | None = None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "target": target,
+        "address": f"127.0.0.1:{port or 9559 + number}",
+        "device_id": 1,
+        "stub": {"ip": f"10.255.0.{number + 1}", "mac": mac(0xFE, number), "port": 7400},
+    }
+
+
+def job_data(
+    name: str = "demo",
+    *,
+    groups: int = 1,
+    ranks: int = 3,
+    nodes: int = 1,
+    nics: int = 2,
+    channels: int = 1,
+    replicas: int = 1,
+    switches: int = 1,
+    number: int = 0,
+    target: str = "softswitch",
+) -> dict[str, Any]:
+    """A job's YAML as data. Hosts go round the switches, which stand in a line; `number` keeps jobs apart."""
+    ports = [0] * switches
+    names = [f"tor{i}" for i in range(switches)]
+
+    def place(index: int) -> dict[str, Any]:
+        at = index % switches
+        ports[at] += 1
+        return {"switch": names[at], "port": ports[at] + 100 * number}
+
+    def host(kind: int, index: int) -> dict[str, Any]:
+        address = f"10.{number}.{kind * 64 + index // 250}.{index % 250 + 1}"
+        return {"ip": address, "mac": mac(kind + 2 * number, index), **place(index)}
+
+    dp_groups = [
+        {
+            "ranks": [
+                {
+                    "rank": g * ranks + r,
+                    "mgmt": f"192.168.{number}.{g * ranks + r}",
+                    **host(0, g * ranks + r),
+                }
+                for r in range(ranks)
+            ]
+        }
+        for g in range(groups)
+    ]
+    shadow_nodes = [
+        {
+            "id": n,
+            "mgmt": f"192.168.{100 + number}.{n}:7000",
+            "nics": [host(1, n * nics + i) for i in range(nics)],
+        }
+        for n in range(nodes)
+    ]
+    return {
+        "job": name,
+        "fabric": {
+            "switches": [switch(s, i, target) for i, s in enumerate(names)],
+            "links": [
+                [{"switch": a, "port": 400 + i}, {"switch": b, "port": 300 + i}]
+                for i, (a, b) in enumerate(itertools.pairwise(names))
+            ],
+        },
+        "channels": channels,
+        "replicas": replicas,
+        "dp_groups": dp_groups,
+        "shadow_nodes": shadow_nodes,
+    }
+
+
+def job(name: str = "demo", **kwargs: Any) -> Job:
+    return Job.model_validate(job_data(name, **kwargs))
+
+
+@st.composite
+def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
+    """One to `most` jobs that may run side by side on one fabric."""
+    switches = draw(st.integers(1, 3))
+    made = []
+    for number in range(draw(st.integers(1, most))):
+        nodes = draw(st.integers(1, 3))
+        made.append(
+            job(
+                f"job{number}",
+                groups=draw(st.integers(1, 2)),
+                ranks=draw(st.integers(2, 4)),
+                nodes=nodes,
+                nics=draw(st.integers(1, 2)),
+                channels=draw(st.integers(1, 3)),
+                replicas=draw(st.integers(1, nodes)),
+                switches=switches,
+                number=number,
+            )
+        )
+    return made

@@ -1,0 +1,191 @@
+"""A lab's switch, a `checkmate` command beside it, and kernel sockets on its shadow NICs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkmate.schema import Nic
+from checkmate.wire import Hello
+from topologies import namespaces, switches
+from topologies.describe import CONTROLLER, STUB_TCP_PORT, load
+from topologies.job_files import Target
+from topologies.lab import Lab
+
+SO_BINDTODEVICE = 25
+SIOCOUTQ = 0x5411
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="labs need root, for network namespaces")
+targets = pytest.mark.parametrize(
+    "target",
+    [
+        "softswitch",
+        pytest.param(
+            "bmv2",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    shutil.which(switches.BMV2) is None, reason=f"{switches.BMV2} is not on PATH"
+                ),
+            ],
+        ),
+    ],
+)
+
+
+class LiveSwitch:
+    """A lab of one switch, and what tests do with it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.job = lab.job_file
+        self._log_from = 0
+
+    def command(self, *arguments: str | Path, status: int | None = 0) -> str:
+        """Run a `checkmate` command to its end; its output. `status`: what it must end with."""
+        process = self.start(*arguments)
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        text = output.decode()
+        if status is not None:
+            assert process.returncode == status, text
+        assert "Traceback" not in text, text
+        return text
+
+    def start(self, *arguments: str | Path, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
+        return self.lab.start(
+            CONTROLLER,
+            [sys.executable, "-m", "checkmate.cli.entry", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+
+    @contextlib.contextmanager
+    def serving(self, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+        """`checkmate run` until the block ends."""
+        log = self.lab.log("run")
+        self._log_from = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as output:
+            process = self.lab.start(
+                CONTROLLER,
+                [sys.executable, "-u", "-m", "checkmate.cli.entry", "run", *(arguments or (self.job,))],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self.until(lambda: "serving" in self.log() or process.poll() is not None)
+            assert process.poll() is None, self.log()
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            process.wait(20)
+        assert "Traceback" not in self.log(), self.log()
+
+    def log(self) -> str:
+        """What the last `run` has said."""
+        file = self.lab.log("run")
+        return file.read_bytes()[self._log_from :].decode() if file.exists() else ""
+
+    def status(self, *files: Path) -> dict[str, Any]:
+        """`checkmate status --json` of the lab's only switch."""
+        process = self.start("status", *(files or (self.job,)), "--json", stderr=subprocess.PIPE)
+        output, words = process.communicate(timeout=30)
+        assert process.returncode == 0, words.decode()
+        (one,) = json.loads(output).values()
+        return dict(one)
+
+    def connected(self, *files: Path) -> set[tuple[Any, ...]]:
+        """The connected streams: job, group, side, channel, shadow id, incarnation."""
+        fields = ("job", "dp_group", "side", "channel", "shadow_id", "incarnation")
+        return {
+            tuple(stream[f] for f in fields)
+            for stream in self.status(*files)["streams"]
+            if stream["connected"]
+        }
+
+    def until(self, condition: Any, seconds: float = 20.0) -> None:
+        """Wait for a condition."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"still not so after {seconds} s; run said:\n{self.log()}"
+            time.sleep(0.05)
+
+    def connect(self, node: str, nic: Nic, payload: bytes, *, timeout: float = 5.0) -> socket.socket:
+        """A kernel socket from a shadow NIC to the stub that has sent `payload`, not yet acknowledged."""
+        device = next(
+            own.name
+            for host in self.lab.topology.hosts
+            if host.name == node
+            for own in host.interfaces
+            if own.mac == nic.mac
+        )
+        with namespaces.entered(self.lab.namespace(node)):
+            made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, device.encode())
+        made.bind((str(nic.ip), 0))
+        made.settimeout(timeout)
+        stub = self.stub_ip()
+        made.connect((stub, STUB_TCP_PORT))
+        made.sendall(payload)
+        return made
+
+    def stub_ip(self) -> str:
+        return str(self.lab.switches[0].stub_ip)
+
+    def hello(self, node: str, nic: Nic, hello: Hello) -> socket.socket:
+        """A connected stream: its hello is acknowledged."""
+        made = self.connect(node, nic, hello.pack())
+        assert acknowledged(made)
+        return made
+
+    def restart_switch(self) -> None:
+        """End the switch's process and start it anew, empty."""
+        (process,) = self.lab._switch_processes.values()
+        process.kill()
+        process.wait()
+        self.lab._start_switch(self.lab.switches[0])
+
+
+def acknowledged(sock: socket.socket, seconds: float = 3.0) -> bool:
+    """Whether all that was written is acknowledged in time (SIOCOUTQ)."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        (waiting,) = struct.unpack("i", ioctl(sock, SIOCOUTQ, b"\0" * 4))
+        if waiting == 0:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def was_reset(sock: socket.socket, seconds: float = 3.0) -> bool:
+    """Whether the stub answers with a RST."""
+    sock.settimeout(seconds)
+    try:
+        return sock.recv(1) == b"" and False
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@contextlib.contextmanager
+def live_switch(target: Target, name: str) -> Iterator[LiveSwitch]:
+    with Lab(load("single_tor"), target, name=name) as lab:
+        yield LiveSwitch(lab)

@@ -1,0 +1,76 @@
+"""A switch with in-memory ports and its P4Runtime server in this process; hosts in namespaces."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from softswitch.ports import MemoryPort
+from softswitch.server import serve
+from softswitch.service import Service
+from softswitch.switch import Switch
+from tests.softswitch.support import CPU_PORT, DEVICE, Client, Running, Wires, sh
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    """A switch without a program, with four in-memory ports."""
+    ports = {each: MemoryPort(each) for each in (1, 2, 3, 4)}
+    switch = Switch(ports.values(), CPU_PORT)
+    service = Service(switch, DEVICE)
+    server, port = serve(service, "127.0.0.1:0", None)
+    carrier = ThreadPoolExecutor(1)
+    carrying = carrier.submit(switch.run)
+    clients: list[Client] = []
+    yield Running(switch, service, f"127.0.0.1:{port}", ports, clients)
+    for client in clients:
+        client.close()
+    switch.stop()
+    carrying.result()
+    carrier.shutdown()
+    server.stop(0).wait()
+    for each in ports.values():
+        each.close()
+
+
+@pytest.fixture
+def primary(running: Running) -> Client:
+    """The primary controller of `running`, with the pipeline of `kinds.p4` set."""
+    client = running.client()
+    assert client.arbitration() == (0, 1)
+    client.set_pipeline()
+    return client
+
+
+def within(namespace: str) -> str:
+    """What to put before a command. `ip netns exec` would want a root directory that is a mount point."""
+    return f"nsenter --net=/run/netns/{namespace}"
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    """Three hosts around a switch's namespace, without IPv6's own chatter."""
+    stem = f"sw{os.getpid()}x{next(_numbers)}"
+    wires = Wires(f"{stem}s", {each: f"{stem}h{each}" for each in (1, 2, 3)})
+    names = [wires.switch, *wires.hosts.values()]
+    try:
+        for name in names:
+            sh(f"ip netns add {name}")
+            sh(f"{within(name)} ip link set lo up")
+            sh(f"{within(name)} sysctl -qw net.ipv6.conf.default.disable_ipv6=1")
+        for each, host in wires.hosts.items():
+            sh(f"{within(wires.switch)} ip link add s{each} type veth peer name e0 netns {host}")
+            sh(f"{within(wires.switch)} ip link set s{each} mtu 9000 up")
+            sh(f"{within(host)} ip link set e0 mtu 9000 up")
+            sh(f"{within(host)} ip addr add 10.77.0.{each}/24 dev e0")
+        yield wires
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

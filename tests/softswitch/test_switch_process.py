@@ -1,0 +1,318 @@
+"""The switch as a process between kernels: TCP through it byte for byte, signals, TLS, statistics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from finsy.proto import p4r, p4r_grpc
+
+from tests.softswitch.support import (
+    CPU_PORT,
+    DEVICE,
+    KINDS,
+    Client,
+    Wires,
+    insert,
+    needs_root,
+    sh,
+)
+
+BROADCAST = (1 << 48) - 1
+MEGABYTES = 24
+
+
+@contextmanager
+def process(
+    *arguments: str, inside: str | None = None, tail: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running switch and the address that it says it listens on; it has to leave with 0 after SIGTERM."""
+    command = [sys.executable, "-m", "softswitch", "--device-id", str(DEVICE), *arguments]
+    if inside:
+        command = ["nsenter", f"--net=/run/netns/{inside}", *command]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        line = running.stdout.readline()
+        assert "P4Runtime on " in line, line + running.stderr.read()
+        yield running, line.split("P4Runtime on ")[1].split(",")[0]
+        running.send_signal(signal.SIGTERM)
+        running.wait(20)
+        assert running.returncode == 0, running.stderr.read()
+    finally:
+        running.kill()
+        running.wait()
+
+
+WRITER = """
+import pathlib, queue, sys
+import grpc
+from finsy.proto import p4r, p4r_grpc
+request = p4r.WriteRequest.FromString(pathlib.Path(sys.argv[1]).read_bytes())
+stub = p4r_grpc.P4RuntimeStub(grpc.insecure_channel("127.0.0.1:9559"))
+hello = p4r.StreamMessageRequest()
+hello.arbitration.device_id = request.device_id
+hello.arbitration.election_id.CopyFrom(request.election_id)
+said = queue.SimpleQueue()
+said.put(hello)
+stream = stub.StreamChannel(iter(said.get, None))
+assert next(stream).arbitration.status.code == 0
+stub.Write(request)
+said.put(None)
+"""
+
+
+def in_namespace(wires: Wires, path: Path) -> None:
+    """Set entries from within the switch's namespace: its P4Runtime listens on loopback there."""
+    updates = p4r.WriteRequest(device_id=DEVICE)
+    updates.election_id.low = 1
+    maker = Client("unused:1")
+    everyone = maker.group(1, *((each, each) for each in wires.hosts))
+    updates.updates.append(insert(everyone))
+    for source in wires.hosts:
+        updates.updates.append(insert(maker.mac_entry(BROADCAST, source, "replicate", 1)))
+        for target in wires.hosts:
+            updates.updates.append(insert(maker.mac_entry(wires.mac(target), source, "counted", target)))
+    maker.close()
+    path.write_bytes(updates.SerializeToString())
+    run(wires.switch, WRITER, str(path))
+
+
+def run(namespace: str, code: str, *arguments: str) -> None:
+    done = subprocess.run(
+        ["nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+RECEIVER = """
+import hashlib, socket, sys
+listening = socket.create_server((sys.argv[1], 7000))
+print("ready", flush=True)
+connection, _ = listening.accept()
+digest = hashlib.sha256()
+while data := connection.recv(1 << 20):
+    digest.update(data)
+print(digest.hexdigest())
+"""
+SENDER = """
+import hashlib, random, socket, sys
+sending = socket.create_connection((sys.argv[1], 7000), timeout=20)
+digest = hashlib.sha256()
+generator = random.Random(1)
+for _ in range(int(sys.argv[2])):
+    data = generator.randbytes(1 << 20)
+    digest.update(data)
+    sending.sendall(data)
+print(digest.hexdigest())
+"""
+
+
+def transfer(wires: Wires, source: int, target: int) -> None:
+    """Send megabytes from one host to another over TCP and compare digests."""
+    address = f"10.77.0.{target}"
+    with subprocess.Popen(
+        ["nsenter", f"--net=/run/netns/{wires.hosts[target]}", sys.executable, "-c", RECEIVER, address],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as receiver:
+        try:
+            assert receiver.stdout is not None
+            assert receiver.stdout.readline() == "ready\n"
+            sent = subprocess.run(
+                [
+                    "nsenter",
+                    f"--net=/run/netns/{wires.hosts[source]}",
+                    sys.executable,
+                    "-c",
+                    SENDER,
+                    address,
+                    str(MEGABYTES),
+                ],
+                capture_output=True,
+                text=True,
+                timeout=90,
+                check=True,
+            )
+            assert receiver.stdout.read() == sent.stdout
+        finally:
+            receiver.kill()
+
+
+@needs_root
+@pytest.mark.parametrize("offloads", [True, False])
+def test_tcp_passes_byte_for_byte(wires: Wires, tmp_path: Path, offloads: bool) -> None:
+    """Some megabytes, with 64 KB segments whole, and packet by packet; no checksum is wrong on arrival."""
+    if not offloads:
+        for host in wires.hosts.values():
+            sh(f"nsenter --net=/run/netns/{host} ethtool -K e0 tx off tso off gso off gro off")
+    stats = tmp_path / "stats.json"
+    interfaces = [each for number in wires.hosts for each in ("-i", f"{number}@s{number}")]
+    program = str(KINDS.with_suffix(".json"))
+    with process(*interfaces, program, "--", "--stats-file", str(stats), inside=wires.switch):
+        in_namespace(wires, tmp_path / "updates")
+        transfer(wires, 1, 2)
+        transfer(wires, 2, 3)
+    counts = json.loads(stats.read_text())["ports"]
+    per_packet = counts["1"]["rx_bytes"] / counts["1"]["rx_packets"]
+    assert per_packet > 20000 if offloads else per_packet < 9100
+    assert counts["1"]["rx_segments"] >= MEGABYTES * (1 << 20) / 9000
+    assert not any(count["unsendable"] or count["rx_dropped"] for count in counts.values())
+    for host in wires.hosts.values():
+        snmp = sh(f"nsenter --net=/run/netns/{host} cat /proc/net/snmp").splitlines()
+        names, values = (line.split() for line in snmp if line.startswith("Tcp:"))
+        assert dict(zip(names, values, strict=True))["InCsumErrors"] == "0"
+
+
+@needs_root
+def test_ports_are_not_promiscuous_afterwards(wires: Wires) -> None:
+    with process("--no-p4", "-i", "1@s1", inside=wires.switch):
+        assert "promiscuity 1" in sh(f"nsenter --net=/run/netns/{wires.switch} ip -d link show s1")
+    assert "promiscuity 0" in sh(f"nsenter --net=/run/netns/{wires.switch} ip -d link show s1")
+
+
+def test_signal_ends_streams_and_the_process() -> None:
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (running, address):
+        client = Client(address)
+        assert client.arbitration() == (0, 1)
+        client.set_pipeline()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 0
+        client.close()
+
+
+def test_address_in_use(tmp_path: Path) -> None:
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, address):
+        second = subprocess.run(
+            [sys.executable, "-m", "softswitch", "--no-p4", "--grpc-server-addr", address],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert second.returncode == 2
+    assert second.stderr == f"softswitch: cannot listen on {address}: Address already in use\n"
+
+
+def test_trace_and_cpu_port() -> None:
+    arguments = (str(KINDS.with_suffix(".json")), "--", "--cpu-port", str(CPU_PORT), "--trace")
+    with process(*arguments, "--grpc-server-addr", "127.0.0.1:0", "--thrift-port", "9090") as (
+        running,
+        address,
+    ):
+        client = Client(address)
+        client.arbitration()
+        message = p4r.StreamMessageRequest()
+        message.packet.payload = bytes(60)
+        message.packet.metadata.add(metadata_id=1, value=b"\0")
+        message.packet.metadata.add(metadata_id=2, value=b"\4")
+        client.send(message)
+        assert running.stdout is not None
+        begin = time.monotonic()
+        text = ""
+        while "from_cpu" not in text:
+            text += running.stdout.readline()
+            assert time.monotonic() - begin < 20, text
+        client.close()
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """An authority, and a server's and a client's certificate from it."""
+    folder = tmp_path
+    request = "openssl req -newkey rsa:2048 -nodes"
+    sh(f"{request} -x509 -days 2 -subj /CN=authority -keyout {folder}/ca.key -out {folder}/ca.pem")
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+    for name in ("server", "client"):
+        sh(f"{request} -subj /CN={name} -keyout {folder}/{name}.key -out {folder}/{name}.csr")
+        sh(
+            f"openssl x509 -req -in {folder}/{name}.csr -CA {folder}/ca.pem -CAkey {folder}/ca.key -days 2 "
+            f"-CAcreateserial -extfile {folder}/san -out {folder}/{name}.pem"
+        )
+    return folder
+
+
+def test_tls_with_client_certificates(certificates: Path) -> None:
+    read = {path.name: path.read_bytes() for path in certificates.iterdir()}
+    tls = ["--grpc-server-ssl", "--grpc-server-cert", f"{certificates}/server.pem"]
+    tls += [
+        "--grpc-server-key",
+        f"{certificates}/server.key",
+        "--grpc-server-cacert",
+        f"{certificates}/ca.pem",
+    ]
+    tls += ["--grpc-server-with-client-auth", "--grpc-server-addr", "127.0.0.1:0"]
+    with process("--no-p4", *tls) as (_, address):
+        known = grpc.ssl_channel_credentials(read["ca.pem"], read["client.key"], read["client.pem"])
+        stranger = grpc.ssl_channel_credentials(read["ca.pem"])
+        with grpc.secure_channel(address, known) as channel:
+            answer = p4r_grpc.P4RuntimeStub(channel).Capabilities(p4r.CapabilitiesRequest())
+            assert answer.p4runtime_api_version
+        with grpc.secure_channel(address, stranger) as channel, pytest.raises(grpc.RpcError):
+            p4r_grpc.P4RuntimeStub(channel).Capabilities(p4r.CapabilitiesRequest(), timeout=5)
+
+
+SHELL = Path(sys.prefix) / "p4runtime-shell" / "bin" / "python"
+SHELL_SCRIPT = """
+import sys
+import p4runtime_sh.shell as sh
+info, program = sys.argv[2:]
+sh.setup(device_id=3, grpc_addr=sys.argv[1], election_id=(0, 5), config=sh.FwdPipeConfig(info, program))
+entry = sh.TableEntry("by_mac")(action="counted")
+entry.match["mac"] = "02:00:00:00:00:01"
+entry.match["port"] = "1"
+entry.action["port"] = "2"
+entry.insert()
+group = sh.MulticastGroupEntry(7)
+group.add(1, 0)
+group.add(2, 1)
+group.insert()
+try:
+    found = []
+    sh.TableEntry("by_mac").read(lambda each: found.append(each))
+    assert [each.action.msg().params[0].value for each in found] == [b"\\2"], found
+    assert [len(each.replicas) for each in sh.MulticastGroupEntry(7).read()] == [2]
+    counter = sh.CounterEntry("seen")
+    counter.index = 3
+    assert [each.packet_count for each in counter.read()] == [0]
+    assert [each.packet_count for each in sh.DirectCounterEntry("hits").read()] == [0]
+    entry.delete()
+finally:
+    sh.teardown()
+print("all went well")
+"""
+
+
+@pytest.mark.skipif(not SHELL.exists(), reason="no p4runtime-shell: `checkmate shell --install` sets it up")
+def test_p4runtime_shell_as_client() -> None:
+    """A second client, which shares no code with ours."""
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, address):
+        done = subprocess.run(
+            [
+                SHELL,
+                "-c",
+                SHELL_SCRIPT,
+                address,
+                KINDS.with_suffix(".p4info.txtpb"),
+                KINDS.with_suffix(".json"),
+            ],
+            env=os.environ | {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "all went well" in done.stdout

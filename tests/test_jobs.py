@@ -1,0 +1,242 @@
+"""Job files: what is right is read, and every fault is said at once, with its place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+
+from checkmate import checks
+from checkmate.jobs import JobError, job_files, read_job, read_jobs
+from checkmate.schema import Job
+from tests.jobs_made import job_data, some_jobs
+
+
+def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
+    file = folder / name
+    file.write_text(data if isinstance(data, str) else yaml.safe_dump(data, sort_keys=False))
+    return file
+
+
+def faults(*files: Path) -> dict[str, str]:
+    with pytest.raises(JobError) as caught:
+        read_jobs(files)
+    return {fault.path: fault.message for fault in caught.value.faults}
+
+
+def test_a_right_job_is_read(tmp_path: Path) -> None:
+    job = read_job(write(tmp_path, job_data(channels=2, nodes=2, replicas=2)))
+    assert job.channels == 2
+    assert job.shards(0) == 2
+    assert [job.holder(0, 1, i).id for i in (1, 2)] == [1, 0]
+
+
+def test_fabric_may_be_a_file_of_its_own(tmp_path: Path) -> None:
+    data = job_data()
+    write(tmp_path, data["fabric"], "fabric.yaml")
+    data["fabric"] = "fabric.yaml"
+    file = write(tmp_path, data)
+    assert read_job(file).fabric.switches[0].name == "tor0"
+    assert job_files([tmp_path]) == [file]
+
+
+def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
+    data = job_data()
+    data["fabric"]["switches"][0]["colour"] = "red"
+    fabric = write(tmp_path, data["fabric"], "fabric.yaml")
+    data["fabric"] = "fabric.yaml"
+    with pytest.raises(JobError) as caught:
+        read_job(write(tmp_path, data))
+    (fault,) = caught.value.faults
+    assert fault.file == fabric
+    assert fault.path == "switches[0].colour"
+    assert "unknown key" in fault.message
+    assert fabric.read_text().splitlines()[fault.line - 1].strip().startswith("colour")
+
+
+def edited(path: str, value: Any) -> dict[str, Any]:
+    """A right job with one place changed; a value of `...` removes it."""
+    data = copy.deepcopy(job_data(nodes=2, channels=2))
+    *way, last = [int(p) if p.isdigit() else p for p in path.split("/")]
+    at: Any = data
+    for part in way:
+        at = at[part]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "path", "message"),
+    [
+        ("colour", 1, "colour", "unknown key"),
+        ("channels", 9, "channels", "less than or equal to 8"),
+        ("channels", "two", "channels", "valid integer"),
+        ("job", ..., "job", "missing"),
+        ("job", "a b", "job", "letters, digits"),
+        ("tag", {"dscp_bit": 3}, "tag.dscp_bit", "one of the six bits"),
+        ("dp_groups", [], "dp_groups", "at least 1"),
+        ("dp_groups/0/ranks", [], "dp_groups[0].ranks", "at least 2"),
+        (
+            "dp_groups/0/ranks/1/ip",
+            "10.0.0.1",
+            "dp_groups[0].ranks[1].ip",
+            "taken already by dp_groups[0].ranks[0]",
+        ),
+        ("dp_groups/0/ranks/1/ip", "10.0.0", "dp_groups[0].ranks[1].ip", "such as 10.0.0.1"),
+        ("dp_groups/0/ranks/1/mac", "02:00:00:00:00:00", "dp_groups[0].ranks[1].mac", "taken already"),
+        ("dp_groups/0/ranks/1/mac", "01:00:00:00:00:00", "dp_groups[0].ranks[1].mac", "unicast"),
+        ("dp_groups/0/ranks/1/rank", 0, "dp_groups[0].ranks[1].rank", "rank number 0 is taken"),
+        ("dp_groups/0/ranks/1/port", 1, "dp_groups[0].ranks[1].port", "switch port tor0 1 is taken"),
+        ("dp_groups/0/ranks/1/switch", "torx", "dp_groups[0].ranks[1].switch", "there are tor0"),
+        ("dp_groups/0/shadow_nodes", [7], "dp_groups[0].shadow_nodes[0]", "there are 0, 1"),
+        ("dp_groups/0/shadow_nodes", [1, 1], "dp_groups[0].shadow_nodes[1]", "listed twice"),
+        ("shadow_nodes/1/id", 0, "shadow_nodes[1].id", "shadow node id 0 is taken"),
+        ("shadow_nodes/1/mgmt", "nowhere", "shadow_nodes[1].mgmt", "host:port"),
+        (
+            "shadow_nodes/0/nics/0/ip",
+            "10.255.0.1",
+            "fabric.switches[0].stub.ip",
+            "taken already by shadow_nodes",
+        ),
+        ("replicas", 3, "replicas", "3 replicas need as many shadow nodes"),
+        ("fabric/switches/0/cpu_port", 64, "fabric.switches[0].cpu_port", "510"),
+        ("fabric/switches/0/target", "asic", "fabric.switches[0].target", "'softswitch' or 'bmv2'"),
+    ],
+)
+def test_a_fault_is_placed_and_says_what_would_be_right(
+    tmp_path: Path, change: str, value: Any, path: str, message: str
+) -> None:
+    found = faults(write(tmp_path, edited(change, value)))
+    assert path in found, found
+    assert message in found[path]
+
+
+def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
+    data = edited("dp_groups/0/ranks/1/ip", "10.0.0.1")
+    data["colour"] = 1
+    data["channels"] = 0
+    data["shadow_nodes"][1]["id"] = 0
+    found = faults(write(tmp_path, data))
+    assert set(found) == {"dp_groups[0].ranks[1].ip", "colour", "channels", "shadow_nodes[1].id"}
+
+
+def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
+    data = job_data(switches=2)
+    data["fabric"]["links"] = []
+    found = faults(write(tmp_path, data))
+    assert "no link joins switch 'tor1' to 'tor0'" in found["dp_groups[0].ranks[1].switch"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job: [", "expected the node content"),
+        ("- a\n", "must be a mapping"),
+        ("job: a\njob: b\n", "given twice"),
+        ("", "must be a mapping"),
+        ("job: &a [*a]", "contains itself"),
+        ("job: " + "[" * 3000, "nested too deeply"),
+        ("job: 2020-13-45", "can't be read"),
+        ('job: a\nfabric: "a\\0b"', "must be the path of a file"),
+    ],
+)
+def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (found,) = faults(write(tmp_path, text)).values()
+    assert message in found
+
+
+def test_merge_keys_are_yaml(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**job_data(), "channels": 2})
+    text = text.replace("channels: 2", "x: &x {channels: 2}\n<<: *x")
+    found = faults(write(tmp_path, text))
+    assert set(found) == {"x"}  # an unknown key, and nothing said of the merge
+
+
+def test_half_a_tls_pair_is_refused(tmp_path: Path) -> None:
+    data = job_data()
+    data["fabric"]["switches"][0]["tls"] = {"ca": "ca.pem", "cert": "client.pem"}
+    found = faults(write(tmp_path, data))
+    assert "give both, or neither" in found["fabric.switches[0].tls"]
+
+
+def test_tls_files_are_named_from_the_jobs_folder(tmp_path: Path) -> None:
+    data = job_data()
+    data["fabric"]["switches"][0]["tls"] = {"ca": "ca.pem"}
+    tls = read_job(write(tmp_path, data)).fabric.switches[0].tls
+    assert tls is not None
+    assert tls.ca == tmp_path / "ca.pem"
+
+
+def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:
+    one, two = job_data("one", switches=2), job_data("two", switches=2, number=1)
+    two["dp_groups"][0]["ranks"][0]["port"] = 400
+    two["fabric"]["links"] = []
+    for part in (*two["dp_groups"][0]["ranks"], *two["shadow_nodes"][0]["nics"]):
+        part["switch"] = "tor0"
+        part["port"] = part["port"] if part["port"] == 400 else 150 + part.get("rank", 40)
+    two["shadow_nodes"][0]["nics"].pop()
+    found = faults(write(tmp_path, one, "1.yaml"), write(tmp_path, two, "2.yaml"))
+    assert "tor0 400 is claimed already by job 'one'" in found["dp_groups[0].ranks[0].port"]
+
+
+def test_a_switch_has_one_name(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["name"] = "elsewhere"
+    for part in (*other["dp_groups"][0]["ranks"], *other["shadow_nodes"][0]["nics"]):
+        part["switch"] = "elsewhere"
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert "a switch has one name" in found["fabric.switches[0].name"]
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    (found,) = faults(tmp_path / "none.yaml").values()
+    assert "can't be read" in found
+
+
+def test_a_line_number_is_the_one_of_the_key(tmp_path: Path) -> None:
+    file = write(tmp_path, edited("dp_groups/0/ranks/1/ip", "10.0.0.1"))
+    with pytest.raises(JobError) as caught:
+        read_job(file)
+    (fault,) = caught.value.faults
+    assert file.read_text().splitlines()[fault.line - 1].strip() == "ip: 10.0.0.1"
+
+
+def test_jobs_that_claim_the_same_thing_are_refused_by_name(tmp_path: Path) -> None:
+    first = write(tmp_path, job_data("one"), "one.yaml")
+    other = job_data("two", number=1)
+    other["shadow_nodes"][0]["nics"][0] = job_data("one")["shadow_nodes"][0]["nics"][0]
+    found = faults(first, write(tmp_path, other, "two.yaml"))
+    assert set(found) == {f"shadow_nodes[0].nics[0].{field}" for field in ("ip", "mac", "port")}
+    assert (
+        "is claimed already by job 'one' (shadow_nodes[0].nics[0].ip)" in found["shadow_nodes[0].nics[0].ip"]
+    )
+
+
+def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["device_id"] = 2
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert "describes switch 'tor0' differently (device_id)" in found["fabric.switches[0]"]
+
+
+def test_a_stub_is_no_other_jobs_host(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["name"] = "elsewhere"
+    other["fabric"]["switches"][0]["stub"]["ip"] = "10.0.0.1"
+    for part in (*other["dp_groups"][0]["ranks"], *other["shadow_nodes"][0]["nics"]):
+        part["switch"] = "elsewhere"
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert "10.0.0.1" in found["fabric.switches[0].stub.ip"]
+
+
+@given(some_jobs())
+@settings(max_examples=30, deadline=None)
+def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
+    assert checks.between_jobs(jobs) == []

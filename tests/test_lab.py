@@ -1,0 +1,368 @@
+"""Labs in the kernel: made, used, removed, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from topologies import lab as labs
+from topologies import links, loss, namespaces, offloads, state
+from topologies.describe import LabError, load
+from topologies.job_files import Target
+from topologies.lab import Lab
+from topologies.namespaces import entered
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+
+CLI = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
+ROOT = Path(__file__).parent.parent
+SHARE = 0.012345
+"""A loss that nothing else uses, so that the programs of these tests can be told by their tags."""
+
+
+def targets() -> list[object]:
+    missing = pytest.mark.skipif(shutil.which("simple_switch_grpc") is None, reason="no BMv2 on PATH")
+    return ["softswitch", pytest.param("bmv2", marks=missing)]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A lab's name; what a failed test leaves of it is removed."""
+    unique = f"t{os.getpid()}_{random.randrange(10**6)}"
+    yield unique
+    labs.down(unique)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a lab has in the machine."""
+
+    namespaces: list[str]
+    processes: list[int]
+    folder: bool
+    cgroups: list[str]
+    stray_links: set[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.namespaces or self.processes or self.folder or self.cgroups or self.stray_links)
+
+
+def remains(name: str, links_before: set[str]) -> Remains:
+    present = namespaces.of_lab(name)
+    cgroups = [str(path) for mount in _cgroup_mounts() for path in Path(mount).rglob(f"checkmate-lab-{name}")]
+    ours = {
+        link for link in set(os.listdir("/sys/class/net")) - links_before if link.startswith(("port", "data"))
+    }
+    return Remains(present, namespaces.processes(present), state.folder(name).exists(), cgroups, ours)
+
+
+def _cgroup_mounts() -> list[str]:
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [fields[1] for line in lines if (fields := line.split())[2] == "cgroup2"]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie doesn't."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(pid)
+    return found
+
+
+def loss_programs() -> int:
+    """How many programs with this module's loss the kernel holds (bpf(2): BPF_PROG_GET_NEXT_ID)."""
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    number = loss.SYSCALLS[os.uname().machine]
+    tag, found, attributes = _tag(), 0, ctypes.create_string_buffer(128)
+    struct.pack_into("=I", attributes, 0, 0)
+    while syscall(number, 11, ctypes.byref(attributes), 128) == 0:
+        (program,) = struct.unpack_from("=I", attributes, 4)
+        struct.pack_into("=III", attributes, 0, program, 0, 0)
+        descriptor = syscall(number, 13, ctypes.byref(attributes), 128)
+        if descriptor >= 0:
+            found += tag in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+            os.close(descriptor)
+        struct.pack_into("=II", attributes, 0, program, 0)
+    return found
+
+
+def _tag() -> str:
+    descriptor = loss.load_program(SHARE)
+    try:
+        fields = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()
+        return fields[fields.index("prog_tag:") + 1]
+    finally:
+        os.close(descriptor)
+
+
+def wait_until(condition: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it didn't come about in time"
+        time.sleep(0.01)
+
+
+def ping(lab: Lab, source: str, destination: str) -> bool:
+    """Whether a TCP handshake is answered (refused is an answer) between two management addresses."""
+    with entered(lab.namespace(source)), socket.socket() as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex((destination, 9)) == 111
+
+
+@pytest.mark.parametrize("target", targets())
+def test_up_and_down_leave_nothing(name: str, target: Target) -> None:
+    before = set(os.listdir("/sys/class/net"))
+    with Lab(load("two_tor"), target, name=name) as lab:
+        held = remains(name, before)
+        assert len(held.namespaces) == len(lab.topology.nodes)
+        assert len(held.processes) >= 2
+        assert not held.stray_links
+        assert ping(lab, "rank0", str(lab.topology.host("shadow1").mgmt))
+        assert json.loads(lab.directory.joinpath("lab.json").read_text())["target"] == target
+    assert not remains(name, before)
+    assert not alive(held.processes)
+
+
+def test_an_error_inside_removes_the_lab(name: str) -> None:
+    before = set(os.listdir("/sys/class/net"))
+    with pytest.raises(ZeroDivisionError), Lab(load("single_tor"), _any_target(), name=name) as lab:
+        deaf = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+        stubborn = lab.start("rank0", ["sh", "-c", deaf], stdout=subprocess.PIPE)
+        assert stubborn.stdout is not None
+        with stubborn.stdout as output:
+            assert output.readline() == b"ready\n"
+        raise ZeroDivisionError
+    assert stubborn.wait() == -signal.SIGKILL
+    assert not remains(name, before)
+
+
+def test_a_switch_that_does_not_start_is_quoted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "simple_switch_grpc"
+    broken.write_text("#!/bin/sh\necho no room for switches >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    before = set(os.listdir("/sys/class/net"))
+    with pytest.raises(LabError, match="switch tor ended with status 3: no room for switches"):
+        Lab(load("single_tor"), "bmv2", name=name).up()
+    assert not remains(name, before)
+
+
+def test_hosts_are_set_up_for_their_target(name: str) -> None:
+    target = _any_target()
+    with Lab(load("single_tor"), target, name=name, mtu=9000) as lab:
+        host = lab.namespace("shadow0")
+        assert set(offloads.states(host, "data1").values()) == (
+            {False} if target == "bmv2" else {True, False}
+        )
+        assert offloads.states(host, "data1")["tso"] == (target == "softswitch")
+        with entered(host):
+            assert Path("/proc/sys/net/ipv4/conf/data1/arp_ignore").read_text() == "1\n"
+            assert Path("/proc/sys/net/ipv4/conf/data1/arp_announce").read_text() == "2\n"
+            assert Path("/proc/sys/net/ipv4/conf/data1/rp_filter").read_text() == "0\n"
+            assert Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2] == "67108864"
+        sysfs = lab.start(
+            "shadow0", ["sh", "-c", "cat /proc/net/dev /proc/net/if_inet6"], stdout=subprocess.PIPE
+        )
+        listed = sysfs.communicate()[0].decode()
+        assert "data1:" in listed
+        assert "fe80" not in listed
+        assert lab.stats()["shadow0"]["data0"]["tx_bytes"] >= 0
+
+
+def test_training_links_lose_their_share_and_others_none(name: str) -> None:
+    with Lab(load("single_tor"), _any_target(), name=name, loss=0.2) as lab:
+        assert lab.loss_by in ("netem", "bpf")
+        sent = 5000
+        assert 0.75 * sent < _arrived(lab, "rank0", "data0", "port1", sent) < 0.85 * sent
+        assert _arrived(lab, "shadow0", "data0", "port5", sent) == sent
+
+
+def _arrived(lab: Lab, host: str, interface: str, port: str, frames: int) -> int:
+    """Send frames raw from an interface; how many more the switch's port has counted then."""
+    before = lab.stats()["tor"][port]["rx_packets"]
+    with entered(lab.namespace(host)), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
+        sock.bind((interface, 0))
+        for _ in range(frames):
+            sock.send(b"\x02" + b"\0" * 11 + b"\x88\xb5" + b"\0" * 50)
+    return lab.stats()["tor"][port]["rx_packets"] - before
+
+
+def test_two_labs_of_one_topology_stand_side_by_side(name: str) -> None:
+    before = set(os.listdir("/sys/class/net"))
+    second = f"{name}_b"
+    with Lab(load("single_tor"), _any_target(), name=name) as lab:
+        with Lab(load("single_tor"), _any_target(), name=second):
+            assert remains(second, before)
+        assert not remains(second, before)
+        assert ping(lab, "rank0", "172.31.3.1")
+
+
+def test_a_lab_is_refused_twice_and_its_holder_named(name: str) -> None:
+    with Lab(load("single_tor"), _any_target(), name=name) as lab:
+        with pytest.raises(LabError, match=rf"in use by process {os.getpid()}"):
+            Lab(load("single_tor"), _any_target(), name=name).up()
+        with pytest.raises(LabError, match="in use"):
+            labs.down(name)
+        lab.release()
+        with pytest.raises(LabError, match="exists already"):
+            Lab(load("single_tor"), _any_target(), name=name).up()
+        assert ping(lab, "rank0", "172.31.3.1")
+
+
+def test_command_line_up_and_down(name: str) -> None:
+    before = set(os.listdir("/sys/class/net"))
+    programs = loss_programs()
+    up = _cli("up", "single_tor", "--name", name, "--target", _any_target(), "--loss", str(SHARE))
+    assert up.returncode == 0, up.stderr
+    for part in ("10.0.2.4", f"cm-{name}-shadow1", f"/run/checkmate/labs/{name}/job.yaml", "lose"):
+        assert part in up.stdout
+    if "(bpf)" in up.stdout:
+        assert loss_programs() - programs == 8
+    held = remains(name, before)
+    assert held.processes
+    down = _cli("down", name)
+    assert (down.returncode, down.stdout) == (0, f"lab {name} removed\n")
+    assert not remains(name, before)
+    assert not alive(held.processes)
+    wait_until(lambda: loss_programs() == programs)  # the kernel ends namespaces at its leisure
+    again = _cli("down", name)
+    assert (again.returncode, again.stdout) == (0, f"there is no lab {name}; nothing to remove\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "nowhere"], "no lab 'nowhere'"),
+        (["up", "single_tor", "--target", "tofino"], "no target 'tofino'"),
+        (["up", "single_tor", "--loss", "2"], "'2' is no loss"),
+        (["up", "single_tor", "--mtu", "100"], "an MTU of 100"),
+        (["up", "single_tor", "--name", "A-b"], "can't be called 'A-b'"),
+        (["down", "A-b"], "can't be called 'A-b'"),
+    ],
+)
+def test_a_bad_command_line_is_one_message(arguments: list[str], words: str) -> None:
+    done = _cli(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("made", [1, 9, 17])
+def test_a_signal_half_way_leaves_nothing(name: str, number: signal.Signals, status: int, made: int) -> None:
+    before = set(os.listdir("/sys/class/net"))
+    process = _start_up(name)
+    wait_until(lambda: len(namespaces.of_lab(name)) >= made or process.poll() is not None)
+    process.send_signal(number)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == status, words
+    assert "Traceback" not in words
+    assert not remains(name, before)
+
+
+_SIGNAL_AFTER_FORK = """
+import os, signal, sys
+from checkmate.cli.entry import main
+
+number, forks = int(sys.argv.pop()), 0
+
+
+def after() -> None:
+    global forks
+    forks += 1
+    if forks == 9:
+        signal.raise_signal(number)
+
+
+os.register_at_fork(after_in_parent=after)
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_right_after_a_fork_is_not_lost(name: str, number: signal.Signals, status: int) -> None:
+    """Python ignores what is raised in hooks after a fork, which making a namespace is."""
+    before = set(os.listdir("/sys/class/net"))
+    arguments = ["lab", "up", "paper_testbed", "--name", name, "--target", _any_target(), str(int(number))]
+    done = subprocess.run(
+        [sys.executable, "-c", _SIGNAL_AFTER_FORK, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert not remains(name, before)
+
+
+@pytest.mark.parametrize("made", [0, 1, 9, 17])
+def test_down_clears_up_after_kill_9(name: str, made: int) -> None:
+    before = set(os.listdir("/sys/class/net"))
+    process = _start_up(name)
+    wait_until(lambda: state.folder(name).exists() and len(namespaces.of_lab(name)) >= made)
+    process.kill()
+    process.communicate(timeout=30)
+    held = remains(name, before)
+    assert held
+    assert _cli("down", name).returncode == 0
+    assert not remains(name, before)
+    assert not alive(held.processes)
+
+
+def test_down_spares_processes_of_other_labs_and_of_none(name: str) -> None:
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        with Lab(load("single_tor"), _any_target(), name=f"{name}_b") as other:
+            with Lab(load("single_tor"), _any_target(), name=name):
+                pass
+            assert stranger.poll() is None
+            assert ping(other, "rank0", "172.31.3.1")
+            assert links.counters(other.namespace("tor"))["port1"]
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def _any_target() -> Target:
+    return "bmv2" if shutil.which("simple_switch_grpc") else "softswitch"
+
+
+def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+
+
+def _start_up(name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*CLI, "up", "paper_testbed", "--name", name, "--target", _any_target()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )

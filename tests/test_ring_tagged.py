@@ -1,0 +1,88 @@
+"""The tagging ring on a real kernel: the streams that a switch would make of it are what was tagged."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from os import getpid
+
+import pytest
+
+from checkmate import wire
+from checkmate.ring.worker import BucketSpec, RankResult, RingJob, run_rank
+from checkmate.schedule import Bucket, stream_layout
+from tests.end_hosts import Capture, Segment, inside, needs_root, shell
+
+pytestmark = needs_root
+
+
+def run_captured(job: RingJob) -> tuple[list[RankResult], list[Segment]]:
+    """All ranks on the loopback device of a namespace; their results, and what went over it."""
+    name = f"cmring{getpid():x}"
+    shell(f"ip netns add {name}")
+    try:
+        shell(f"nsenter --net=/run/netns/{name} ip link set lo up")
+        capture = Capture(name, "lo")
+
+        def one(rank: int) -> RankResult:
+            with inside(name):
+                return run_rank(job, rank)
+
+        try:
+            with ThreadPoolExecutor(len(job.ips)) as pool:
+                results = list(pool.map(one, range(len(job.ips))))
+        finally:
+            segments = capture.stop()
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return results, segments
+
+
+def streams_of(segments: list[Segment], incarnation: int) -> dict[tuple[str, int, int], bytes]:
+    """What the switch would send to shadow nodes, by (source IP, channel, shadow id), put in place."""
+    streams: dict[tuple[str, int, int], bytearray] = defaultdict(bytearray)
+    for segment in segments:
+        if not segment.dscp:
+            continue
+        tag = wire.Tag.unpack(segment.options[-wire.TAG_LENGTH :])
+        assert tag.incarnation == incarnation
+        stream = streams[segment.source_ip, tag.channel, tag.shadow_id]
+        start = wire.copy_sequence(tag, segment.sequence)
+        stop = start + len(segment.payload)
+        stream.extend(bytes(max(0, stop - len(stream))))
+        stream[start:stop] = segment.payload
+    return {key: bytes(stream) for key, stream in streams.items()}
+
+
+@pytest.mark.parametrize(("ranks", "channels"), [(2, 1), (4, 2)])
+def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int) -> None:
+    sizes = [(700_001, 0), (3, 1), (500_000, 1), (250_000, 0)]
+    job = RingJob(
+        ips=[f"127.0.0.{rank + 1}" for rank in range(ranks)],
+        channels=channels,
+        buckets=[BucketSpec(elements=count, shadow_id=shadow_id) for count, shadow_id in sizes],
+        iterations=2,
+        incarnation=250,
+        group=3,
+        slice_bytes=100_000,
+    )
+    results, segments = run_captured(job)
+    streams = streams_of(segments, incarnation=250)
+    buckets = [Bucket(count, 4, shadow_id) for count, shadow_id in sizes]
+    assert [result.verified for result in results] == [2] * ranks
+    reported = 0
+    for rank, result in enumerate(results):
+        assert not any(result.faults.values())
+        for said in result.streams:
+            layout = stream_layout(
+                buckets, channels, said.channel, ranks, side=said.side, shadow_id=said.shadow_id
+            )
+            stream = streams.get((job.ips[rank], said.channel, said.shadow_id), b"")
+            assert (said.side, said.boundary) == (int(rank > 0), 6 + int(rank > 0))
+            assert said.bytes == len(stream) == 2 * layout.nbytes
+            assert said.sha256 == hashlib.sha256(stream).hexdigest()
+            reported += bool(said.bytes)
+    assert reported == len(streams)
+    assert sum(map(len, streams.values())) == 2 * results[0].bytes_per_iteration

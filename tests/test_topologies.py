@@ -1,0 +1,181 @@
+"""Labs' descriptions: pure, so no test here needs root."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.jobs import read_jobs
+from controlplane.network import Network, streams
+from controlplane.plan import plan
+from topologies import describe, job_files, loss, picture, switches
+from topologies.describe import BadDescription, Topology, build, load
+
+
+def write(topology: Topology, folder: Path, target: job_files.Target = "bmv2") -> Path:
+    folder.joinpath(job_files.FABRIC_FILE).write_text(
+        job_files.as_yaml(job_files.fabric(topology, target), "fabric")
+    )
+    job = folder / job_files.JOB_FILE
+    job.write_text(job_files.as_yaml(job_files.job(topology, "job"), "job"))
+    return job
+
+
+@st.composite
+def lab_files(draw: st.DrawFn) -> dict[str, Any]:
+    """A tree of switches, with groups and shadow nodes anywhere on it."""
+    names = [f"sw{i}" for i in range(draw(st.integers(1, 5)))]
+    switch = st.sampled_from(names)
+    nodes = draw(st.lists(st.lists(switch, min_size=1, max_size=2), min_size=1, max_size=6))
+    chosen = st.lists(st.sampled_from(range(len(nodes))), min_size=1, unique=True)
+    group = st.fixed_dictionaries(
+        {"ranks": st.lists(switch, min_size=2, max_size=8)}, optional={"shadow_nodes": chosen}
+    )
+    return {
+        "title": "drawn",
+        "channels": draw(st.integers(1, 8)),
+        "switches": names,
+        "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
+        "dp_groups": draw(st.lists(group, min_size=1, max_size=4)),
+        "shadow_nodes": nodes,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=lab_files())
+def test_any_lab_gives_a_job_that_the_control_plane_accepts(
+    data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    topology = build("drawn", data)
+    jobs = read_jobs([write(topology, tmp_path_factory.mktemp("lab"))])
+    assert [len(group.ranks) for group in jobs[0].dp_groups] == [len(g["ranks"]) for g in data["dp_groups"]]
+    assert set(plan(jobs)) == set(data["switches"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=lab_files())
+def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
+    topology = build("drawn", data)
+    nics = [nic for host in topology.hosts for nic in host.interfaces]
+    ends = [
+        *((n.switch, n.port) for n in nics),
+        *(end for link in topology.links for end in (link.a, link.b)),
+    ]
+    ports = [(s.name, port) for s in topology.switches for port in range(1, s.ports + 1)]
+    assert sorted(ends) == sorted(ports)
+    addresses = Counter([*(n.ip for n in nics), *(s.stub_ip for s in topology.switches)])
+    managed = Counter([*(h.mgmt for h in topology.hosts), *(s.mgmt for s in topology.switches)])
+    assert max([*addresses.values(), *managed.values()]) == 1
+    assert len({n.mac for n in nics}) == len(nics)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=lab_files())
+def test_the_picture_shows_each_host_and_each_port(data: dict[str, Any]) -> None:
+    topology = build("drawn", data)
+    drawn = picture.picture(topology)
+    blocks = drawn.split("\n\n")
+    assert len(blocks) == len(topology.switches)
+    for switch, block in zip(topology.switches, blocks, strict=True):
+        here = [nic for host in topology.hosts for nic in host.interfaces if nic.switch == switch.name]
+        joints = sum(line.count("┴") + line.count("┬") for line in block.splitlines())
+        assert joints == len(here)
+        for nic in here:
+            assert f"│{nic.port}" in block
+
+
+def test_picture_of_single_tor() -> None:
+    assert picture.picture(load("single_tor")) == "\n".join(
+        [
+            " rank0 rank1 rank2 rank3",
+            "    │1    │2    │3    │4",
+            "┌───┴─────┴─────┴─────┴──┐",
+            "│ tor, 172.31.3.1:9559   │",
+            "└─┬───┬───┬───┬──────────┘",
+            "  │5  │6  │7  │8",
+            " shadow0 shadow1",
+        ]
+    )
+
+
+def test_the_labs_are_what_the_issue_says(tmp_path: Path) -> None:
+    assert describe.names() == ["paper_testbed", "single_tor", "two_tor"]
+    single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
+    assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])
+    assert [len(group.ranks) for group in paper.groups] == [6, 6]
+    assert [len(n.interfaces) for n in paper.shadow_nodes] == [2, 2, 2, 2]
+    (job,) = read_jobs([write(two, tmp_path)])
+    tagging = {stream.boundary.switch for stream in streams(job)}
+    holding = {nic.switch for node in job.shadow_nodes for nic in node.nics}
+    assert tagging == holding == {"tor0", "tor1"}
+    assert Network([job]).tree_ports("tor0") == {5}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"switches": ["tor", "tor"]}, "a name of its own"),
+        ({"switches": ["ctl", "tor"]}, "'ctl' is a name that the lab gives itself"),
+        ({"switches": ["tor", "rank1"]}, "'rank1' is a name that the lab gives itself"),
+        ({"links": [["tor", "leaf"]]}, "links: no switch 'leaf'; there are tor"),
+        ({"links": [["tor", "tor"]]}, "not tor to itself"),
+        ({"dp_groups": [{"ranks": ["tor"]}]}, "dp_groups.0.ranks"),
+        ({"dp_groups": [{"ranks": ["tor", "top"]}]}, "dp_groups: no switch 'top'"),
+        (
+            {"dp_groups": [{"ranks": ["tor", "tor"], "shadow_nodes": [2]}]},
+            "no shadow node 2; there are 0 to 1",
+        ),
+        ({"shadow_nodes": [["tor"] * 3]}, "shadow_nodes.0"),
+        ({"chanels": 2}, "chanels"),
+    ],
+)
+def test_a_fault_is_named(change: dict[str, Any], words: str) -> None:
+    good = yaml.safe_load((describe.FOLDER / "single_tor.yaml").read_text())
+    with pytest.raises(BadDescription, match=words):
+        build("bad", good | change)
+
+
+def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "title: x\nswitches: [tor]\nlinks: [[tor, up]]\ndp_groups: [{ranks: [a, b]}]\nshadow_nodes: [[tor]]\n"
+    )
+    with pytest.raises(BadDescription) as caught:
+        load(str(file))
+    for word in (str(file), "'up'", "'a'", "'b'"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "missing.yaml"])
+def test_an_unknown_lab_is_refused(name: str) -> None:
+    with pytest.raises(BadDescription, match=name):
+        load(name)
+
+
+def test_switch_commands() -> None:
+    switch = load("two_tor").switches[1]
+    ports = [part for port in range(1, 6) for part in ("-i", f"{port}@port{port}")]
+    bmv2 = switches.command(switch, "bmv2")
+    assert bmv2[:1] == ["simple_switch_grpc"]
+    assert bmv2[1:] == [
+        *("--no-p4", "--device-id", "2", *ports, "--"),
+        *("--grpc-server-addr", "172.31.3.2:9559", "--cpu-port", "510"),
+    ]
+    assert switches.command(switch, "softswitch")[3:] == [part for part in bmv2[1:] if part != "--"]
+
+
+@pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5", 0.5), ("0", 0.0), ("0.5%", 0.005)])
+def test_loss_is_read(text: str, share: float) -> None:
+    assert loss.fraction(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["100%", "1", "-1%", "much", "%", "nan"])
+def test_no_loss_is_refused(text: str) -> None:
+    with pytest.raises(BadDescription, match="give a share"):
+        loss.fraction(text)

@@ -1,0 +1,42 @@
+#!/bin/sh
+# Makes .venv with everything that the demo and the tests need. Installs Debian packages when run as
+# root, else names the missing ones. Runs again only when the project's metadata has changed.
+set -eu
+cd "$(dirname "$0")/.."
+
+PATH=$PATH:/usr/sbin:/sbin
+need="" # Debian packages whose command or file isn't there
+command -v clang >/dev/null || need="$need clang"
+command -v ip >/dev/null || need="$need iproute2"
+command -v ethtool >/dev/null || need="$need ethtool" # the tests'
+command -v sysctl >/dev/null || need="$need procps"   # the tests'
+[ -e /usr/include/bpf/bpf_helpers.h ] || need="$need libbpf-dev"
+[ -e /usr/include/linux/bpf.h ] || need="$need linux-libc-dev"
+ldconfig -p 2>/dev/null | grep -q 'libbpf\.so\.1' || /sbin/ldconfig -p | grep -q 'libbpf\.so\.1' || need="$need libbpf1"
+python3 -c 'import ensurepip, venv' 2>/dev/null || need="$need python3-venv"
+
+if [ -n "$need" ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "installing Debian packages:$need"
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update -qq
+        # shellcheck disable=SC2086 # a list of words
+        apt-get install -y -qq --no-install-recommends $need >/dev/null
+    else
+        echo "missing Debian packages:$need" >&2
+        echo "install them (apt-get install$need), or run this as root" >&2
+        exit 2
+    fi
+fi
+
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed" >&2; exit 2; }
+stamp=.venv/.ready
+wanted=$(cat setup.cfg pyproject.toml constraints.txt tools/setup.sh | sha256sum)
+if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+echo "making .venv (once; a minute or two)"
+[ -x .venv/bin/python ] || python3 -m venv .venv
+pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
+$pip install --constraint constraints.txt torch
+$pip install --constraint constraints.txt --editable '.[test]'
+.venv/bin/checkmate shell --install
+echo "$wanted" >$stamp

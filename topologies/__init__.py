@@ -1,0 +1,1 @@
+"""Labs: hosts, links, switches and job of each, in network namespaces."""

@@ -1,0 +1,133 @@
+"""A lab as people see it: a picture, a table of its hosts, and what to try next. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from topologies.describe import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
+from topologies.namespaces import name_of
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A host beside a switch: its name, and the ports of its NICs there."""
+
+    name: str
+    ports: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return max(len(self.name) + 1, 4 * len(self.ports))
+
+    def columns(self) -> list[int]:
+        """Where its cables are, within the cell."""
+        step = self.width // len(self.ports)
+        return [step * i + step // 2 - (len(self.ports) > 1) for i in range(len(self.ports))]
+
+
+def picture(topology: Topology) -> str:
+    """The topology in box-drawing characters: ranks above each switch, shadow nodes below."""
+    return "\n\n".join(_block(topology, switch) for switch in topology.switches)
+
+
+def _block(topology: Topology, switch: SwitchNode) -> str:
+    above = _cells(topology.ranks, switch.name)
+    below = _cells(topology.shadow_nodes, switch.name)
+    label = " " + " · ".join([f"{switch.name}, {switch.address}", *_links(topology, switch.name)]) + " "
+    width = max(len(label), *(sum(cell.width for cell in cells) for cells in (above, below)))
+    lines = []
+    if above:
+        lines += [_names(above), _cables(above)]
+    lines += [
+        "┌" + _edge(above, width, "┴") + "┐",
+        "│" + label.ljust(width) + "│",
+        "└" + _edge(below, width, "┬") + "┘",
+    ]
+    if below:
+        lines += [_cables(below), _names(below)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(hosts: Sequence[Host], switch: str) -> list[_Cell]:
+    cells = [_Cell(h.name, tuple(n.port for n in h.interfaces if n.switch == switch)) for h in hosts]
+    return [cell for cell in cells if cell.ports]
+
+
+def _links(topology: Topology, switch: str) -> list[str]:
+    found = []
+    for link in topology.links:
+        for near, far in ((link.a, link.b), (link.b, link.a)):
+            if near[0] == switch:
+                found.append(f"port {near[1]} ── {far[0]} port {far[1]}")
+    return found
+
+
+def _names(cells: Sequence[_Cell]) -> str:
+    return " " + "".join(cell.name.center(cell.width) for cell in cells)
+
+
+def _cables(cells: Sequence[_Cell]) -> str:
+    """A row of cables, each with its port's number."""
+    row = ""
+    for cell in cells:
+        text = ""
+        for column, port in zip(cell.columns(), cell.ports, strict=True):
+            text = text.ljust(column) + f"│{port}"
+        row += text.ljust(cell.width)
+    return " " + row
+
+
+def _edge(cells: Sequence[_Cell], width: int, joint: str) -> str:
+    edge = ["─"] * width
+    start = 0
+    for cell in cells:
+        for column in cell.columns():
+            edge[start + column] = joint
+        start += cell.width
+    return "".join(edge)
+
+
+def host_table(topology: Topology, lab: str) -> Table:
+    """One row for each NIC: namespace, address, switch port, management address."""
+    table = Table(
+        title=f"lab {lab}: {topology.title}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for column in ("namespace", "interface", "address", "switch port", "mgmt"):
+        table.add_column(column, no_wrap=True)
+    for host in topology.hosts:
+        for i, nic in enumerate(host.interfaces):
+            named = name_of(lab, host.name) if i == 0 else ""
+            mgmt = str(host.mgmt) if i == 0 else ""
+            table.add_row(named, nic.name, str(nic.ip), f"{nic.switch} {nic.port}", mgmt)
+    for switch in topology.switches:
+        stub = f"{switch.stub_ip} (stub)"
+        table.add_row(name_of(lab, switch.name), f"port1-{switch.ports}", stub, "", str(switch.mgmt))
+    table.add_row(name_of(lab, CONTROLLER), "mgmt", "", "", str(MGMT_NET[1]))
+    return table
+
+
+def next_steps(lab: str, job_file: object, first_rank: str) -> str:
+    """What to try in a lab that is up."""
+    inside = f"ip netns exec {name_of(lab, CONTROLLER)}"
+    here = Path(sys.executable).with_name("checkmate")
+    checkmate = str(here) if here.exists() else "checkmate"
+    return "\n".join(
+        [
+            f"job: {job_file}",
+            "try:",
+            f"  {inside} {checkmate} run {job_file}",
+            f"  {inside} {checkmate} status {job_file}",
+            f"  ip netns exec {name_of(lab, first_rank)} bash",
+            f"  {checkmate} lab down {lab}",
+        ]
+    )

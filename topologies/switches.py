@@ -1,0 +1,114 @@
+"""Starting a lab's switches: their command lines, waiting until they listen, BMv2's queues."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from checkmate.schema import CPU_PORT
+from topologies.describe import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
+from topologies.job_files import Target
+from topologies.namespaces import entered, name_of
+
+BMV2: Final = "simple_switch_grpc"
+QUEUE_DEPTH: Final = 16384
+"""Packets that each of BMv2's egress queues holds: its own 64 drop silently after replication."""
+_THRIFT_PORT: Final = 9090
+_START_SECONDS: Final = 30.0
+_IDL = Path(__file__).with_name("simple_switch.thrift")
+
+
+def command(switch: SwitchNode, target: Target, notifications: Path | None = None) -> list[str]:
+    """The command line that starts a switch in its namespace. Pure.
+
+    `notifications`: where a BMv2 that was built with nanomsg puts its socket, which it leaves in /tmp else.
+    """
+    ports = [part for port in range(1, switch.ports + 1) for part in ("-i", f"{port}@port{port}")]
+    general = ["--no-p4", "--device-id", str(switch.device_id), *ports]
+    own = ["--grpc-server-addr", switch.address, "--cpu-port", str(CPU_PORT)]
+    if target == "bmv2":
+        if notifications is not None:
+            general += ["--notifications-addr", f"ipc://{notifications}"]
+        return [BMV2, *general, "--", *own]
+    return [sys.executable, "-m", "softswitch", *general, *own]
+
+
+def check_target(target: Target) -> None:
+    """`LabError` where the target isn't installed."""
+    if target == "bmv2" and shutil.which(BMV2) is None:
+        raise LabError(
+            f"--target bmv2 needs {BMV2} on PATH (see github.com/p4lang/behavioral-model); "
+            "--target softswitch needs nothing"
+        )
+
+
+def has_notifications() -> bool:
+    """Whether BMv2 was built with nanomsg."""
+    done = subprocess.run([BMV2, "--help"], capture_output=True, text=True, check=False)
+    return "--notifications-addr" in done.stdout + done.stderr
+
+
+def wait_listening(lab: str, switch: SwitchNode, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the switch's P4Runtime server answers; `LabError` with its last words where it ends."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise LabError(f"switch {switch.name} ended with status {process.returncode}: {_last_words(log)}")
+        with entered(name_of(lab, CONTROLLER)), socket.socket() as probe:
+            probe.settimeout(1.0)
+            if probe.connect_ex((str(switch.mgmt), P4RUNTIME_PORT)) == 0:
+                return
+        time.sleep(0.05)
+    raise LabError(f"switch {switch.name} doesn't listen after {_START_SECONDS:g} s: {_last_words(log)}")
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return " | ".join(lines[-3:]) or "it said nothing"
+
+
+def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> None:
+    """Set the depth of all of BMv2's egress queues, over Thrift from within its namespace."""
+    try:
+        from thriftpy2.thrift import TException  # noqa: PLC0415 -- BMv2's labs alone need it
+    except ImportError:
+        raise LabError(
+            "labs on bmv2 speak Thrift, which needs: pip install 'checkmate-training[switch]'"
+        ) from None
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            status = _set_queue_depths(name_of(lab, switch.name), depth)
+            break
+        except (TException, OSError) as error:
+            # Its server takes calls before it has registered its services.
+            if time.monotonic() > deadline:
+                raise LabError(
+                    f"switch {switch.name}: its queues can't be set over Thrift: {error}"
+                ) from None
+            time.sleep(0.05)
+    if status:
+        raise LabError(f"switch {switch.name} refused queues of {depth} packets (status {status})")
+
+
+def _set_queue_depths(namespace: str, depth: int) -> int:
+    """One call; BMv2 answers with 0 where it has done it."""
+    import thriftpy2  # noqa: PLC0415
+    from thriftpy2.protocol import TBinaryProtocolFactory, TMultiplexedProtocolFactory  # noqa: PLC0415
+    from thriftpy2.rpc import client_context  # noqa: PLC0415
+
+    service = thriftpy2.load(str(_IDL), module_name="simple_switch_thrift").SimpleSwitch
+    protocol = TMultiplexedProtocolFactory(
+        TBinaryProtocolFactory(),  # type: ignore[no-untyped-call]
+        "simple_switch",
+    )
+    with (
+        entered(namespace),
+        client_context(service, "127.0.0.1", _THRIFT_PORT, proto_factory=protocol) as client,
+    ):
+        return int(client.set_all_egress_queue_depths(depth))

@@ -1,0 +1,94 @@
+"""What a lab's hosts are told to do: the ring's tensors, and what shadow nodes expect. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from checkmate.schedule import Bucket
+from checkmate.schema import Job
+from controlplane.network import Network
+from topologies.describe import BadDescription, Topology
+
+BUCKET_BYTES: Final = 25_000_000
+_DTYPES: Final = {4: "float32", 2: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations."""
+
+    nbytes: int = 200_000_000
+    iterations: int = 4
+    incarnation: int = 1
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or self.iterations < 1:
+            raise BadDescription("rings gather one byte or more, in one iteration or more")
+        if not 0 <= self.incarnation <= 255:
+            raise BadDescription(f"an incarnation is a number from 0 to 255, not {self.incarnation}")
+
+
+def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
+    """A DP group's buckets: of up to 25 MB, in each of its shards, with sizes that divide unevenly."""
+    shards = job.shards(group)
+    share = -(-load.nbytes // (load.iterations * len(job.dp_groups) * shards))
+    per_shard = -(-share // BUCKET_BYTES)
+    sizes = list(_DTYPES)
+    found = []
+    for number in range(per_shard * shards):
+        size = sizes[number % len(sizes)]
+        found.append(Bucket(-(-share // (per_shard * size)) + 3 * number + 1, size, number % shards))
+    return found
+
+
+def gathered(job: Job, load: Load) -> int:
+    """Bytes of tensors that all rings gather together."""
+    groups = range(len(job.dp_groups))
+    return load.iterations * sum(bucket.nbytes for g in groups for bucket in buckets(job, g, load))
+
+
+def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
+    """A DP group's ring, as `python -m checkmate.ring --config` reads it."""
+    return {
+        "ips": [str(rank.ip) for rank in job.dp_groups[group].ranks],
+        "buckets": [
+            {"elements": b.elements, "dtype": _DTYPES[b.itemsize], "shadow_id": b.shadow_id}
+            for b in buckets(job, group, load)
+        ],
+        "channels": job.channels,
+        "iterations": load.iterations,
+        "seed": group,
+        "incarnation": load.incarnation,
+        "group": group,
+        "dscp_bit": job.tag.dscp_bit,
+        "timeout": load.seconds,
+    }
+
+
+def sinks(job: Job, topology: Topology, load: Load) -> dict[str, dict[str, Any]]:
+    """Each shadow node's sink, as `python -m checkmate.shadow --config` reads it; by host.
+
+    It isn't told what to expect: it reads until it is stopped.
+    """
+    network = Network([job])
+    devices = {nic.ip: nic.name for host in topology.shadow_nodes for nic in host.interfaces}
+    found: dict[str, dict[str, Any]] = {
+        host.name: {"streams": [], "idle_timeout": load.seconds} for host in topology.shadow_nodes
+    }
+    for stream in network.streams:
+        stub = network.switches[stream.boundary.switch].stub
+        found[f"shadow{stream.node.id}"]["streams"].append(
+            {
+                "boundary": stream.boundary.number,
+                "channel": stream.channel,
+                "shadow_id": stream.shadow_id,
+                "nic_ip": str(stream.nic.ip),
+                "device": devices[stream.nic.ip],
+                "stub_ip": str(stub.ip),
+                "stub_port": stub.port,
+                "incarnation": load.incarnation,
+            }
+        )
+    return {host: sink for host, sink in found.items() if sink["streams"]}
