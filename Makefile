@@ -1,6 +1,6 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-switch test test-all lint ptf p4 bench clean
+.PHONY: help setup demo demo-switch test test-all lint ptf p4 proto bench clean
 PYTHON := .venv/bin/python
 TARGET ?= softswitch
 
@@ -32,6 +32,9 @@ ptf: setup ## Packet tests; TARGET=softswitch (default) or bmv2
 
 p4: setup ## Compile the data plane with p4c
 	@$(PYTHON) -m p4src.compile
+
+proto: setup ## Generate checkmate/rpc's Python from its .proto
+	@$(PYTHON) -m tools.proto
 
 bench: setup ## The README's figures
 	@$(PYTHON) -m benchmarks
