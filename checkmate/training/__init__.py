@@ -1,0 +1,1 @@
+"""The training side: what a script's `checkmate.restore` and `checkmate.protect` do."""
