@@ -287,15 +287,19 @@ class SettleRequest(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
     job: builtins.str
     iteration: builtins.int
+    run: builtins.str
+    """holds of another run are emptied"""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         iteration: builtins.int = ...,
+        run: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job", "run", b"run"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SettleRequest: typing_extensions.TypeAlias = SettleRequest
@@ -316,6 +320,9 @@ class HoldStatus(google.protobuf.message.Message):
     CONNECTED_FIELD_NUMBER: builtins.int
     RECEIVING_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    FIRST_ITERATION_FIELD_NUMBER: builtins.int
+    DOUBTFUL_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last iteration that it stepped; -1 none"""
@@ -335,6 +342,12 @@ class HoldStatus(google.protobuf.message.Message):
     """the newest iteration of which a byte has come; -1 none"""
     bytes: builtins.int
     """read from its streams in this incarnation"""
+    run: builtins.str
+    """as in BeginRequest"""
+    first_iteration: builtins.int
+    """of its incarnation"""
+    doubtful: builtins.bool
+    """a comparison failed: what it holds is not to be used. A gap makes nothing doubtful"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -352,10 +365,13 @@ class HoldStatus(google.protobuf.message.Message):
         connected: builtins.int = ...,
         receiving: builtins.int = ...,
         bytes: builtins.int = ...,
+        run: builtins.str = ...,
+        first_iteration: builtins.int = ...,
+        doubtful: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "in_full", b"in_full", "incarnation", b"incarnation", "live", b"live", "offered", b"offered", "receiving", b"receiving", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus
@@ -499,6 +515,7 @@ class BeginRequest(google.protobuf.message.Message):
     CAPABILITY_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -516,6 +533,10 @@ class BeginRequest(google.protobuf.message.Message):
     """of the parameters: cpu or cuda"""
     ranks: builtins.int
     """of the group"""
+    run: builtins.str
+    """Names what iterations belong to: another one where training starts anew or from a disk, the same where it was
+    restored from shadow nodes. What two runs have computed is never mixed, whatever their iterations.
+    """
     @property
     def optimizer(self) -> Global___OptimizerSpec: ...
     def __init__(
@@ -533,10 +554,11 @@ class BeginRequest(google.protobuf.message.Message):
         capability: builtins.str = ...,
         device: builtins.str = ...,
         ranks: builtins.int = ...,
+        run: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest
@@ -653,6 +675,7 @@ class Step(google.protobuf.message.Message):
     SCHEDULER_FIELD_NUMBER: builtins.int
     SCALER_FIELD_NUMBER: builtins.int
     SLICES_FIELD_NUMBER: builtins.int
+    NEXT_OPTIONS_FIELD_NUMBER: builtins.int
     skipped: builtins.bool
     """no optimizer step"""
     last: builtins.bool
@@ -674,6 +697,10 @@ class Step(google.protobuf.message.Message):
     def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Slice]:
         """of the parameters after the step"""
 
+    @property
+    def next_options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """`options` once schedulers have stepped: what a restored run goes on with"""
+
     def __init__(
         self,
         *,
@@ -685,8 +712,9 @@ class Step(google.protobuf.message.Message):
         scheduler: builtins.bytes = ...,
         scaler: builtins.bytes = ...,
         slices: collections.abc.Iterable[Global___Slice] | None = ...,
+        next_options: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["last", b"last", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
@@ -719,6 +747,7 @@ class Scaling(google.protobuf.message.Message):
     PARAMETERS_FIELD_NUMBER: builtins.int
     kind: Global___Scaling.Kind.ValueType
     factor: builtins.float
+    """float32's value, or float64's where the gradients are of that type"""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
