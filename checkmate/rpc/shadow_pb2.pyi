@@ -187,12 +187,15 @@ class SeedHeader(google.protobuf.message.Message):
     RECORD_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     iteration: builtins.int
     """the state is the one after this iteration's step"""
     layout: builtins.str
     """Fetch only: Layout.to_json"""
+    run: builtins.str
+    """Fetch only: as in BeginRequest"""
     @property
     def shard(self) -> Global___Shard: ...
     @property
@@ -218,10 +221,11 @@ class SeedHeader(google.protobuf.message.Message):
         record: Global___IterationRecord | None = ...,
         layout: builtins.str = ...,
         optimizer: Global___OptimizerSpec | None = ...,
+        run: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer", "record", b"record", "shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "shard", b"shard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SeedHeader: typing_extensions.TypeAlias = SeedHeader
@@ -735,19 +739,26 @@ class Scaling(google.protobuf.message.Message):
         """torch._foreach_mul_ by a float32 tensor"""
         UNSCALE: Scaling._Kind.ValueType  # 1
         """GradScaler: by the float32 reciprocal of the loss scale"""
+        FUSED: Scaling._Kind.ValueType  # 2
+        """GradScaler with a fused optimizer, which divides by it inside its step: the loss scale itself"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     CLIP: Scaling.Kind.ValueType  # 0
     """torch._foreach_mul_ by a float32 tensor"""
     UNSCALE: Scaling.Kind.ValueType  # 1
     """GradScaler: by the float32 reciprocal of the loss scale"""
+    FUSED: Scaling.Kind.ValueType  # 2
+    """GradScaler with a fused optimizer, which divides by it inside its step: the loss scale itself"""
 
     KIND_FIELD_NUMBER: builtins.int
     FACTOR_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
     kind: Global___Scaling.Kind.ValueType
     factor: builtins.float
     """float32's value, or float64's where the gradients are of that type"""
+    dtype: builtins.str
+    """of the factor's tensor; empty: float32"""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -756,8 +767,9 @@ class Scaling(google.protobuf.message.Message):
         kind: Global___Scaling.Kind.ValueType = ...,
         factor: builtins.float = ...,
         parameters: collections.abc.Iterable[builtins.int] | None = ...,
+        dtype: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["factor", b"factor", "kind", b"kind", "parameters", b"parameters"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dtype", b"dtype", "factor", b"factor", "kind", b"kind", "parameters", b"parameters"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Scaling: typing_extensions.TypeAlias = Scaling
