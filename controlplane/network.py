@@ -6,64 +6,11 @@ Pure. Built once for a set of jobs; each feature asks it where things are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
-from checkmate.schedule import FIRST, LAST, nic_of
-from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Switch
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """One of a DP group's two tagging ranks: `side` 0 (first) or 1 (last)."""
-
-    job: str
-    group: int
-    side: int
-    source: Rank
-    destination: Rank
-
-    @property
-    def number(self) -> int:
-        """Its id within the job, which the hello carries."""
-        return 2 * self.group + self.side
-
-    @property
-    def switch(self) -> str:
-        """The boundary rank's own switch: the only one that replicates for it."""
-        return self.source.switch
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A TCP connection that a job has: (boundary, channel, shadow id, holder)."""
-
-    boundary: Boundary
-    channel: int
-    shadow_id: int
-    replication_id: int
-    node: ShadowNode
-    nic: Nic
-
-
-def boundaries(job: Job) -> Iterator[Boundary]:
-    """Each DP group's first and last rank, with the rank that each sends to."""
-    for index, group in enumerate(job.dp_groups):
-        ranks = group.ranks
-        yield Boundary(job.job, index, FIRST, ranks[0], ranks[1])
-        yield Boundary(job.job, index, LAST, ranks[-1], ranks[0])
-
-
-def streams(job: Job) -> Iterator[Stream]:
-    """Every stream of a job (design, sections 1 and 3)."""
-    for boundary in boundaries(job):
-        for shadow_id in range(job.shards(boundary.group)):
-            for replication_id in range(1, job.replicas + 1):
-                node = job.holder(boundary.group, shadow_id, replication_id)
-                for channel in range(job.channels):
-                    nic = node.nics[nic_of(channel, boundary.side, len(node.nics))]
-                    yield Stream(boundary, channel, shadow_id, replication_id, node, nic)
+from checkmate.holdings import Stream, streams
+from checkmate.schema import Attachment, Job, Nic, Rank, Switch
 
 
 class Network:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from checkmate.holdings import Stream
 from checkmate.schema import Job
 from controlplane import forwarding, replication, streams, stub
 from controlplane.entities import Holdings
-from controlplane.network import Network, Stream
+from controlplane.network import Network
 from controlplane.streams import StreamKey
 
 GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from checkmate.holdings import boundaries
 from checkmate.schema import Job
 from controlplane.codec import Codec
 from controlplane.controller import Reconciled
 from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Group, Holdings, mac_number
-from controlplane.network import Network, boundaries
+from controlplane.network import Network
 from controlplane.reconcile import difference
 from controlplane.session import Session
 

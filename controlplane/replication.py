@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import IPv4Address
 
+from checkmate.holdings import Boundary
 from checkmate.schema import Attachment, Job
 from controlplane.entities import FIRST_JOB_GROUP, Entry, Group, Holdings
-from controlplane.network import Boundary, Network
+from controlplane.network import Network
 
 Replicas = frozenset[tuple[int, int]]
 BOUNDARY_IDS = 1 << 16

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from checkmate import wire
+from checkmate.holdings import Stream
 from checkmate.schema import Nic, Stub
 from controlplane.entities import Entry, Holdings, mac_number
-from controlplane.network import Network, Stream
+from controlplane.network import Network
 
 StreamKey = tuple[int, int, int, int]
 """(boundary id on the switch, channel, shadow id, replication id): a stream, whatever its incarnation."""

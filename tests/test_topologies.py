@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkmate.holdings import streams
 from checkmate.jobs import read_jobs
-from controlplane.network import Network, streams
+from controlplane.network import Network
 from controlplane.plan import plan
 from topologies import describe, job_files, loss, picture, switches
 from topologies.describe import BadDescription, Topology, build, load

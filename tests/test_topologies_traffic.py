@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from checkmate.holdings import streams
 from checkmate.jobs import read_job
 from checkmate.ring.worker import RingJob
 from checkmate.schema import Job
 from checkmate.shadow.sink import SinkJob
-from controlplane.network import streams
 from topologies import job_files, traffic, verdict
 from topologies.describe import Topology, load
 from topologies.steps import Steps

@@ -9,8 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from checkmate.holdings import streams
 from checkmate.schema import Job
-from controlplane.network import streams
 
 StreamKey = tuple[int, int, int]
 """Boundary, channel, shadow id: what the tagging rank counts by."""
