@@ -1,56 +1,19 @@
-"""What must hold between the parts of a job, and between jobs that share switches.
+"""What must hold within one job's file: its structure, and between its parts.
 
-Works on whatever parts of a file are well-formed, so that one run reports every fault.
+Works on whatever of the file is sound, so that one run reports every fault, and none that merely follows
+from another. `claims` has what must hold between jobs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Switch
-
-Path = tuple[str | int, ...]
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong: where (a path into the YAML) and what would be right."""
-
-    path: Path
-    message: str
-
-
-def show_path(path: Path) -> str:
-    """`dp_groups[0].ranks[1].ip`"""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text or "(top level)"
-
-
-def items(raw: Any, model: type[ModelT], *keys: str) -> Iterator[tuple[Path, ModelT]]:
-    """The well-formed items of the list at `keys`, each with its path. A list on the way is walked."""
-    yield from _walk(raw, model, keys, ())
-
-
-def _walk(raw: Any, model: type[ModelT], keys: Sequence[str], path: Path) -> Iterator[tuple[Path, ModelT]]:
-    if isinstance(raw, list):
-        for index, item in enumerate(raw):
-            yield from _walk(item, model, keys, (*path, index))
-    elif keys:
-        if isinstance(raw, dict) and keys[0] in raw:
-            yield from _walk(raw[keys[0]], model, keys[1:], (*path, keys[0]))
-    else:
-        try:
-            yield path, model.model_validate(raw)
-        except ValidationError:
-            return  # reported with the file's structure
+from checkmate.parts import Fault, Part, Path, parts, show_path
+from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 
 
 def structure(raw: Any) -> tuple[Job | None, list[Fault]]:
@@ -101,106 +64,123 @@ def _message(error: Any) -> str:
 
 
 def within_job(raw: Any) -> list[Fault]:
-    """Faults between the parts of one job, as far as its parts are well-formed."""
-    faults: list[Fault] = []
-    ranks = list(items(raw, Rank, "dp_groups", "ranks"))
-    nodes = list(items(raw, ShadowNode, "shadow_nodes"))
-    nics = list(items(raw, Nic, "shadow_nodes", "nics"))
-    switches = list(items(raw, Switch, "fabric", "switches"))
-    faults += _duplicates(switches, lambda s: s.name, "name", "switch name")
-    faults += _duplicates(switches, lambda s: (s.address, s.device_id), "address", "switch")
-    faults += _duplicates(ranks, lambda r: r.rank, "rank", "rank number")
-    faults += _duplicates(nodes, lambda n: n.id, "id", "shadow node id")
-    stubs = [((*path, "stub"), switch.stub) for path, switch in switches]
-    hosts: list[tuple[Path, Any]] = [*ranks, *nics, *stubs]
-    faults += _duplicates(hosts, lambda h: h.ip, "ip", "IP address")
-    faults += _duplicates(hosts, lambda h: h.mac, "mac", "MAC address")
-    faults += _duplicates([*ranks, *nics, *_links(raw)], lambda a: (a.switch, a.port), "port", "switch port")
-    faults += _duplicates(ranks, lambda r: r.mgmt, "mgmt", "mgmt address")
-    faults += _duplicates(nodes, lambda n: n.mgmt, "mgmt", "mgmt address")
-    faults += _unknown_switches([*ranks, *nics, *_links(raw)], switches)
-    faults += _unreachable(raw, ranks, nics)
-    faults += _shadow_lists(raw, nodes)
-    return faults
-
-
-def _links(raw: Any) -> list[tuple[Path, Attachment]]:
-    return list(items(raw, Attachment, "fabric", "links"))
+    """Faults between the parts of one job, as far as its parts are sound."""
+    ranks = parts(raw, Rank, "dp_groups", "ranks")
+    nodes = parts(raw, ShadowNode, "shadow_nodes")
+    nics = parts(raw, Nic, "shadow_nodes", "nics")
+    switches = parts(raw, Switch, "fabric", "switches")
+    links = parts(raw, Attachment, "fabric", "links")
+    hosts = [*parts(raw, Stub, "fabric", "switches", "stub"), *ranks, *nics]
+    return [
+        *_duplicates(switches, "name", "switch name"),
+        *_duplicates(switches, "address", "switch", ("address", "device_id")),
+        *_duplicates(ranks, "rank", "rank number"),
+        *_duplicates(nodes, "id", "shadow node id"),
+        *_duplicates(hosts, "ip", "IP address"),
+        *_duplicates(hosts, "mac", "MAC address"),
+        *_duplicates([*links, *ranks, *nics], "port", "switch port", ("switch", "port")),
+        *_duplicates(ranks, "mgmt", "mgmt address"),
+        *_duplicates(nodes, "mgmt", "mgmt address"),
+        *_unknown_switches([*ranks, *nics, *links], switches),
+        *_unreachable(ranks, nics, _link_pairs(raw, links), switches),
+        *_shadow_lists(raw, nodes),
+    ]
 
 
 def _duplicates(
-    parts: Sequence[tuple[Path, Any]], key: Callable[[Any], object], field: str, what: str
+    among: Sequence[Part], field: str, what: str, alike: tuple[str, ...] | None = None
 ) -> Iterator[Fault]:
+    """Parts whose `field` is that of one before them, or all the fields that `alike` names are."""
     first: dict[object, Path] = {}
-    for path, part in parts:
-        value = key(part)
-        if value in first:
-            text = value if not isinstance(value, tuple) else " ".join(str(v) for v in value)
+    for part in among:
+        values = part.get(*(alike or (field,)))
+        if values is None:
+            continue
+        if values in first:
+            text = " ".join(str(value) for value in values)
             yield Fault(
-                (*path, field),
-                f"{what} {text} is taken already by {show_path(first[value])}; each needs its own",
+                (*part.path, field),
+                f"{what} {text} is taken already by {show_path(first[values])}; each needs its own",
             )
         else:
-            first[value] = path
+            first[values] = part.path
 
 
-def _unknown_switches(
-    parts: Sequence[tuple[Path, Attachment]], switches: Sequence[tuple[Path, Switch]]
-) -> Iterator[Fault]:
-    names = sorted({switch.name for _, switch in switches})
-    for path, part in parts:
-        if names and part.switch not in names:
+def _names(switches: Sequence[Part]) -> set[str] | None:
+    """The switches' names; `None` where one has none that is sound, so that nobody can tell who means it."""
+    names = [switch.fields.get("name") for switch in switches]
+    return None if not names or None in names else {str(name) for name in names}
+
+
+def _unknown_switches(attached: Sequence[Part], switches: Sequence[Part]) -> Iterator[Fault]:
+    names = _names(switches)
+    for part in attached:
+        switch = part.fields.get("switch")
+        if names and switch is not None and switch not in names:
             yield Fault(
-                (*path, "switch"),
-                f"no switch {part.switch!r} in fabric.switches; there are {', '.join(names)}",
+                (*part.path, "switch"),
+                f"no switch {switch!r} in fabric.switches; there are {', '.join(sorted(names))}",
             )
 
 
 def _unreachable(
-    raw: Any, ranks: Sequence[tuple[Path, Rank]], nics: Sequence[tuple[Path, Nic]]
+    ranks: Sequence[Part],
+    nics: Sequence[Part],
+    pairs: set[tuple[str, str]] | None,
+    switches: Sequence[Part],
 ) -> Iterator[Fault]:
-    """Ranks and shadow NICs on switches that no link joins to the first rank's."""
-    if not ranks:
+    """Ranks and shadow NICs on switches that no link joins to the first rank's.
+
+    Says nothing where a link or a switch has a fault: mending that may join them.
+    """
+    names = _names(switches)
+    if not ranks or "switch" not in ranks[0].fields or names is None or pairs is None:
         return
-    joined = {ranks[0][1].switch}
-    pairs = _link_pairs(raw)
+    if not names.issuperset(end for pair in pairs for end in pair):
+        return
+    home = ranks[0].fields["switch"]
+    joined = {home}
     while new := {b for a, b in pairs if a in joined} - joined:
         joined |= new
-    known = {end for pair in pairs for end in pair} | {
-        part.name for _, part in items(raw, Switch, "fabric", "switches")
-    }
-    for path, part in [*ranks, *nics]:
-        if part.switch in known - joined:
+    for part in [*ranks, *nics]:
+        if part.fields.get("switch") in names - joined:
             yield Fault(
-                (*path, "switch"),
-                f"no link joins switch {part.switch!r} to {ranks[0][1].switch!r}, where the first rank is; "
+                (*part.path, "switch"),
+                f"no link joins switch {part.fields['switch']!r} to {home!r}, where the first rank is; "
                 "add one to fabric.links",
             )
 
 
-def _link_pairs(raw: Any) -> set[tuple[str, str]]:
-    """The switches that a link joins, both ways round."""
-    by_link: dict[Path, list[str]] = defaultdict(list)
-    for path, end in _links(raw):
-        by_link[path[:-1]].append(end.switch)
-    ends = [pair for pair in by_link.values() if len(pair) == 2]
+def _link_pairs(raw: Any, links: Sequence[Part]) -> set[tuple[str, str]] | None:
+    """The switches that a link joins, both ways round; `None` where a link isn't two ends with a switch."""
+    fabric = raw.get("fabric") if isinstance(raw, dict) else None
+    listed = fabric.get("links", []) if isinstance(fabric, dict) else []
+    by_link: dict[Path, list[Any]] = defaultdict(list)
+    for end in links:
+        by_link[end.path[:-1]].append(end.fields.get("switch"))
+    ends = list(by_link.values())
+    if not isinstance(listed, list) or len(ends) != len(listed):
+        return None
+    if any(len(pair) != 2 or None in pair for pair in ends):
+        return None
     return {(a, b) for a, b in ends} | {(b, a) for a, b in ends}
 
 
-def _shadow_lists(raw: Any, nodes: Sequence[tuple[Path, ShadowNode]]) -> Iterator[Fault]:
-    ids = [node.id for _, node in nodes]
+def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
+    ids = [node.fields.get("id") for node in nodes]
     groups = raw.get("dp_groups") if isinstance(raw, dict) else None
     replicas = raw.get("replicas", 1) if isinstance(raw, dict) else 1
+    every = len(ids) if isinstance(raw, dict) and isinstance(raw.get("shadow_nodes"), list) else 0
     for index, group in enumerate(groups if isinstance(groups, list) else []):
         listed = group.get("shadow_nodes") if isinstance(group, dict) else None
         path: Path = ("dp_groups", index, "shadow_nodes")
         for position, node in enumerate(listed if isinstance(listed, list) else []):
-            if ids and isinstance(node, int) and node not in ids:
+            if ids and None not in ids and isinstance(node, int) and node not in ids:
                 known = ", ".join(map(str, ids))
                 yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; there are {known}")
             if node in (listed or [])[:position]:
                 yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
-        holders = len(listed) if isinstance(listed, list) else len(ids)
+        holders = len(listed) if isinstance(listed, list) else every
         if isinstance(replicas, int) and holders and replicas > holders:
             yield Fault(
                 ("replicas",),
@@ -208,115 +188,3 @@ def _shadow_lists(raw: Any, nodes: Sequence[tuple[Path, ShadowNode]]) -> Iterato
             )
         if holders > 16 and not isinstance(listed, list):
             yield Fault(path, f"a DP group has at most 16 shadow nodes, not {holders}; list the ones it uses")
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A job's claim on something that no other job may have."""
-
-    what: str
-    value: object
-    path: Path
-    switch: str = ""
-    """Of a stub: jobs on one switch share it."""
-
-
-def claims(job: Job) -> Iterator[Claim]:
-    """What `job` has for itself alone: hosts, shadow NICs, their switch ports; and the stubs' addresses."""
-    for s, switch in enumerate(job.fabric.switches):
-        path: Path = ("fabric", "switches", s, "stub")
-        yield Claim("stub address", str(switch.stub.ip), (*path, "ip"), switch.name)
-        yield Claim("stub address", switch.stub.mac, (*path, "mac"), switch.name)
-    for n, link in enumerate(job.fabric.links):
-        for e, end in enumerate(link):
-            path = ("fabric", "links", n, e, "port")
-            yield Claim("switch port", (end.switch, end.port), path, end.switch)
-    for g, group in enumerate(job.dp_groups):
-        for r, rank in enumerate(group.ranks):
-            path = ("dp_groups", g, "ranks", r)
-            yield from _host_claims("host", rank.ip, rank.mac, path)
-            yield Claim("switch port", (rank.switch, rank.port), (*path, "port"))
-    for n, node in enumerate(job.shadow_nodes):
-        yield Claim("shadow node management address", node.mgmt, ("shadow_nodes", n, "mgmt"))
-        for i, nic in enumerate(node.nics):
-            path = ("shadow_nodes", n, "nics", i)
-            yield from _host_claims("shadow NIC", nic.ip, nic.mac, path)
-            yield Claim("switch port", (nic.switch, nic.port), (*path, "port"))
-
-
-def _host_claims(what: str, ip: object, mac: object, path: Path) -> Iterator[Claim]:
-    yield Claim(f"{what} address", str(ip), (*path, "ip"))
-    yield Claim(f"{what} address", mac, (*path, "mac"))
-
-
-def between_jobs(jobs: Sequence[Job]) -> list[tuple[int, Fault]]:
-    """Faults between jobs, each with the index of the later job."""
-    return [*_same_names(jobs), *_same_claims(jobs), *_same_switches(jobs), *_same_links(jobs)]
-
-
-Faults = Iterator[tuple[int, Fault]]
-
-
-def _same_names(jobs: Sequence[Job]) -> Faults:
-    names: set[str] = set()
-    for index, job in enumerate(jobs):
-        if job.job in names:
-            yield index, Fault(("job",), f"another file has a job {job.job!r}; names are unique")
-        names.add(job.job)
-
-
-def _same_claims(jobs: Sequence[Job]) -> Faults:
-    owners: dict[object, tuple[int, Claim]] = {}
-    for index, job in enumerate(jobs):
-        for claim in claims(job):
-            owner, first = owners.setdefault(_shared_key(claim), (index, claim))
-            if owner != index and not (claim.switch and claim.switch == first.switch):
-                text = " ".join(map(str, claim.value)) if isinstance(claim.value, tuple) else claim.value
-                other = f"job {jobs[owner].job!r} ({show_path(first.path)})"
-                yield index, Fault(claim.path, f"{claim.what} {text} is claimed already by {other}")
-
-
-def _same_switches(jobs: Sequence[Job]) -> Faults:
-    described: dict[str, tuple[int, Switch]] = {}
-    at: dict[tuple[str, int], str] = {}
-    for index, job in enumerate(jobs):
-        for s, switch in enumerate(job.fabric.switches):
-            name = at.setdefault((switch.address, switch.device_id), switch.name)
-            if name != switch.name:
-                message = f"another job calls the switch at {switch.address} {name!r}; a switch has one name"
-                yield index, Fault(("fabric", "switches", s, "name"), message)
-            owner, seen = described.setdefault(switch.name, (index, switch))
-            differing = [
-                field for field in Switch.model_fields if getattr(seen, field) != getattr(switch, field)
-            ]
-            if differing:
-                yield (
-                    index,
-                    Fault(
-                        ("fabric", "switches", s),
-                        f"job {jobs[owner].job!r} describes switch {switch.name!r} differently "
-                        f"({', '.join(differing)}); use one fabric file for both",
-                    ),
-                )
-
-
-def _same_links(jobs: Sequence[Job]) -> Faults:
-    ends: dict[object, tuple[int, object]] = {}
-    for index, job in enumerate(jobs):
-        for n, (a, b) in enumerate(job.fabric.links):
-            for near, far in ((a, b), (b, a)):
-                owner, seen = ends.setdefault((near.switch, near.port), (index, far))
-                if seen != far:
-                    yield (
-                        index,
-                        Fault(
-                            ("fabric", "links", n),
-                            f"job {jobs[owner].job!r} has another link at {near.switch} port {near.port}; "
-                            "use one fabric file for both",
-                        ),
-                    )
-
-
-def _shared_key(claim: Claim) -> object:
-    """Hosts and NICs are one space of addresses: a host of one job can't be a NIC of another."""
-    return claim.value if "port" not in claim.what else ("port", claim.value)

@@ -4,95 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from checkmate import checks
-from checkmate.checks import Fault, show_path
+from checkmate import checks, claims, parts
+from checkmate.documents import Document, JobError, Loader, Located, read_document
+from checkmate.parts import Fault
 from checkmate.schema import Job
+
+__all__ = ["JobError", "JobSet", "Located", "fabric_files", "job_files", "read_job", "read_jobs", "read_set"]
 
 JOB_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Located:
-    """A fault with the place in its file."""
+class JobSet:
+    """Job files that are to run side by side: those that are sound, and every fault of the others.
 
-    file: Path
-    line: int
-    path: str
-    message: str
+    `files`: all that were read, fabric files included, in the order in which faults are said.
+    """
 
-    def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else f"{self.file}"
-        return f"{place}: {self.path}: {self.message}"
+    sound: tuple[tuple[Path, Job], ...]
+    faults: tuple[Located, ...]
+    files: tuple[Path, ...]
 
-
-class JobError(Exception):
-    """Job files that can't be used; `faults` has every reason."""
-
-    def __init__(self, faults: Sequence[Located]) -> None:
-        super().__init__("\n".join(str(fault) for fault in faults))
-        self.faults = tuple(faults)
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML forbids and PyYAML lets pass."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        if isinstance(node, yaml.MappingNode):
-            self.flatten_mapping(node)
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+    def require(self, more: Iterable[Located] = ()) -> list[Job]:
+        """All jobs; `JobError` where there is any fault, or one in `more`: by file, then by line."""
+        place = {file.resolve(): number for number, file in reversed(list(enumerate(self.files)))}
+        faults = sorted(
+            dict.fromkeys([*self.faults, *more]),
+            key=lambda fault: (place.get(fault.file.resolve(), len(place)), fault.line),
+        )
+        if faults:
+            raise JobError(faults)
+        return [job for _, job in self.sound]
 
 
 @dataclass(frozen=True)
-class _Document:
-    """A parsed YAML file: its data, and the line of each path."""
+class _Source:
+    """A job file that is YAML at least. `raw`: its data, with the fabric's own file put in place."""
 
-    file: Path
-    data: Any
-    lines: dict[checks.Path, int]
+    document: Document
+    fabric: Document | None
+    raw: Any
 
     def locate(self, fault: Fault) -> Located:
-        path = fault.path
-        while path and path not in self.lines:
-            path = path[:-1]
-        return Located(self.file, self.lines.get(path, 1), show_path(fault.path), fault.message)
+        if self.fabric is not None and fault.path[:1] == ("fabric",):
+            return self.fabric.locate(Fault(fault.path[1:], fault.message))
+        return self.document.locate(fault)
 
 
 def read_job(file: Path) -> Job:
     """Read one job file; `JobError` with every fault in it (and in its fabric file)."""
-    job, faults = _read(file)
-    if faults or job is None:
-        raise JobError(faults)
+    (job,) = read_jobs([file])
     return job
 
 
 def read_jobs(files: Sequence[Path]) -> list[Job]:
     """Read job files that are to run side by side; `JobError` with every fault in and between them."""
-    jobs: list[Job] = []
-    sources: list[Path] = []
+    return read_set(files).require()
+
+
+def read_set(files: Sequence[Path]) -> JobSet:
+    """Read job files that are to run side by side: each by itself, then against each other.
+
+    A fault in one part of a file hides none elsewhere, and no fault that another job has with it.
+    """
     faults: list[Located] = []
+    sources: list[_Source] = []
+    jobs: list[Job | None] = []
+    order: list[Path] = []
     for file in files:
-        job, found = _read(file)
+        order.append(file)
+        source, found = _source(file)
         faults += found
-        if job is not None and not found:
-            jobs.append(job)
-            sources.append(file)
-    for index, fault in checks.between_jobs(jobs):
-        faults.append(_document(sources[index]).locate(fault))
-    if faults:
-        raise JobError(faults)
-    return jobs
+        if source is None:
+            continue
+        if source.fabric is not None:
+            order.append(source.fabric.file)
+        job, wrong = checks.structure(source.raw)
+        wrong += checks.within_job(source.raw)
+        if found:  # the fabric can't be read, which is said already
+            wrong = [fault for fault in wrong if fault.path != ("fabric",)]
+        faults += [source.locate(fault) for fault in wrong]
+        sources.append(source)
+        jobs.append(None if found or wrong else job)
+    for index, fault in claims.between_jobs([source.raw for source in sources]):
+        faults.append(sources[index].locate(fault))
+        jobs[index] = None
+    sound = [(s.document.file, job) for s, job in zip(sources, jobs, strict=True) if job is not None]
+    return JobSet(tuple(sound), tuple(faults), tuple(order))
 
 
 def job_files(arguments: Iterable[Path]) -> list[Path]:
@@ -114,40 +118,55 @@ def job_files(arguments: Iterable[Path]) -> list[Path]:
 
 def _is_fabric(file: Path) -> bool:
     try:
-        data = yaml.load(file.read_text(), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        stat = file.stat()
+    except OSError:
+        return False  # reported when it is read as a job
+    return _says_fabric(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _says_fabric(file: Path, inode: int, mtime_ns: int, size: int) -> bool:
+    """Parsed once for each state of the file: who follows a folder lists it again and again."""
+    try:
+        data = yaml.load(file.read_text(), Loader=Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False  # reported when it is read as a job
     return isinstance(data, dict) and "job" not in data and "switches" in data
 
 
-def locate(file: Path, path: checks.Path) -> tuple[Path, int]:
+def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
     """A job file, and the line at which something stands in it."""
-    found = _document(file).locate(Fault(path, ""))
+    found = read_document(file).locate(Fault(path, ""))
     return found.file, found.line
 
 
 def fabric_files(file: Path) -> list[Path]:
     """The separate fabric file that a job file names, if it can be told."""
     try:
-        named = _document(file).data.get("fabric")
+        named = read_document(file).data.get("fabric")
     except JobError:
         return []
     return [file.parent / named] if isinstance(named, str) and "\0" not in named else []
 
 
-def _read(file: Path) -> tuple[Job | None, list[Located]]:
+def _source(file: Path) -> tuple[_Source | None, list[Located]]:
+    """A job file and its fabric, as far as they can be read, and why they can't."""
     try:
-        document = _document(file)
-        fabric = _fabric_document(document)
+        document = read_document(file)
     except JobError as error:
         return None, list(error.faults)
     raw = document.data
-    if fabric is not None:
-        raw = {**raw, "fabric": fabric.data}
+    fabric = None
+    faults: list[Located] = []
+    if isinstance(raw.get("fabric"), str):
+        try:
+            fabric = _fabric_document(document, raw["fabric"])
+            raw = {**raw, "fabric": fabric.data}
+        except JobError as error:
+            faults = list(error.faults)
+            raw = {key: value for key, value in raw.items() if key != "fabric"}
     _resolve_tls(raw.get("fabric"), (fabric or document).file.parent)
-    job, faults = checks.structure(raw)
-    faults += checks.within_job(raw)
-    return job, [_locate(fault, document, fabric) for fault in faults]
+    return _Source(document, fabric, raw), faults
 
 
 def _resolve_tls(fabric: Any, folder: Path) -> None:
@@ -159,62 +178,14 @@ def _resolve_tls(fabric: Any, folder: Path) -> None:
             tls.update({key: str(folder / value) for key, value in tls.items() if isinstance(value, str)})
 
 
-def _locate(fault: Fault, document: _Document, fabric: _Document | None) -> Located:
-    if fabric is not None and fault.path[:1] == ("fabric",):
-        return fabric.locate(Fault(fault.path[1:], fault.message))
-    return document.locate(fault)
-
-
-def _fabric_document(document: _Document) -> _Document | None:
+def _fabric_document(document: Document, named: str) -> Document:
     """The separate fabric file that a job names, resolved from the job's own folder."""
-    named = document.data.get("fabric") if isinstance(document.data, dict) else None
-    if not isinstance(named, str):
-        return None
     if "\0" in named:
         raise JobError([document.locate(Fault(("fabric",), "must be the path of a file"))])
     try:
-        return _document(document.file.parent / named)
+        return read_document(document.file.parent / named)
     except JobError as error:
         if error.faults[0].path == "(file)":
             message = f"the fabric file {named} {error.faults[0].message}"
             raise JobError([document.locate(Fault(("fabric",), message))]) from None
         raise
-
-
-def _document(file: Path) -> _Document:
-    try:
-        text = file.read_text()
-        data = yaml.load(text, Loader=_Loader)
-        lines: dict[checks.Path, int] = {}
-        _note_lines(yaml.compose(text, Loader=_Loader), (), lines)
-    except OSError as error:
-        raise JobError([Located(file, 0, "(file)", f"can't be read: {error.strerror}")]) from None
-    except UnicodeDecodeError:
-        raise JobError([Located(file, 0, "(file)", "is no text in UTF-8")]) from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise JobError([Located(file, line, "(YAML)", f"{error.problem}")]) from None
-    except yaml.YAMLError as error:
-        raise JobError([Located(file, 1, "(YAML)", str(error).splitlines()[0])]) from None
-    except RecursionError:
-        raise JobError([Located(file, 1, "(YAML)", "is nested too deeply, or contains itself")]) from None
-    except ValueError as error:
-        raise JobError([Located(file, 1, "(YAML)", f"has a value that can't be read: {error}")]) from None
-    if not isinstance(data, dict):
-        raise JobError(
-            [Located(file, 1, "(top level)", "must be a mapping of keys such as job: and fabric:")]
-        )
-    return _Document(file, data, lines)
-
-
-def _note_lines(node: Any, path: checks.Path, lines: dict[checks.Path, int]) -> None:
-    if node is None:
-        return  # an empty file
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            lines[(*path, key.value)] = key.start_mark.line + 1
-            _note_lines(value, (*path, key.value), lines)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _note_lines(item, (*path, index), lines)

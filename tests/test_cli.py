@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from typer.testing import CliRunner
 from checkmate.cli.main import app
 from tests.jobs_made import job_data
 
-COMMANDS = ["validate", "plan", "run", "status", "remove", "shell", "lab up", "lab down", "lab run"]
+COMMANDS = ["validate", "plan", "run", "status", "remove", "shell"]
+COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
@@ -38,7 +41,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 def test_validate_counts_what_a_job_has(job_file: Path) -> None:
     code, output = invoke("validate", job_file)
     assert code == 0
-    assert "demo: valid; 1 DP groups, 3 ranks, 2 shadow nodes, 2 channels, 16 streams" in " ".join(
+    assert "demo: valid; 1 DP group, 3 ranks, 2 shadow nodes, 2 channels, 16 streams" in " ".join(
         output.split()
     )
     code, output = invoke("validate", job_file, "--json")
@@ -59,24 +62,94 @@ def test_bad_input_ends_with_2_and_names_each_fault(tmp_path: Path, command: str
     assert "Traceback" not in output
 
 
-def test_faults_as_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["validate", "plan", "status", "remove"])
+def test_faults_as_data(tmp_path: Path, command: str) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump({**job_data(), "channels": 0}))
-    done = CliRunner().invoke(app, ["validate", str(file), "--json"])
+    file.write_text(yaml.safe_dump({**job_data(), "channels": 0, "colour": 1}, sort_keys=False))
+    done = CliRunner().invoke(app, [command, str(file), "--json"])
     found = json.loads(done.stdout)
+    assert done.exit_code == found["exit"] == 2
+    assert found["error"] == "2 faults in the job files"
+    assert [fault["path"] for fault in found["faults"]] == ["channels", "colour"]
+    line = found["faults"][0]["line"]
+    assert file.read_text().splitlines()[line - 1] == "channels: 0"
+    assert found["faults"][0]["file"] == str(file)
+    assert found.get("valid") is (False if command == "validate" else None)
+    assert "channels: must be" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "status", "remove"])
+def test_other_errors_as_data(tmp_path: Path, command: str) -> None:
+    done = CliRunner().invoke(app, [command, str(tmp_path), "--json"])
     assert done.exit_code == 2
-    assert found["valid"] is False
-    assert [fault["path"] for fault in found["faults"]] == ["channels"]
+    assert json.loads(done.stdout) == {
+        "error": f"no job file (*.yaml) in {tmp_path}",
+        "exit": 2,
+        "faults": [],
+    }
 
 
-def test_more_than_a_table_holds_is_bad_input(tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
+def test_the_errors_of_labs_as_data() -> None:
+    done = CliRunner().invoke(app, ["lab", "run", "nowhere", "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["exit"], found["faults"]) == (2, 2, [])
+    assert "no lab 'nowhere'" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status", "--json"], "Missing argument"),
+        (["plan", "--json", "--colour"], "No such option: --colour"),
+        (["lab", "rub", "--json"], "No such command 'rub'"),
+    ],
+)
+def test_a_wrong_command_line_as_data(arguments: list[str], words: str) -> None:
+    done = entry(*arguments)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["exit"], found["faults"]) == (2, 2, [])
+    assert words in found["error"]
+    assert "Usage: " in done.stderr
+
+
+def test_the_entry_has_the_commands_exit_status(job_file: Path, tmp_path: Path) -> None:
+    assert entry("validate", job_file, "--json").returncode == 0
+    assert entry("validate", "--json", "--help").returncode == 0
+    assert entry("validate", tmp_path / "none.yaml", "--json").returncode == 2
+
+
+def entry(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The console script, as a process."""
+    command = [sys.executable, "-m", "checkmate.cli.entry", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_capacity_is_checked_where_another_file_is_faulty(tmp_path: Path) -> None:
+    write_large(tmp_path / "large.yaml")
+    (tmp_path / "wrong.yaml").write_text("job: wrong\n")
+    done = CliRunner().invoke(app, ["validate", str(tmp_path), "--json"])
+    faults = json.loads(done.stdout)["faults"]
+    assert [(Path(fault["file"]).name, fault["path"]) for fault in faults] == [
+        ("large.yaml", "dp_groups"),
+        ("wrong.yaml", "fabric"),
+        ("wrong.yaml", "dp_groups"),
+        ("wrong.yaml", "shadow_nodes"),
+    ]
+
+
+def write_large(file: Path) -> None:
+    """A job with more boundaries than a switch holds."""
     data = job_data(groups=140, ranks=2, nodes=1, channels=1, number=0)
     for index, host in enumerate([r for g in data["dp_groups"] for r in g["ranks"]]):
         host["port"] = index
     for index, nic in enumerate(data["shadow_nodes"][0]["nics"]):
         nic["port"] = 500 + index
     file.write_text(yaml.safe_dump(data))
+
+
+def test_more_than_a_table_holds_is_bad_input(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    write_large(file)
     code, output = invoke("validate", file)
     assert code == 2
     assert "280 incarnations entries needed, it holds 256" in " ".join(output.split())
@@ -117,6 +190,11 @@ def test_an_unreachable_switch_ends_with_3(job_file: Path) -> None:
     code, output = invoke("status", job_file)
     assert code == 3
     assert "127.0.0.1:1 doesn't answer" in " ".join(output.split())
+    for command in ("status", "remove"):
+        done = CliRunner().invoke(app, [command, str(job_file), "--json"])
+        found = json.loads(done.stdout)
+        assert (done.exit_code, found["exit"], found["faults"]) == (3, 3, [])
+        assert "127.0.0.1:1 doesn't answer" in found["error"]
 
 
 def test_shell_says_what_is_missing(job_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,3 +205,35 @@ def test_shell_says_what_is_missing(job_file: Path, monkeypatch: pytest.MonkeyPa
     code, output = invoke("shell")
     assert code == 2
     assert "name a job file" in output
+
+
+@pytest.mark.parametrize(("options", "warns"), [([], False), (["--primary"], True)])
+def test_the_shell_warns_before_it_displaces_a_controller(
+    job_file: Path, tmp_path: Path, options: list[str], warns: bool
+) -> None:
+    """Into a process of its own: the shell takes the place of the command."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho started with $@\n")
+    python.chmod(0o755)
+    code = (
+        "import pathlib, sys; from checkmate.cli import main, shell; "
+        "shell.ENVIRONMENT = pathlib.Path(sys.argv.pop()); main.app()"
+    )
+    command = [sys.executable, "-c", code, "shell", str(job_file), *options, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("started with -m p4runtime_sh --grpc-addr 127.0.0.1:9559")
+    warning = (
+        "displaces any other controller of tor0: a `checkmate run` that serves it ends with exit status 5"
+    )
+    assert (warning in done.stderr) == warns
+    assert len(done.stderr.splitlines()) == warns
+
+
+def test_lab_list_names_what_comes_with_checkmate() -> None:
+    code, output = invoke("lab", "list")
+    assert code == 0
+    for name in ("single_tor", "two_tor", "paper_testbed"):
+        assert f" {name} " in output
+    assert "the paper's testbed as 2 pipeline stages" in " ".join(output.split())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from checkmate import checks
-from checkmate.jobs import JobError, job_files, read_job, read_jobs
+from checkmate import checks, claims
+from checkmate.jobs import JobError, job_files, read_job, read_jobs, read_set
 from checkmate.schema import Job
 from tests.jobs_made import job_data, some_jobs
 
@@ -102,8 +105,8 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         (
             "shadow_nodes/0/nics/0/ip",
             "10.255.0.1",
-            "fabric.switches[0].stub.ip",
-            "taken already by shadow_nodes",
+            "shadow_nodes[0].nics[0].ip",
+            "taken already by fabric.switches[0].stub",
         ),
         ("replicas", 3, "replicas", "3 replicas need as many shadow nodes"),
         ("fabric/switches/0/cpu_port", 64, "fabric.switches[0].cpu_port", "510"),
@@ -144,12 +147,20 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
         ("job: &a [*a]", "contains itself"),
         ("job: " + "[" * 3000, "nested too deeply"),
         ("job: 2020-13-45", "can't be read"),
-        ('job: a\nfabric: "a\\0b"', "must be the path of a file"),
     ],
 )
 def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (found,) = faults(write(tmp_path, text)).values()
     assert message in found
+
+
+def test_a_fabric_that_is_no_path_is_refused(tmp_path: Path) -> None:
+    found = faults(write(tmp_path, 'job: a\nfabric: "a\\0b"'))
+    assert found == {
+        "fabric": "must be the path of a file",
+        "dp_groups": "is missing",
+        "shadow_nodes": "is missing",
+    }
 
 
 def test_merge_keys_are_yaml(tmp_path: Path) -> None:
@@ -239,4 +250,137 @@ def test_a_stub_is_no_other_jobs_host(tmp_path: Path) -> None:
 @given(some_jobs())
 @settings(max_examples=30, deadline=None)
 def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
-    assert checks.between_jobs(jobs) == []
+    assert claims.between_jobs([job.model_dump(mode="json") for job in jobs]) == []
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value that is no list and no mapping."""
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def broken(data: Any, places: Iterable[tuple[Any, ...]]) -> Any:
+    """The data with values of the wrong kind in places."""
+    result = copy.deepcopy(data)
+    for *way, last in places:
+        at = result
+        for part in way:
+            at = at[part]
+        at[last] = [["wrong"]]
+    return result
+
+
+def fault_paths(raw: Any) -> list[tuple[Any, ...]]:
+    return [fault.path for fault in [*checks.structure(raw)[1], *checks.within_job(raw)]]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_fault_hides_another_or_makes_one_up(data: st.DataObject) -> None:
+    right = job_data(groups=2, nodes=2, switches=2, channels=2, replicas=2)
+    places = data.draw(st.sets(st.sampled_from(list(leaves(right))), min_size=1, max_size=12))
+    assert sorted(fault_paths(broken(right, places)), key=str) == sorted(places, key=str)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
+    """Two ranks with one address, port and number, and any other value broken: all of it is said."""
+    clashing = job_data(groups=2, nodes=2)
+    first, second = (clashing["dp_groups"][g]["ranks"][1] for g in (0, 1))
+    fields = ("ip", "mac", "port", "rank", "mgmt")
+    second.update({field: first[field] for field in fields})
+    clash = {("dp_groups", 1, "ranks", 1, field) for field in fields}
+    needed = {("dp_groups", g, "ranks", 1, field) for g in (0, 1) for field in (*fields, "switch")}
+    others = [path for path in leaves(clashing) if path not in needed]
+    places = data.draw(st.sets(st.sampled_from(others), max_size=6))
+    assert sorted(fault_paths(broken(clashing, places)), key=str) == sorted(clash | places, key=str)
+
+
+def test_faults_of_several_files_are_said_by_file_and_line(tmp_path: Path) -> None:
+    """One job can't even be parsed, one has faults of its own, one claims what the second has."""
+    one, two = job_data("one"), job_data("two", number=1)
+    one["channels"] = 0
+    one["dp_groups"][0]["ranks"][2]["ip"] = "nowhere"
+    two["dp_groups"][0]["ranks"][1]["ip"] = one["dp_groups"][0]["ranks"][1]["ip"]
+    files = [
+        write(tmp_path, two, "z.yaml"),
+        write(tmp_path, one, "a.yaml"),
+        write(tmp_path, "job: [", "m.yaml"),
+    ]
+    with pytest.raises(JobError) as caught:
+        read_jobs(files)
+    assert [(fault.file, fault.path) for fault in caught.value.faults] == [
+        (files[1], "channels"),
+        (files[1], "dp_groups[0].ranks[1].ip"),
+        (files[1], "dp_groups[0].ranks[2].ip"),
+        (files[2], "(YAML)"),
+    ]
+    lines = [fault.line for fault in caught.value.faults[:3]]
+    assert lines == sorted(lines)
+    assert "claimed already by job 'two'" in caught.value.faults[1].message
+
+
+def test_the_sound_files_of_a_set_are_told(tmp_path: Path) -> None:
+    files = [write(tmp_path, job_data(f"job{n}", number=n), f"{n}.yaml") for n in range(3)]
+    files[1].write_text("job: broken\n")
+    found = read_set(files)
+    assert [file for file, _ in found.sound] == [files[0], files[2]]
+    assert {fault.file for fault in found.faults} == {files[1]}
+
+
+@pytest.mark.parametrize("fabric", ["switches: [", "- a\n", None])
+def test_a_fabric_that_cant_be_read_hides_nothing_in_the_job(tmp_path: Path, fabric: str | None) -> None:
+    data = edited("dp_groups/0/ranks/1/ip", "10.0.0.1")
+    data["channels"] = 0
+    data["fabric"] = "fabric.yaml"
+    if fabric is not None:
+        (tmp_path / "fabric.yaml").write_text(fabric)
+    found = set(faults(write(tmp_path, data)))
+    assert found == {
+        "channels",
+        "dp_groups[0].ranks[1].ip",
+        {"switches: [": "(YAML)", "- a\n": "(top level)", None: "fabric"}[fabric],
+    }
+
+
+def test_a_fault_of_a_shared_fabric_file_is_said_once(tmp_path: Path) -> None:
+    jobs = [job_data(f"job{n}", number=n) for n in range(2)]
+    shared = jobs[0]["fabric"]
+    shared["switches"][0]["colour"] = "red"
+    fabric = write(tmp_path, shared, "fabric.yaml")
+    files = [write(tmp_path, {**job, "fabric": "fabric.yaml"}, f"{job['job']}.yaml") for job in jobs]
+    with pytest.raises(JobError) as caught:
+        read_jobs(files)
+    assert [(fault.file, fault.path) for fault in caught.value.faults] == [(fabric, "switches[0].colour")]
+
+
+def test_a_fault_between_jobs_is_placed_in_the_fabric_file(tmp_path: Path) -> None:
+    first = write(tmp_path, job_data("one"), "one.yaml")
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["device_id"] = 2
+    fabric = write(tmp_path, other["fabric"], "fabric.yaml")
+    second = write(tmp_path, {**other, "fabric": "fabric.yaml"}, "two.yaml")
+    with pytest.raises(JobError) as caught:
+        read_jobs([first, second])
+    (fault,) = caught.value.faults
+    assert (fault.file, fault.path) == (fabric, "switches[0]")
+
+
+def test_a_folders_file_is_parsed_again_only_when_it_has_changed(tmp_path: Path) -> None:
+    """Whether it is a fabric is looked at anew only with another time or size."""
+    file = tmp_path / "it.yaml"
+    file.write_text("switches: []")
+    assert job_files([tmp_path]) == []
+    before = file.stat()
+    with file.open("r+") as same:
+        same.write("job: another")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert job_files([tmp_path]) == []
+    os.utime(file)
+    assert job_files([tmp_path]) == [file]
+    file.write_text("switches: [ ]")
+    assert job_files([tmp_path]) == []

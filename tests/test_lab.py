@@ -239,12 +239,25 @@ def test_command_line_up_and_down(name: str) -> None:
         assert loss_programs() - programs == 8
     held = remains(name, before)
     assert held.processes
+    listed = {lab["name"]: lab for lab in json.loads(_cli("list", "--json").stdout)["labs"]}
+    assert listed[name] == {
+        "name": name,
+        "topology": "single_tor",
+        "target": _any_target(),
+        "up": True,
+        "job_file": f"/run/checkmate/labs/{name}/job.yaml",
+    }
+    typo = _cli("down", name, f"{name}_typo")
+    assert typo.returncode == 2
+    assert f"no lab '{name}_typo' is up; there is " in typo.stderr
+    assert name in typo.stderr.partition("there is ")[2].strip().split(", ")
+    assert remains(name, before) == held
     down = _cli("down", name)
     assert (down.returncode, down.stdout) == (0, f"lab {name} removed\n")
     assert not remains(name, before)
     assert not alive(held.processes)
     wait_until(lambda: loss_programs() == programs)  # the kernel ends namespaces at its leisure
-    again = _cli("down", name)
+    again = _cli("down", name, "--if-up")
     assert (again.returncode, again.stdout) == (0, f"there is no lab {name}; nothing to remove\n")
 
 
@@ -257,6 +270,7 @@ def test_command_line_up_and_down(name: str) -> None:
         (["up", "single_tor", "--mtu", "100"], "an MTU of 100"),
         (["up", "single_tor", "--name", "A-b"], "can't be called 'A-b'"),
         (["down", "A-b"], "can't be called 'A-b'"),
+        (["down", "nosuchlab"], "no lab 'nosuchlab' is up; there is "),
     ],
 )
 def test_a_bad_command_line_is_one_message(arguments: list[str], words: str) -> None:
@@ -324,6 +338,7 @@ def test_down_clears_up_after_kill_9(name: str, made: int) -> None:
     process.communicate(timeout=30)
     held = remains(name, before)
     assert held
+    assert name in [lab["name"] for lab in json.loads(_cli("list", "--json").stdout)["labs"]]
     assert _cli("down", name).returncode == 0
     assert not remains(name, before)
     assert not alive(held.processes)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 
-from checkmate.jobs import JobError, job_files, read_jobs
+from checkmate.jobs import JobError, JobSet, Located, job_files, read_set
 from checkmate.schema import Job
+from checkmate.wording import counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,13 +27,15 @@ JobArguments = Annotated[
     list[Path], typer.Argument(help="Job files, or folders of them.", show_default=False)
 ]
 JobArgument = Annotated[Path, typer.Argument(help="A job file.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Data instead of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Data instead of text, errors too.")]
 
 
 class UsageFault(Exception):
     """A command line that can't be carried out; the message says what would be right."""
 
     exit_code = 2
+    data: Mapping[str, object] = MappingProxyType({})
+    """What `--json` tells beside the error."""
 
 
 def print_json(data: object) -> None:
@@ -41,33 +44,18 @@ def print_json(data: object) -> None:
     sys.stdout.write("\n")
 
 
-def jobs_of(arguments: list[Path]) -> list[Job]:
-    """The jobs of a command line; `UsageFault` where there are none."""
+def set_of(arguments: list[Path]) -> JobSet:
+    """The job files of a command line, faults and all; `UsageFault` where there are none."""
     files = job_files(arguments)
     if not files:
         folders = ", ".join(str(argument) for argument in arguments)
         raise UsageFault(f"no job file (*.yaml) in {folders}")
-    return read_jobs(files)
+    return read_set(files)
 
 
-@contextmanager
-def faults_as(as_json: bool) -> Iterator[None]:
-    """With `--json`, faults are data too; they are raised all the same."""
-    try:
-        yield
-    except JobError as error:
-        if as_json:
-            faults = [
-                {"file": str(f.file), "line": f.line, "path": f.path, "message": f.message}
-                for f in error.faults
-            ]
-            print_json({"valid": False, "faults": faults})
-        raise
-    except UsageFault as error:
-        if as_json:
-            fault = {"file": None, "line": None, "path": "(command line)", "message": str(error)}
-            print_json({"valid": False, "faults": [fault]})
-        raise
+def jobs_of(arguments: list[Path]) -> list[Job]:
+    """The jobs of a command line; `UsageFault` where there are none, `JobError` with every fault."""
+    return set_of(arguments).require()
 
 
 def switch_extra() -> None:
@@ -80,22 +68,31 @@ def switch_extra() -> None:
         ) from None
 
 
+def print_error(
+    message: str, exit_code: int, faults: Sequence[Located] = (), more: Mapping[str, object] | None = None
+) -> None:
+    """What `--json` prints instead of a result, the only document then (docs/cli.md)."""
+    found = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
+    print_json({"error": message, "exit": exit_code, "faults": found, **(more or {})})
+
+
 def says_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn the errors that users are meant to see into a message and an exit code."""
+    """Errors that users are meant to see become a message and an exit code, and data with `--json`."""
 
     @wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
-        except JobError as error:
-            for fault in error.faults:
-                err.print(f"[red]error:[/red] {_plain(fault)}", soft_wrap=True)
-            raise typer.Exit(2) from None
         except Exception as error:
-            code = getattr(error, "exit_code", None)
+            faults = error.faults if isinstance(error, JobError) else ()
+            code = 2 if faults else getattr(error, "exit_code", None)
             if not isinstance(code, int):
                 raise
-            err.print(f"[red]error:[/red] {_plain(error)}", soft_wrap=True)
+            if kwargs.get("as_json"):
+                message = f"{counted(len(faults), 'fault')} in the job files" if faults else str(error)
+                print_error(message, code, faults, getattr(error, "data", None))
+            for line in faults or (error,):
+                err.print(f"[red]error:[/red] {_plain(line)}", soft_wrap=True)
             raise typer.Exit(code) from None
 
     return wrapper

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import AsJson, err, out, says_errors
-from topologies import describe, loss, picture, state
+from checkmate.cli import lab_list
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from topologies import describe, loss, namespaces, picture, state
 from topologies import lab as labs
 from topologies.demo import perform
 from topologies.job_files import TARGETS, target_of
@@ -74,12 +75,19 @@ def down(
     names: Annotated[
         list[str] | None, typer.Argument(help="Labs by name; without any, all there are.", show_default=False)
     ] = None,
+    if_up: Annotated[bool, typer.Option("--if-up", help="A lab that isn't there is no error.")] = False,
 ) -> None:
     """End what runs in labs, and remove them: also what a killed `up` or `run` has left.
+
+    A lab that isn't there is an error, and then nothing is removed; with --if-up it is none.
 
     Example: checkmate lab down single_tor
     """
     labs.require_root()
+    missing = [name for name in names or () if not _exists(name)]
+    if missing and not if_up:
+        there = ", ".join(state.existing()) or "none"
+        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; there is {there}")
     kept = []
     for name in names or state.existing():
         try:
@@ -91,6 +99,23 @@ def down(
         out.print(f"lab {name} removed" if found else f"there is no lab {name}; nothing to remove")
     if kept:
         raise kept[0]
+
+
+def _exists(name: str) -> bool:
+    return state.check_name(name) in state.existing() or bool(namespaces.of_lab(name))
+
+
+@app.command("list")
+@says_errors
+def list_labs(as_json: AsJson = False) -> None:
+    """List the topologies that come with Checkmate, and the labs that are up on this machine.
+
+    Example: checkmate lab list
+    """
+    if as_json:
+        print_json(lab_list.data())
+    else:
+        lab_list.show(out)
 
 
 @app.command()

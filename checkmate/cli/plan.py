@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,14 +11,13 @@ from rich.table import Table
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
-    faults_as,
-    jobs_of,
     out,
     print_json,
     says_errors,
+    set_of,
     switch_extra,
 )
-from checkmate.jobs import JobError, Located, job_files, locate
+from checkmate.jobs import JobSet, Located, locate
 from checkmate.schema import Job
 from controlplane import plan as planning
 from controlplane.codec import Codec
@@ -27,26 +25,31 @@ from controlplane.entities import Entry, Group
 from controlplane.plan import SwitchPlan
 
 
-def checked_plan(jobs: Sequence[Job], files: Sequence[Path]) -> dict[str, SwitchPlan]:
-    """The plan of every switch, held to its limits; `JobError` names what is too much, in each job's file."""
+def checked_plan(found: JobSet) -> tuple[list[Job], dict[str, SwitchPlan]]:
+    """Jobs, and the plan of every switch, held to its limits.
+
+    `JobError` has every fault of the files; and what is too much, in each job's file. Faulty files hide
+    nothing of that: what the sound ones need alone, all need.
+    """
+    jobs = [job for _, job in found.sound]
     plans = planning.plan(jobs)
-    targets = {switch.name: switch.target for job in jobs for switch in job.fabric.switches}
-    found = [
+    targets = _targets(jobs)
+    excesses = [
         excess
         for name, plan in plans.items()
         for excess in planning.excesses(plan, targets[name], Codec.for_target(targets[name]).table_sizes())
     ]
-    if found:
-        places = [locate(file, ("dp_groups",)) for file in files]
-        raise JobError(
-            [
-                Located(file, line, "dp_groups", str(excess))
-                for excess in found
-                for (file, line), job in zip(places, jobs, strict=True)
-                if any(switch.name == excess.switch for switch in job.fabric.switches)
-            ]
-        )
-    return plans
+    too_much = [
+        Located(*locate(file, ("dp_groups",)), "dp_groups", str(excess))
+        for excess in excesses
+        for file, job in found.sound
+        if any(switch.name == excess.switch for switch in job.fabric.switches)
+    ]
+    return found.require(too_much), plans
+
+
+def _targets(jobs: Sequence[Job]) -> dict[str, str]:
+    return {switch.name: switch.target for job in jobs for switch in job.fabric.switches}
 
 
 @says_errors
@@ -62,10 +65,8 @@ def plan(
     Example: checkmate plan jobs/gpt.yaml --json
     """
     switch_extra()
-    with faults_as(as_json):
-        loaded = jobs_of(jobs)
-        plans = checked_plan(loaded, job_files(jobs))
-    targets = {switch.name: switch.target for job in loaded for switch in job.fabric.switches}
+    loaded, plans = checked_plan(set_of(jobs))
+    targets = _targets(loaded)
     if as_json:
         print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})
         return

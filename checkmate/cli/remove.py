@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from checkmate.cli.common import JobArguments, jobs_of, out, says_errors, switch_extra
-from checkmate.schema import Job
+from checkmate.cli.common import (
+    AsJson,
+    JobArguments,
+    jobs_of,
+    out,
+    print_json,
+    says_errors,
+    switch_extra,
+)
+from checkmate.wording import counted
 from controlplane.remove import remove_jobs
 
 
 @says_errors
-def remove(jobs: JobArguments) -> None:
+def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
     """Take jobs off their switches: their entries, groups and connected streams. Others lose nothing.
 
     While `checkmate run` serves a switch it is the one to do this: remove the job's file from it.
@@ -19,9 +26,10 @@ def remove(jobs: JobArguments) -> None:
     Example: checkmate remove jobs/gpt.yaml
     """
     switch_extra()
-    asyncio.run(_remove(jobs_of(jobs)))
-
-
-async def _remove(jobs: Sequence[Job]) -> None:
-    for report in await remove_jobs(jobs):
-        out.print(f"switch {report.switch}: {report.updates} updates written, {report.held} entities stay")
+    reports = asyncio.run(remove_jobs(jobs_of(jobs)))
+    if as_json:
+        print_json({r.switch: {"updates": r.updates, "entities": r.held} for r in reports})
+        return
+    for report in reports:
+        stay = counted(report.held, "entity stays", "entities stay")
+        out.print(f"switch {report.switch}: {counted(report.updates, 'update')} written, {stay}")

@@ -50,7 +50,14 @@ def shell(
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         raise UsageFault("p4runtime-shell has no environment yet; make it with `checkmate shell --install`")
-    command, environment = invocation(chosen(read_job(job).fabric.switches, switch), primary=primary)
+    one = chosen(read_job(job).fabric.switches, switch)
+    if primary:
+        err.print(
+            f"[yellow]warning:[/yellow] as primary this shell displaces any other controller of {one.name}: "
+            "a `checkmate run` that serves it ends with exit status 5",
+            soft_wrap=True,
+        )
+    command, environment = invocation(one, primary=primary)
     os.execve(python, command, environment)
 
 

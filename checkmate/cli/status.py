@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -26,15 +26,19 @@ from controlplane.codec import Codec
 from controlplane.errors import SwitchUnreachable
 from controlplane.network import Network
 from controlplane.session import NoProgram, Session
-from controlplane.status import SwitchStatus, read_status
+from controlplane.status import StreamStatus, SwitchStatus, read_status
 
 POLL_SECONDS = 0.2
 
 
 class NotConnected(UsageFault):
-    """`--wait` ran out of time."""
+    """`--wait` ran out of time; `data` has the status as it is then."""
 
     exit_code = 7
+
+    def __init__(self, message: str, status: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.data = {"status": status}
 
 
 @says_errors
@@ -55,19 +59,25 @@ def status(
     switch_extra()
     loaded = jobs_of(jobs)
     found = asyncio.run(_status(loaded, timeout if wait else 0.0))
-    if as_json:
-        print_json({status.switch: status.data() for status in found})
-    else:
+    data = {status.switch: status.data() for status in found}
+    if not as_json:
         for one in found:
             out.print(switch_tables(one))
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
-        first = missing[0]
-        raise NotConnected(
-            f"{len(missing)} streams are not connected after {timeout:g} s, the first: job {first.job}, "
-            f"DP group {first.dp_group}, channel {first.channel}, shadow id {first.shadow_id}, "
-            f"node {first.shadow_node} at {first.nic}"
-        )
+        raise NotConnected(_missing_line(missing, timeout), data)
+    if as_json:
+        print_json(data)
+
+
+def _missing_line(missing: Sequence[StreamStatus], timeout: float) -> str:
+    first = missing[0]
+    are = "stream is" if len(missing) == 1 else "streams are"
+    return (
+        f"{len(missing)} {are} not connected after {timeout:g} s, the first: job {first.job}, "
+        f"DP group {first.dp_group}, channel {first.channel}, shadow id {first.shadow_id}, "
+        f"node {first.shadow_node} at {first.nic}"
+    )
 
 
 async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:

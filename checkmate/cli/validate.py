@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from checkmate.cli.common import (
-    AsJson,
-    JobArguments,
-    faults_as,
-    jobs_of,
-    out,
-    print_json,
-    says_errors,
-    switch_extra,
-)
-from checkmate.jobs import job_files
+from types import MappingProxyType
+
+from checkmate.cli.common import AsJson, JobArguments, out, print_json, says_errors, set_of, switch_extra
+from checkmate.jobs import JobError
+from checkmate.wording import counted
+
+
+class Invalid(JobError):
+    """`validate`'s answer where a file has a fault."""
+
+    data = MappingProxyType({"valid": False})
 
 
 @says_errors
@@ -27,16 +27,21 @@ def validate(jobs: JobArguments, as_json: AsJson = False) -> None:
     switch_extra()
     from checkmate.cli.plan import checked_plan  # noqa: PLC0415
 
-    with faults_as(as_json):
-        loaded = jobs_of(jobs)
-        plans = checked_plan(loaded, job_files(jobs))
+    try:
+        loaded, plans = checked_plan(set_of(jobs))
+    except JobError as error:
+        raise Invalid(error.faults) from None
     if as_json:
         print_json({"valid": True, "faults": [], "jobs": [job.job for job in loaded]})
         return
     for job in loaded:
         ranks = sum(len(group.ranks) for group in job.dp_groups)
-        count = sum(1 for plan in plans.values() for s in plan.streams.values() if s.boundary.job == job.job)
-        out.print(
-            f"{job.job}: valid; {len(job.dp_groups)} DP groups, {ranks} ranks, {len(job.shadow_nodes)} shadow"
-            f" nodes, {job.channels} channels, {count} streams"
+        streams = sum(s.boundary.job == job.job for plan in plans.values() for s in plan.streams.values())
+        has = (
+            (len(job.dp_groups), "DP group"),
+            (ranks, "rank"),
+            (len(job.shadow_nodes), "shadow node"),
+            (job.channels, "channel"),
+            (streams, "stream"),
         )
+        out.print(f"{job.job}: valid; {', '.join(counted(*one) for one in has)}")
