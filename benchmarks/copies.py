@@ -47,9 +47,9 @@ def _with(copies: int) -> list[Result]:
         )
         topology = load(str(file))
     with Lab(topology, "softswitch", name=f"copies{copies}", offloads=False) as lab, controlled(lab) as crew:
-        plain = gather(lab, crew, BYTES, ITERATIONS, tagged=False)
+        plain = gather(crew, BYTES, ITERATIONS, tagged=False)
         before = _ports(lab)
-        tagged = gather(lab, crew, BYTES, ITERATIONS, tagged=True)
+        tagged = gather(crew, BYTES, ITERATIONS, tagged=True)
         after = _ports(lab)
     received, sent, frames_in, frames_out = (after[way] - before[way] for way in _WAYS)
     seconds = sum(tagged.seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.figures import Figure, Result, Skipped
-from benchmarks.rings import quiet_warmup
+from benchmarks.rings import controlled, quiet_warmup
 from topologies.describe import Topology, load
 from topologies.lab import Lab
 from topologies.runner import Outcome, Traffic
@@ -29,7 +29,6 @@ def measure() -> list[Result]:
         return [Skipped("faults", "needs root, for network namespaces")]
     quiet_warmup()
     lossy, by = _run(load("single_tor"), Load(LOSSY_BYTES), loss=LOSS)
-    again = sum(rank["retransmitted_segments"] for rank in lossy.ranks)
     long, _ = _run(_one_stream(), Load(LONG_BYTES, iterations=60))
     longest = max(stream["bytes"] for rank in long.ranks for stream in rank["streams"])
     if longest <= 1 << 32:
@@ -40,7 +39,7 @@ def measure() -> list[Result]:
             (_complete(lossy),),
             "",
             floor=1,
-            note=f"{LOSSY_BYTES / 1e6:.0f} MB, {again} segments sent again, loss by {by}",
+            note=f"{LOSSY_BYTES / 1e6:.0f} MB, {lossy.retransmitted} segments sent again, loss by {by}",
         ),
         Figure(
             "a stream beyond 4 GB: complete streams / streams",
@@ -55,14 +54,15 @@ def measure() -> list[Result]:
 def _run(topology: Topology, what: Load, loss: float = 0.0) -> tuple[Outcome, str | None]:
     with (
         Lab(topology, "softswitch", name="benchfaults", loss=loss) as lab,
+        controlled(lab) as crew,
         Steps(Console()) as steps,
     ):
-        return Traffic(lab, what, steps).run(), lab.loss_by
+        return Traffic(crew, what, steps).run(), lab.loss_by
 
 
 def _complete(outcome: Outcome) -> float:
-    if any(sum(rank["faults"].values()) for rank in outcome.ranks):
-        raise RuntimeError("the tagger failed")
+    if outcome.faults:
+        raise RuntimeError(f"the tagger failed: {outcome.faults}")
     rows = outcome.verdict.rows
     return sum(row.equal for row in rows) / len(rows)
 

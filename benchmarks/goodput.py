@@ -34,15 +34,15 @@ def measure() -> list[Result]:
         crews = {}
         for target in ("softswitch", "bmv2") if with_bmv2 else ("softswitch",):
             lab = stack.enter_context(Lab(load("single_tor"), target, name=f"bench{target[:4]}"))
-            crews[target] = (lab, stack.enter_context(controlled(lab)))
+            crews[target] = stack.enter_context(controlled(lab))
         plain = stack.enter_context(Lab(load("single_tor"), "softswitch", name="benchbridge"))
         bridge_instead(plain)
-        crews["bridge"] = (plain, Crew(plain))
+        crews["bridge"] = Crew(plain)
         for _ in range(ROUNDS):
-            for target, (lab, crew) in crews.items():
+            for target, crew in crews.items():
                 share = BMV2_SHARE if target == "bmv2" else 1
                 for mode in ("untagged",) if target == "bridge" else ("untagged", "tagged"):
-                    run = gather(lab, crew, BYTES // share, ITERATIONS, tagged=mode == "tagged")
+                    run = gather(crew, BYTES // share, ITERATIONS, tagged=mode == "tagged")
                     found[f"{target}, {mode}"].append(run.goodput())
                     bar.advance(task)
     return _figures(found, with_bmv2)

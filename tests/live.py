@@ -6,11 +6,9 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
@@ -22,9 +20,11 @@ import pytest
 from checkmate.schema import Nic
 from checkmate.wire import Hello
 from topologies import namespaces, switches
+from topologies.crew import Crew
 from topologies.describe import CONTROLLER, STUB_TCP_PORT, load
 from topologies.job_files import Target
 from topologies.lab import Lab
+from topologies.serving import CHECKMATE, Controller, serving
 
 SO_BINDTODEVICE = 25
 SIOCOUTQ = 0x5411
@@ -53,7 +53,7 @@ class LiveSwitch:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.job = lab.job_file
-        self._log_from = 0
+        self._controller: Controller | None = None
 
     def command(self, *arguments: str | Path, status: int | None = 0) -> str:
         """Run a `checkmate` command to its end; its output. `status`: what it must end with."""
@@ -71,37 +71,26 @@ class LiveSwitch:
     def start(self, *arguments: str | Path, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
         return self.lab.start(
             CONTROLLER,
-            [sys.executable, "-m", "checkmate.cli.entry", *arguments],
+            [*CHECKMATE, *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
         )
 
     @contextlib.contextmanager
-    def serving(self, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    def serving(self, *arguments: str | Path) -> Iterator[Controller]:
         """`checkmate run` until the block ends."""
-        log = self.lab.log("run")
-        self._log_from = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as output:
-            process = self.lab.start(
-                CONTROLLER,
-                [sys.executable, "-u", "-m", "checkmate.cli.entry", "run", *(arguments or (self.job,))],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            self.until(lambda: "serving" in self.log() or process.poll() is not None)
-            assert process.poll() is None, self.log()
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            process.wait(20)
+        with Crew(self.lab) as crew:
+            self._controller = None  # until it serves, nothing is said of an earlier one
+            with serving(crew, *arguments) as self._controller:
+                yield self._controller
         assert "Traceback" not in self.log(), self.log()
 
     def log(self) -> str:
-        """What the last `run` has said."""
-        file = self.lab.log("run")
-        return file.read_bytes()[self._log_from :].decode() if file.exists() else ""
+        """What the last `run` has said since its last start."""
+        if self._controller is None:
+            return ""
+        member = self._controller.member
+        return member.said() + member.complaints()
 
     def status(self, *files: Path) -> dict[str, Any]:
         """`checkmate status --json` of the lab's only switch."""
@@ -156,11 +145,8 @@ class LiveSwitch:
         return made
 
     def restart_switch(self) -> None:
-        """End the switch's process and start it anew, empty."""
-        (process,) = self.lab._switch_processes.values()
-        process.kill()
-        process.wait()
-        self.lab._start_switch(self.lab.switches[0])
+        """Kill the switch and start it anew, empty."""
+        self.lab.restart_switch(self.lab.switches[0].name)
 
 
 def acknowledged(sock: socket.socket, seconds: float = 3.0) -> bool:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,13 @@ from rich.console import Console
 from checkmate.tagger import build
 from topologies import lab as labs
 from topologies import loss, namespaces, state
-from topologies.crew import Crew, Member
+from topologies.crew import Crew
 from topologies.demo import run_lab
 from topologies.describe import LabError, load
 from topologies.job_files import Target
 from topologies.lab import Lab
 from topologies.runner import Outcome, Traffic
-from topologies.steps import Steps
+from topologies.serving import serving
 from topologies.traffic import Load
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def test_single_tor_on_softswitch(name: str) -> None:
 def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> None:
     outcome = gather(name, "single_tor", "softswitch", 20_000_000, share=0.01)
     check(outcome, 20_000_000)
-    assert sum(rank["retransmitted_segments"] for rank in outcome.ranks) > 0
+    assert outcome.retransmitted > 0
 
 
 @on_bmv2
@@ -99,37 +99,26 @@ def test_each_lab_on_bmv2(name: str, topology: str, share: float) -> None:
     check(gather(name, topology, "bmv2", 20_000_000, share), 20_000_000)
 
 
-class _Spoilt(Traffic):
-    """Once the streams are connected, the link to a shadow NIC loses every fifth frame."""
-
-    def _await_streams(self, shadows: Sequence[Member]) -> None:
-        super()._await_streams(shadows)
-        loss.add(self._lab.namespace("tor"), "port5", 0.2)
-
-
 def test_a_stream_with_a_gap_is_found(name: str) -> None:
     """Loss behind the switch, where nothing is sent again: the shadow stream ends at the gap."""
-    lab = Lab(load("single_tor"), "softswitch", name=name)
-    with lab, Steps(Console(file=io.StringIO())) as steps:
-        outcome = _Spoilt(lab, Load(nbytes=20_000_000), steps).run()
+    with Lab(load("single_tor"), "softswitch", name=name) as lab, Crew(lab) as crew, serving(crew):
+        traffic = Traffic(crew, Load(nbytes=20_000_000))
+        traffic.connect()
+        loss.add(lab.namespace("tor"), "port5", 0.2)
+        traffic.gather()
+        outcome = traffic.finish()
     assert not outcome.good
     wrong = {row.nic for row in outcome.verdict.rows if not row.equal}
     assert wrong == {"10.0.2.1"}
 
 
 def test_a_rank_that_fails_is_quoted_and_nothing_stays(name: str) -> None:
-    lab = Lab(load("single_tor"), "softswitch", name=name)
-    lab.up()
-    try:
-        with Steps(Console(file=io.StringIO())) as steps:
-            traffic = Traffic(lab, Load(nbytes=10**6), steps)
-            blocker = _occupy(lab, "rank2", 47000)
-            with pytest.raises(LabError, match=r"rank2 ended with status 1: .*47000"):
-                traffic.run()
-            blocker.kill()
-            blocker.wait()
-    finally:
-        lab.down()
+    with Lab(load("single_tor"), "softswitch", name=name) as lab, Crew(lab) as crew:
+        blocker = _occupy(lab, "rank2", 47000)
+        with pytest.raises(LabError, match=r"rank2 ended with status 1: .*47000"), serving(crew):
+            Traffic(crew, Load(nbytes=10**6)).run()
+        blocker.kill()
+        blocker.wait()
     assert not namespaces.of_lab(name)
 
 

@@ -15,7 +15,7 @@ from checkmate.holdings import streams
 from checkmate.jobs import read_jobs
 from controlplane.network import Network
 from controlplane.plan import plan
-from topologies import describe, job_files, loss, picture, switches
+from topologies import describe, job_files, loss, picture, switches, torchrun
 from topologies.describe import BadDescription, Topology, build, load
 
 
@@ -76,6 +76,23 @@ def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
     assert len({n.mac for n in nics}) == len(nics)
 
 
+@pytest.mark.parametrize("name", describe.names())
+def test_management_addresses_sort_as_ranks_do(name: str) -> None:
+    """As text: torchrun numbers its nodes so."""
+    addresses = [str(rank.mgmt) for rank in load(name).ranks]
+    assert sorted(addresses) == addresses
+
+
+def test_each_torchrun_meets_the_others_at_the_first_rank() -> None:
+    topology = load("paper_testbed")
+    commands = [torchrun.command(topology, rank, ["train.py", "--steps", "3"]) for rank in topology.ranks]
+    for rank, command in zip(topology.ranks, commands, strict=True):
+        assert "--rdzv-endpoint=172.31.1.101:29400" in command
+        assert f"--local-addr={rank.mgmt}" in command
+        assert command[-3:] == ["train.py", "--steps", "3"]
+    assert [("--rdzv-conf=is_host=1" in command) for command in commands] == [True] + [False] * 11
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=lab_files())
 def test_the_picture_shows_each_host_and_each_port(data: dict[str, Any]) -> None:
@@ -105,7 +122,7 @@ def test_picture_of_single_tor() -> None:
     )
 
 
-def test_the_labs_are_what_the_issue_says(tmp_path: Path) -> None:
+def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
     assert describe.names() == ["paper_testbed", "single_tor", "two_tor"]
     single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
     assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])

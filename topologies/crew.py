@@ -1,30 +1,62 @@
-"""Processes that a lab runs for a while, watched together: those that fail end the run and are quoted."""
+"""Processes that a lab runs for a while, watched together: those that fail end the run and are quoted.
+
+with Crew(lab) as crew:
+    node = crew.start("shadow0", "shadow0", [sys.executable, "-m", "checkmate.shadow", ...], cpus={1})
+    crew.kill(node)
+    crew.restart(node)
+"""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Final
 
+from topologies import processes
 from topologies.describe import LabError
 from topologies.lab import Lab
 
-_POLL_SECONDS = 0.05
-_AFTERMATH_SECONDS = 1.0
-_QUOTED = 4
+_POLL_SECONDS: Final = 0.05
+_AFTERMATH_SECONDS: Final = 1.0
+_QUOTED: Final = 4
 
 
-@dataclass(frozen=True)
+@dataclass
 class Member:
-    """A process, and the files that it writes its output and its errors to."""
+    """A process, how it was started, and the files that it writes its output and its errors to."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    node: str
+    argv: tuple[str | Path, ...]
+    cpus: frozenset[int] | None
+    environment: Mapping[str, str]
     output: Path
     errors: Path
+    process: subprocess.Popen[bytes]
+    _output_from: int = 0
+    _errors_from: int = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def said(self) -> str:
+        """Its output since it was last started."""
+        return _text(self.output, self._output_from)
+
+    def complaints(self) -> str:
+        """What it wrote to its standard error since it was last started."""
+        return _text(self.errors, self._errors_from)
+
+    def children(self) -> list[int]:
+        """The processes that it has started, and theirs: a `torchrun`'s workers, for one."""
+        return processes.descendants(self.process.pid)
 
     def obituary(self) -> str:
         """That it failed, for an error message."""
@@ -32,39 +64,85 @@ class Member:
 
     def last_words(self) -> str:
         """The end of what it said, for an error message."""
-        text = self._said().read_text(errors="replace")
+        text = self.complaints() or self.said()
         lines = [line for line in text.strip().splitlines() if line.strip()]
         return " | ".join(lines[-3:]) or "it said nothing"
 
     def spoke(self) -> int:
         """When it wrote its last words, in ns."""
-        return self._said().stat().st_mtime_ns
-
-    def _said(self) -> Path:
-        return self.errors if self.errors.stat().st_size else self.output
+        spoke_up = self.errors.stat().st_size > self._errors_from
+        return (self.errors if spoke_up else self.output).stat().st_mtime_ns
 
 
 class Crew:
-    """Starts processes in a lab and waits for them."""
+    """Starts processes in a lab and waits for them. As a context manager it kills those that are left."""
 
     def __init__(self, lab: Lab) -> None:
-        self._lab = lab
+        self.lab = lab
         self._members: list[Member] = []
 
-    def start(self, name: str, node: str, argv: Sequence[str | Path]) -> Member:
-        """Start a process in a node's namespace."""
-        output, errors = self._lab.log(f"{name}.out"), self._lab.log(name)
-        with output.open("wb") as out, errors.open("wb") as err:
-            process = self._lab.start(node, argv, stdout=out, stderr=err)
-        member = Member(name, process, output, errors)
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in list(self._members):
+            self.kill(member)
+
+    def __contains__(self, member: Member) -> bool:
+        """Whether a process is watched: started, and neither killed, stopped nor finished since."""
+        return any(other is member for other in self._members)
+
+    def start(
+        self,
+        name: str,
+        node: str,
+        argv: Sequence[str | Path],
+        *,
+        cpus: Collection[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Member:
+        """Start a process in a node's namespace, on these CPUs alone; its logs are `name.out` and `name`."""
+        output, errors = self.lab.log(f"{name}.out"), self.lab.log(name)
+        for file in (output, errors):
+            file.write_bytes(b"")
+        pinned = None if cpus is None else frozenset(cpus)
+        given = dict(environment or {})
+        process = self._launch(node, argv, pinned, given, output, errors)
+        member = Member(name, node, tuple(argv), pinned, given, output, errors, process)
         self._members.append(member)
         return member
+
+    def kill(self, member: Member) -> None:
+        """SIGKILL to a process and to all that it has started. That is no failure."""
+        if member.process.returncode is None:  # else its number may be another's by now
+            processes.kill_tree(member.process.pid)
+            member.process.wait()
+        self._forget(member)
+
+    def kill_children(self, member: Member) -> list[int]:
+        """SIGKILL to what a process has started, not to itself; the processes that were hit.
+
+        So dies a rank while its `torchrun` lives, or a service while its supervisor does.
+        """
+        return processes.kill(member.children())
+
+    def restart(self, member: Member) -> None:
+        """Start a process again as it was started before; kill it first where it runs. Its logs go on."""
+        self.kill(member)
+        member._output_from = member.output.stat().st_size
+        member._errors_from = member.errors.stat().st_size
+        member.process = self._launch(
+            member.node, member.argv, member.cpus, member.environment, member.output, member.errors
+        )
+        self._members.append(member)
 
     def run(self, name: str, node: str, argv: Sequence[str | Path], seconds: float) -> str:
         """Run a command to its end; its output. `LabError` where it fails or takes too long."""
         member = self.start(name, node, argv)
         self.finish([member], seconds)
-        return member.output.read_text()
+        return member.said()
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         """Wait until something holds; `LabError` where it doesn't in time, or a process fails meanwhile."""
@@ -82,22 +160,38 @@ class Crew:
 
         def ended() -> bool:
             tick()
-            return all(member.process.poll() is not None for member in members)
+            return not any(member.running for member in members)
 
         self.wait(ended, f"{', '.join(m.name for m in members)} to end", seconds)
         self._check()
-        self._members = [member for member in self._members if member not in members]
+        for member in members:
+            self._forget(member)
 
     def stop(self, member: Member, seconds: float = 10.0) -> None:
-        """Ask a process to end, as Ctrl-C does, and wait for it."""
+        """Ask a process to end, as Ctrl-C does, and wait for it; `LabError` where it doesn't, or fails."""
         member.process.send_signal(signal.SIGINT)
-        self._members.remove(member)
         try:
             member.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise LabError(f"{member.name} doesn't end after SIGINT: {member.last_words()}") from None
+        self._forget(member)
         if member.process.returncode:
             raise LabError(member.obituary())
+
+    def _launch(
+        self,
+        node: str,
+        argv: Sequence[str | Path],
+        cpus: Collection[int] | None,
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path,
+    ) -> subprocess.Popen[bytes]:
+        with output.open("ab") as out, errors.open("ab") as err:
+            return self.lab.start(node, argv, stdout=out, stderr=err, cpus=cpus, environment=environment)
+
+    def _forget(self, member: Member) -> None:
+        self._members = [other for other in self._members if other is not member]
 
     def _failed(self) -> list[Member]:
         return [member for member in self._members if member.process.poll() not in (None, 0)]
@@ -116,5 +210,9 @@ class Crew:
     def _await_aftermath(self) -> None:
         """Let others fail too: a victim may have ended before what it fell to."""
         deadline = time.monotonic() + _AFTERMATH_SECONDS
-        while time.monotonic() < deadline and any(m.process.poll() is None for m in self._members):
+        while time.monotonic() < deadline and any(member.running for member in self._members):
             time.sleep(_POLL_SECONDS)
+
+
+def _text(file: Path, start: int) -> str:
+    return file.read_bytes()[start:].decode(errors="replace")

@@ -14,10 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from topologies import describe, loss, picture, verdict
+from topologies.crew import Crew
 from topologies.describe import LabError
 from topologies.job_files import TARGETS, target_of
 from topologies.lab import Lab, down
 from topologies.runner import Outcome, Traffic
+from topologies.serving import serving
 from topologies.signals import unwinding
 from topologies.steps import Steps
 from topologies.traffic import Load
@@ -31,7 +33,10 @@ def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
         lab.report_to(steps)
         try:
             lab.up()
-            return Traffic(lab, load, steps).run()
+            steps("controller writes the job to the switches")
+            crew = Crew(lab)
+            with serving(crew):
+                return Traffic(crew, load, steps).run()
         finally:
             lab.down()
 
@@ -58,9 +63,9 @@ def _switch_line(switch: dict[str, Any]) -> str:
 
 def _ring_line(outcome: Outcome, lab: Lab) -> str:
     goodput = min(rank["goodput_bits_per_second"] for rank in outcome.ranks) / 1e9
-    again = sum(rank["retransmitted_segments"] for rank in outcome.ranks)
     lossy = f", with {lab.loss:.2%} loss on training links ({lab.loss_by})" if lab.loss else ""
-    return f"rings: {goodput:.2f} Gbit/s a rank at the least, {again:,} segments sent again{lossy}"
+    again = f"{outcome.retransmitted:,} segments sent again{lossy}"
+    return f"rings: {goodput:.2f} Gbit/s a rank at the least, {again}"
 
 
 def _sentence(outcome: Outcome) -> str:
@@ -71,8 +76,7 @@ def _sentence(outcome: Outcome) -> str:
             f"[bold green]All {equal} shadow streams are byte for byte what was tagged[/bold green]: "
             f"{result.tagged:,} bytes, each tagged once, SHA-256 taken at both ends."
         )
-    faults = {name for rank in outcome.ranks for name, count in rank["faults"].items() if count}
-    said = f"; the tagger failed at: {', '.join(sorted(faults))}" if faults else ""
+    said = f"; the tagger failed at: {', '.join(sorted(outcome.faults))}" if outcome.faults else ""
     return (
         f"[bold red]{len(result.rows) - equal} of {len(result.rows)} shadow streams differ[/bold red]{said}"
     )

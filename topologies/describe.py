@@ -24,6 +24,7 @@ SHADOW_MGMT_PORT: Final = 7000
 CONTROLLER: Final = "ctl"
 """The namespace of the controller, which also holds the management network's bridge."""
 
+_RANKS_MAX: Final = 150
 _SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]
 
 
@@ -48,7 +49,7 @@ class _Model(BaseModel):
 
 
 class _GroupFile(_Model):
-    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=250)]
+    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=_RANKS_MAX)]
     shadow_nodes: tuple[int, ...] | None = None
 
 
@@ -207,8 +208,8 @@ def _faults(lab: _LabFile) -> Iterator[str]:
     for link in lab.links:
         if link[0] == link[1]:
             yield f"links: a link joins two switches, not {link[0]} to itself"
-    if sum(len(group.ranks) for group in lab.dp_groups) > 250:
-        yield "dp_groups: a lab has at most 250 ranks"
+    if sum(len(group.ranks) for group in lab.dp_groups) > _RANKS_MAX:
+        yield f"dp_groups: a lab has at most {_RANKS_MAX} ranks"
     for group in lab.dp_groups:
         for node in group.shadow_nodes or ():
             if not 0 <= node < len(lab.shadow_nodes):
@@ -256,7 +257,8 @@ class _Builder:
             switch,
             self.port(switch),
         )
-        return Host(f"rank{number}", "rank", number, MGMT_NET[0x100 + number + 1], (nic,))
+        # From 101 on: such addresses sort as text as they do as numbers, and torchrun sorts them as text.
+        return Host(f"rank{number}", "rank", number, MGMT_NET[0x100 + number + 101], (nic,))
 
     def shadow(self, node: int, nics: tuple[str, ...]) -> Host:
         interfaces = tuple(

@@ -9,23 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
-from topologies import job_files, links, loss, namespaces, offloads, state, switches
-from topologies.describe import (
-    CONTROLLER,
-    DATA_NET,
-    MGMT_NET,
-    BadDescription,
-    Host,
-    LabError,
-    SwitchNode,
-    Topology,
-)
+from topologies import job_files, links, namespaces, state, switches, wiring
+from topologies.describe import BadDescription, LabError, SwitchNode, Topology
 from topologies.job_files import Target
+from topologies.processes import pinned
 from topologies.signals import undisturbed
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -49,11 +41,13 @@ class Lab:
         mtu: int = 1500,
         loss: float = 0.0,
         offloads: bool | None = None,
+        switch_cpus: Collection[int] | None = None,
         progress: Progress = lambda _: None,
     ) -> None:
         """`loss`: the share of frames that training links lose, both ways.
 
         `offloads`: whether interfaces cut and sum segments themselves; by default as the target needs it.
+        `switch_cpus`: the CPUs that the switches may use; by default all.
         """
         self.topology = topology
         self.target = target
@@ -63,6 +57,7 @@ class Lab:
         self.mtu = mtu
         self.loss = loss
         self.offloads = offloads if offloads is not None else target == "softswitch"
+        self.switch_cpus = switch_cpus
         self.loss_by: str | None = None
         self._progress = progress
         self._lock = contextlib.ExitStack()
@@ -74,6 +69,11 @@ class Lab:
     def switches(self) -> tuple[SwitchNode, ...]:
         """The lab's switches."""
         return self.topology.switches
+
+    @property
+    def switch_pids(self) -> dict[str, int]:
+        """The processes of the switches that were started, by name."""
+        return {name: process.pid for name, process in self._switch_processes.items()}
 
     @property
     def directory(self) -> Path:
@@ -120,6 +120,7 @@ class Lab:
                     _remove(self.name)
                     for process in self._switch_processes.values():
                         process.wait()
+                    self._switch_processes.clear()
                     self._made = False
                 self.release()
 
@@ -145,25 +146,42 @@ class Lab:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         environment: Mapping[str, str] | None = None,
+        cpus: Collection[int] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a node's namespace and cgroup, in a session of its own.
 
-        Ctrl-C at the terminal doesn't reach it: whoever holds the lab decides. `down` ends it.
+        It may use `cpus` alone (`BadDescription` where there are none such), and finds the lab's job in
+        CHECKMATE_JOB. Ctrl-C at the terminal doesn't reach it: whoever holds the lab decides. `down` ends it.
         """
         command = [str(part) for part in argv]
         if self._cgroup is not None:
             cgroup = Path(self._cgroup, node)
             cgroup.mkdir(exist_ok=True)
             command = ["/bin/sh", "-c", _INTO_CGROUP, f"{cgroup}/cgroup.procs", *command]
-        with namespaces.entered(self.namespace(node)):
+        ours = {**_environment(), "CHECKMATE_JOB": str(self.job_file)}
+        with namespaces.entered(self.namespace(node)), pinned(cpus):
             return subprocess.Popen(
                 command,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env={**_environment(), **(environment or {})},
+                env={**ours, **(environment or {})},
                 start_new_session=True,
             )
+
+    def stop_switch(self, name: str) -> None:
+        """Kill a switch's process with SIGKILL: what it held is lost, its ports stay."""
+        process = self._switch_processes.pop(name, None)
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def restart_switch(self, name: str) -> None:
+        """Start a switch anew, empty, and wait until it listens; kill it first where it runs."""
+        self.stop_switch(name)
+        (switch,) = (switch for switch in self.switches if switch.name == name)
+        self._start_switch(switch)
+        self._await_switch(switch)
 
     def log(self, name: str) -> Path:
         """A file for a process's output; it goes with the lab."""
@@ -184,17 +202,17 @@ class Lab:
         for node in self.topology.nodes:
             namespaces.create(self.namespace(node))
             links.prepare(self.namespace(node))
-        self._management()
-        self._training_network()
+        wiring.management(self.name, self.topology)
+        wiring.training(self.name, self.topology, self.mtu)
+        if not self.offloads:
+            wiring.switch_offloads_off(self.name, self.topology)
+        if self.loss:
+            self.loss_by = wiring.lose(self.name, self.topology, self.loss)
         for switch in self.topology.switches:
             self._progress(f"switch {switch.name} ({self.target})")
             self._start_switch(switch)
         for switch in self.topology.switches:
-            switches.wait_listening(
-                self.name, switch, self._switch_processes[switch.name], self.log(switch.name)
-            )
-            if self.target == "bmv2":
-                switches.deepen_queues(self.name, switch)
+            self._await_switch(switch)
 
     def _write_job(self) -> None:
         title = f"{self.topology.name}: {self.topology.title}"
@@ -202,54 +220,20 @@ class Lab:
         self.directory.joinpath(job_files.FABRIC_FILE).write_text(job_files.as_yaml(fabric, title))
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
 
-    def _management(self) -> None:
-        controller = self.namespace(CONTROLLER)
-        links.add_bridge(controller, MGMT_NET[1], MGMT_NET)
-        members: list[SwitchNode | Host] = [*self.topology.switches, *self.topology.hosts]
-        for node in members:
-            links.join_bridge(controller, node.name, self.namespace(node.name), node.mgmt, MGMT_NET)
-
-    def _training_network(self) -> None:
-        for host in self.topology.hosts:
-            for nic in host.interfaces:
-                links.connect(self.namespace(host.name), self.namespace(nic.switch), nic, DATA_NET, self.mtu)
-        for link in self.topology.links:
-            (a, a_port), (b, b_port) = link.a, link.b
-            links.add_cable(
-                self.namespace(a), f"port{a_port}", self.namespace(b), f"port{b_port}", mtu=self.mtu
-            )
-        if not self.offloads:
-            for namespace, interface in self._data_interfaces():
-                offloads.switch_off(namespace, interface)
-        if self.loss:
-            for namespace, interface in self._training_ends():
-                self.loss_by = loss.add(namespace, interface, self.loss)
-
-    def _data_interfaces(self) -> list[tuple[str, str]]:
-        hosts = [(self.namespace(h.name), nic.name) for h in self.topology.hosts for nic in h.interfaces]
-        ports = [
-            (self.namespace(s.name), f"port{port}")
-            for s in self.topology.switches
-            for port in range(1, s.ports + 1)
-        ]
-        return hosts + ports
-
-    def _training_ends(self) -> list[tuple[str, str]]:
-        """Both ends of each rank's link. Shadow links lose nothing, as PFC promises."""
-        nics = [(host, nic) for host in self.topology.ranks for nic in host.interfaces]
-        return [
-            *((self.namespace(host.name), nic.name) for host, nic in nics),
-            *((self.namespace(nic.switch), f"port{nic.port}") for _, nic in nics),
-        ]
-
     def _start_switch(self, switch: SwitchNode) -> None:
         own_socket = self.target == "bmv2" and switches.has_notifications()
         notifications = self.directory / f"{switch.name}.ipc" if own_socket else None
         command = switches.command(switch, self.target, notifications)
-        with self.log(switch.name).open("wb") as log:
+        with self.log(switch.name).open("ab") as log:
             self._switch_processes[switch.name] = self.start(
-                switch.name, command, stdout=log, stderr=subprocess.STDOUT
+                switch.name, command, stdout=log, stderr=subprocess.STDOUT, cpus=self.switch_cpus
             )
+
+    def _await_switch(self, switch: SwitchNode) -> None:
+        process = self._switch_processes[switch.name]
+        switches.wait_listening(self.name, switch, process, self.log(switch.name))
+        if self.target == "bmv2":
+            switches.deepen_queues(self.name, switch)
 
 
 def _environment() -> dict[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from checkmate.schedule import Bucket
 from checkmate.schema import Job
+from checkmate.shadow.connect import RECEIVE_BUFFER
 from controlplane.network import Network
 from topologies.describe import BadDescription, Topology
 
@@ -16,12 +17,21 @@ _DTYPES: Final = {4: "float32", 2: "bfloat16"}
 
 @dataclass(frozen=True)
 class Load:
-    """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations."""
+    """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations.
+
+    `tagged` False leaves tagger and shadow nodes out, `digest` False the hashing at both ends: then bytes are
+    counted only. Ranks `verify` what they gathered, and rest for `pause` seconds between two iterations.
+    """
 
     nbytes: int = 200_000_000
     iterations: int = 4
     incarnation: int = 1
     seconds: float = 600.0
+    tagged: bool = True
+    digest: bool = True
+    verify: Literal["each", "last", "none"] = "each"
+    pause: float = 0.0
+    receive_buffer: int = RECEIVE_BUFFER
 
     def __post_init__(self) -> None:
         if self.nbytes < 1 or self.iterations < 1:
@@ -64,6 +74,10 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
         "group": group,
         "dscp_bit": job.tag.dscp_bit,
         "timeout": load.seconds,
+        "tag": load.tagged,
+        "digest": load.digest,
+        "verify": load.verify,
+        "pause": load.pause,
     }
 
 
@@ -75,7 +89,13 @@ def sinks(job: Job, topology: Topology, load: Load) -> dict[str, dict[str, Any]]
     network = Network([job])
     devices = {nic.ip: nic.name for host in topology.shadow_nodes for nic in host.interfaces}
     found: dict[str, dict[str, Any]] = {
-        host.name: {"streams": [], "idle_timeout": load.seconds} for host in topology.shadow_nodes
+        host.name: {
+            "streams": [],
+            "idle_timeout": load.seconds,
+            "digest": load.digest,
+            "receive_buffer": load.receive_buffer,
+        }
+        for host in topology.shadow_nodes
     }
     for stream in network.streams:
         stub = network.switches[stream.boundary.switch].stub

@@ -16,8 +16,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from checkmate import wire
-from checkmate.ring.allgather import SLICE_BYTES, AllGather
+from checkmate.ring.allgather import AllGather
 from checkmate.ring.connections import DEFAULT_PORT, Place, Ring, RingError, connect_ring
+from checkmate.ring.steps import SLICE_BYTES
 from checkmate.ring.tensors import Contents
 from checkmate.schedule import Bucket, chunk_sent, chunk_slice, side_of
 from checkmate.tagger import Tagger
@@ -42,7 +43,8 @@ class RingJob(_Model):
     """What all ranks of the ring do. Either `iterations` or `total_bytes`, which is rounded up, is given.
 
     `total_bytes` counts the buckets' bytes. `digest` False leaves the hashing out, for benchmarks; `tag`
-    False the tagger. `group` is the DP group's index in the job.
+    False the tagger. `group` is the DP group's index in the job. `pause`: seconds between two AllGathers,
+    as long as training would compute.
     """
 
     ips: Annotated[list[str], Field(min_length=2)]
@@ -58,6 +60,7 @@ class RingJob(_Model):
     tag: bool = True
     digest: bool = True
     verify: Literal["each", "last", "none"] = "each"
+    pause: Annotated[float, Field(ge=0)] = 0
     slice_bytes: Annotated[int, Field(ge=8, multiple_of=8)] = SLICE_BYTES
     timeout: Annotated[float, Field(gt=0)] = 60
 
@@ -207,6 +210,7 @@ class _Rank:
     def iterate(self, iteration: int, last: bool) -> float:
         """One iteration; the seconds that its AllGather took."""
         self._fill_own(iteration)
+        time.sleep(self.job.pause)
         tagging = self.digests.take if self.job.tag else None
         self.ring.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()

@@ -1,0 +1,48 @@
+"""How training is started in a lab: one `torchrun` for each rank, in the rank's namespace. Pure.
+
+They meet over the management network. torchrun numbers its nodes by their addresses, compared as text,
+which is why the ranks' management addresses sort as the ranks do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from topologies.describe import Host, Topology
+from topologies.links import MGMT_INTERFACE
+
+PORT: Final = 29400
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""For each of them; hosts in namespaces share one name, so gloo has to be told its interface."""
+
+
+def command(
+    topology: Topology, rank: Host, script: Sequence[str | Path], *, restarts: int = 0
+) -> list[str | Path]:
+    """The command line of one rank's torchrun; the first rank's host holds the rendezvous.
+
+    `script`: the training script and its arguments. `restarts`: how often torchrun starts the whole job
+    again when a rank dies; a host's TORCHELASTIC_RESTART_COUNT counts only the deaths of its own rank.
+    """
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(topology.ranks)}",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={topology.ranks[0].mgmt}:{PORT}",
+        f"--rdzv-conf=is_host={int(rank == topology.ranks[0])}",
+        f"--rdzv-id={topology.name}",
+        f"--local-addr={rank.mgmt}",
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.1",
+        *script,
+    ]
