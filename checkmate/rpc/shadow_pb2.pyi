@@ -486,19 +486,25 @@ class ParamGroup(google.protobuf.message.Message):
 
     PARAMETERS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
     options: builtins.str
     """JSON: the group without "params": lr, betas, foreach, fused, ..."""
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """in the layout, in the optimizer's order"""
+        """in the layout, in the optimizer's order; 2^32 - 1: not reduced"""
+
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """torch's "param_names", where the optimizer was given any"""
 
     def __init__(
         self,
         *,
         parameters: collections.abc.Iterable[builtins.int] | None = ...,
         options: builtins.str = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["options", b"options", "parameters", b"parameters"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["names", b"names", "options", b"options", "parameters", b"parameters"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ParamGroup: typing_extensions.TypeAlias = ParamGroup

@@ -1,0 +1,136 @@
+"""A parameter group's options as JSON, exactly: floats to the last bit, tuples, tensors, NumPy's numbers.
+
+JSON knows no tuple, no tensor and no infinity; each is an object with one key that says what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+OUTSIDE: Final = ("params", "param_names")
+"""Keys of a group that are no options: they say which parameters it has."""
+
+
+class OptionsError(ValueError):
+    """Options that can't be kept as JSON, or a text that no options gave."""
+
+
+def options_of(group: Mapping[str, Any]) -> str:
+    """A parameter group's options (all but its parameters) as JSON.
+
+    Every value comes back from `parse_options` with its type and bits. `OptionsError` names an option whose
+    type can't be kept.
+    """
+    said: dict[str, object] = {}
+    for key, value in group.items():
+        if key in OUTSIDE:
+            continue
+        try:
+            said[key] = _encode(value)
+        except OptionsError as error:
+            raise OptionsError(f"option {key!r} is {error}") from None
+    return json.dumps(said, allow_nan=False)
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """The options that `options_of` wrote; `OptionsError` where it wrote no such text."""
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise TypeError("no object")
+        return {key: _decode(value) for key, value in found.items() if key not in OUTSIDE}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise OptionsError(f"not a parameter group's options: {error}") from None
+
+
+def apply_options(group: MutableMapping[str, Any], text: str) -> None:
+    """Give a parameter group the options that `options_of` wrote; its parameters stay.
+
+    A tensor (such as a learning rate) keeps its place and device where dtype and shape are the same, so what
+    else refers to it sees the new value.
+    """
+    put_options(group, parse_options(text))
+
+
+def put_options(group: MutableMapping[str, Any], options: Mapping[str, Any]) -> None:
+    """`apply_options` of options that are parsed already."""
+    for key, value in options.items():
+        there = group.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+            if (there.dtype, there.shape) == (value.dtype, value.shape):
+                with torch.no_grad():
+                    there.copy_(value)
+                continue
+            group[key] = value.to(there.device)
+        else:
+            group[key] = value
+
+
+def _encode(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return {"tensor": _encode_tensor(value)}
+    if isinstance(value, np.generic):
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            raise OptionsError(f"a NumPy {value.dtype}, which can't be kept; give a Python number")
+        return {"numpy": [value.dtype.name, _encode(value.item())]}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) in (list, tuple):
+        items = [_encode(item) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    if type(value) is dict:
+        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise OptionsError(
+        f"of type {kind}, which can't be kept; give numbers, strings, None, tensors, or tuples, lists and "
+        "dicts of them"
+    )
+
+
+def _encode_tensor(value: torch.Tensor) -> dict[str, object]:
+    value = value.detach().cpu().contiguous()
+    data = value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "data": data.hex()}
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    return _DECODERS[kind](inner)
+
+
+def _decode_tensor(said: Any) -> torch.Tensor:
+    dtype = getattr(torch, said["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"no dtype {said['dtype']}")
+    data = bytearray.fromhex(said["data"])
+    if not data:
+        return torch.empty(said["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(said["shape"])
+
+
+def _decode_float(said: Any) -> float:
+    if said not in ("nan", "inf", "-inf"):
+        raise ValueError(f"no float {said}")
+    return float(said)
+
+
+_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "tuple": lambda said: tuple(_decode(item) for item in said),
+    "dict": lambda said: {_decode(key): _decode(item) for key, item in said},
+    "tensor": _decode_tensor,
+    "numpy": lambda said: np.dtype(said[0]).type(_decode(said[1])),
+    "float": _decode_float,
+}
