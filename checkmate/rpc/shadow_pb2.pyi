@@ -1000,7 +1000,7 @@ Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
 @typing.final
 class Progress(google.protobuf.message.Message):
-    """A follower's word to the decider, on every change and at least once a second."""
+    """A node's word to each with a lower id: to the decider on every change, to the others now and then."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1043,16 +1043,20 @@ class Decision(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     STEP_TO_FIELD_NUMBER: builtins.int
+    ACTIVE_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     step_to: builtins.int
     """all live holds step up to this iteration"""
+    active: builtins.bool
+    """it is live and not fenced: if none with a lower id is, it decides"""
     def __init__(
         self,
         *,
         incarnation: builtins.int = ...,
         step_to: builtins.int = ...,
+        active: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["incarnation", b"incarnation", "step_to", b"step_to"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "step_to", b"step_to"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision

@@ -153,7 +153,7 @@ class ShadowServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request_iterator, context):
-        """Between shadow nodes: a follower says what it has, the decider what to step.
+        """Between shadow nodes: each says to those with lower ids what it has; the lowest live one decides what to step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,7 @@ class ShadowStub:
     Fetch: grpc.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.FetchRequest, checkmate.rpc.shadow_pb2.Seeds]
     """A reserved iteration, or the one at which a fenced node is settled. Waits until it is stepped."""
     Commit: grpc.StreamStreamMultiCallable[checkmate.rpc.shadow_pb2.Progress, checkmate.rpc.shadow_pb2.Decision]
-    """Between shadow nodes: a follower says what it has, the decider what to step."""
+    """Between shadow nodes: each says to those with lower ids what it has; the lowest live one decides what to step."""
 
 @typing.type_check_only
 class ShadowAsyncStub(ShadowStub):
@@ -72,7 +72,7 @@ class ShadowAsyncStub(ShadowStub):
     Fetch: grpc.aio.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.FetchRequest, checkmate.rpc.shadow_pb2.Seeds]  # type: ignore[assignment]
     """A reserved iteration, or the one at which a fenced node is settled. Waits until it is stepped."""
     Commit: grpc.aio.StreamStreamMultiCallable[checkmate.rpc.shadow_pb2.Progress, checkmate.rpc.shadow_pb2.Decision]  # type: ignore[assignment]
-    """Between shadow nodes: a follower says what it has, the decider what to step."""
+    """Between shadow nodes: each says to those with lower ids what it has; the lowest live one decides what to step."""
 
 class ShadowServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -154,6 +154,6 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[checkmate.rpc.shadow_pb2.Progress],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[checkmate.rpc.shadow_pb2.Decision], collections.abc.AsyncIterator[checkmate.rpc.shadow_pb2.Decision]]:
-        """Between shadow nodes: a follower says what it has, the decider what to step."""
+        """Between shadow nodes: each says to those with lower ids what it has; the lowest live one decides what to step."""
 
 def add_ShadowServicer_to_server(servicer: ShadowServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
