@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from checkmate.parts import Fault, Part, Path, parts, show_path
 from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
+from checkmate.wording import counted
 
 
 def structure(raw: Any) -> tuple[Job | None, list[Fault]]:
@@ -45,9 +46,9 @@ def _message(error: Any) -> str:
         case "missing":
             return "is missing"
         case "too_short":
-            return f"needs at least {context['min_length']} items, has {context['actual_length']}"
+            return f"needs at least {counted(context['min_length'], 'item')}, has {context['actual_length']}"
         case "too_long":
-            return f"holds at most {context['max_length']} items, has {context['actual_length']}"
+            return f"holds at most {counted(context['max_length'], 'item')}, has {context['actual_length']}"
         case "string_pattern_mismatch":
             return "must be a name of letters, digits, '_', '.' and '-', at most 63 long"
         case "literal_error":

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from checkmate.schema import Switch
+from checkmate.wording import counted
 from controlplane import plan as planning
 from controlplane import stub
 from controlplane.codec import Codec
@@ -191,7 +192,9 @@ class SwitchController:
             try:
                 if self.session is None:
                     done = await self.connect()
-                    LOG.warning("switch %s is back: %d updates written", self.switch.name, done.updates)
+                    LOG.warning(
+                        "switch %s is back: %s written", self.switch.name, counted(done.updates, "update")
+                    )
                 assert self.session is not None
                 await self._serve_session(self.session)
             except (SwitchUnreachable, WriteRefused) as gone:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkmate.jobs import JobError, fabric_files, job_files, read_jobs
 from checkmate.schema import Job
+from checkmate.wording import counted
 from controlplane.controller import LOG, Reconciled, SwitchController
 from controlplane.errors import ControlError, SwitchUnreachable
 from controlplane.network import Network
@@ -189,5 +190,5 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
         written = sum(report.updates for report in done)
         for verb, names in (("added", now - before), ("removed", before - now)):
             if names:
-                LOG.info("jobs %s: %s", verb, ", ".join(sorted(names)))
-        LOG.info("job files changed: %d updates written", written)
+                LOG.info("%s %s: %s", "job" if len(names) == 1 else "jobs", verb, ", ".join(sorted(names)))
+        LOG.info("job files changed: %s written", counted(written, "update"))

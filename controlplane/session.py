@@ -17,6 +17,7 @@ from finsy.p4entity import P4PacketIn, P4PacketOut
 from finsy.proto import U128, p4r
 
 from checkmate.schema import Switch, Tls
+from checkmate.wording import counted
 from controlplane.codec import Codec
 from controlplane.entities import Holdings
 from controlplane.errors import (
@@ -268,7 +269,7 @@ class Session:
         except ControlError as error:
             raise Unsure(f"{message}; undoing what was applied before it failed: {error}") from None
         if failed:
-            raise Unsure(f"{message}; {failed} of {len(applied)} updates could not be undone")
+            raise Unsure(f"{message}; {failed} of {counted(len(applied), 'update')} could not be undone")
         raise WriteRefused(f"{message}; what was applied before it is undone")
 
     async def send_packet(self, port: int, frame: bytes) -> None:

@@ -157,7 +157,7 @@ def test_jobs_are_added_edited_and_removed_while_it_runs(live: LiveSwitch, tmp_p
         sockets = connect_all(live)
         before = live.connected(first)
         (folder / "second.yaml").write_text(yaml.safe_dump(second))
-        live.until(lambda: "jobs added: second" in live.log())
+        live.until(lambda: "job added: second" in live.log())
         assert live.connected(first) == before
         (folder / "second.yaml").write_text("job: [")
         live.until(lambda: "jobs stay as they were" in live.log())
@@ -165,7 +165,7 @@ def test_jobs_are_added_edited_and_removed_while_it_runs(live: LiveSwitch, tmp_p
         live.until(lambda: live.log().count("updates written") >= 3)
         assert live.connected(first) == before
         (folder / "second.yaml").unlink()
-        live.until(lambda: "jobs removed: second" in live.log())
+        live.until(lambda: "job removed: second" in live.log())
         assert live.connected(first) == before
         assert not was_reset(sockets[0], 0.2)
 
@@ -178,10 +178,10 @@ def test_the_last_job_goes_and_comes_back_with_the_view_on(live: LiveSwitch, tmp
     (folder / "only.yaml").write_text(yaml.safe_dump(data))
     with live.serving("--view", folder):
         (folder / "only.yaml").rename(tmp_path / "away.yaml")
-        live.until(lambda: "jobs removed" in live.log())
+        live.until(lambda: "job removed: " in live.log())
         time.sleep(1.5)
         (tmp_path / "away.yaml").rename(folder / "only.yaml")
-        live.until(lambda: "jobs added" in live.log())
+        live.until(lambda: "job added: " in live.log())
         sockets = connect_all(live)
         assert len(sockets) == len(live.connected()) == 8
         live.restart_switch()

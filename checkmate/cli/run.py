@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from checkmate.cli.common import JobArguments, err, jobs_of, out, says_errors, switch_extra
 from checkmate.cli.views import switch_tables
+from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable
 from controlplane.serve import Fleet, JobFiles, follow
 from controlplane.status import SwitchStatus, read_status
@@ -107,9 +108,8 @@ async def _apply(fleet: Fleet, files: JobFiles, load: bool) -> None:
         done = await fleet.start(files.read(), replace=load, progress=progress)
     for report in done:
         loaded = "program loaded, " if report.loaded else ""
-        out.print(
-            f"switch {report.switch}: {loaded}{report.updates} updates written in {report.seconds:.2f} s"
-        )
+        written = counted(report.updates, "update")
+        out.print(f"switch {report.switch}: {loaded}{written} written in {report.seconds:.2f} s")
 
 
 async def _view(fleet: Fleet) -> None:

@@ -22,6 +22,7 @@ from checkmate.cli.common import (
 )
 from checkmate.cli.views import switch_tables
 from checkmate.schema import Job, Switch
+from checkmate.wording import counted
 from controlplane.codec import Codec
 from controlplane.errors import SwitchUnreachable
 from controlplane.network import Network
@@ -107,5 +108,6 @@ async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatu
                 return one
             if err.is_terminal:
                 ready = sum(stream.connected for stream in one.streams)
-                err.print(f"{switch.name}: {ready} of {len(one.streams)} streams connected", end="\r")
+                every = counted(len(one.streams), "stream")
+                err.print(f"{switch.name}: {ready:,} of {every} connected", end="\r")
             await asyncio.sleep(POLL_SECONDS)
