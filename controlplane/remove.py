@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from checkmate.holdings import boundaries
 from checkmate.schema import Job
 from controlplane.codec import Codec
 from controlplane.controller import Reconciled
 from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Group, Holdings, mac_number
+from controlplane.errors import ControlError
 from controlplane.network import Network
 from controlplane.reconcile import difference
 from controlplane.session import Session
@@ -53,16 +55,28 @@ def _macs(network: Network) -> set[int]:
 
 
 async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
-    """Take `jobs` off every switch that they name."""
+    """Take `jobs` off every switch that they name.
+
+    All switches are reached before anything is written; where one refuses, the others get back what they had.
+    """
     network = Network(jobs)
-    done = []
-    for name, switch in network.switches.items():
-        start = time.monotonic()
-        async with Session(switch, Codec.for_target(switch.target)) as session:
+    changes: list[tuple[Session, Holdings, Holdings]] = []
+    done: list[Reconciled] = []
+    async with AsyncExitStack() as stack:
+        for name, switch in network.switches.items():
+            session = await stack.enter_async_context(Session(switch, Codec.for_target(switch.target)))
             await session.check_pipeline()
             held = await session.read()
-            rest = without(held, network, name)
-            updates = difference(held, rest)
-            await session.write(updates)
-        done.append(Reconciled(name, len(updates), len(rest), time.monotonic() - start))
+            changes.append((session, held, without(held, network, name)))
+        try:
+            for session, held, rest in changes:
+                start = time.monotonic()
+                updates = difference(held, rest)
+                await session.write(updates)
+                seconds = time.monotonic() - start
+                done.append(Reconciled(session.switch.name, len(updates), len(rest), seconds))
+        except ControlError:
+            for session, held, rest in changes[: len(done)]:
+                await session.write(difference(rest, held))
+            raise
     return done

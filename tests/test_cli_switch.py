@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,34 @@ import yaml
 from tests.jobs_made import job_data
 
 
+@contextmanager
+def switch() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A switch that holds nothing, and its address."""
+    command = [sys.executable, "-m", "softswitch", "--no-p4", "--device-id", "1", "--cpu-port", "510"]
+    command += ["--grpc-server-addr", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split("P4Runtime on ")[1].split(",")[0]
+        finally:
+            process.terminate()
+
+
+def write_job(folder: Path, *addresses: str) -> Path:
+    """A job on the switches at these addresses."""
+    data = job_data(switches=len(addresses))
+    for one, address in zip(data["fabric"]["switches"], addresses, strict=True):
+        one["address"] = address
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
 @pytest.fixture
 def job_file(tmp_path: Path) -> Iterator[Path]:
     """A job, whose switch runs and holds nothing yet."""
-    command = [sys.executable, "-m", "softswitch", "--no-p4", "--device-id", "1", "--cpu-port", "510"]
-    command += ["--grpc-server-addr", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as switch:
-        try:
-            assert switch.stdout is not None
-            address = switch.stdout.readline().split("P4Runtime on ")[1].split(",")[0]
-            data = job_data()
-            data["fabric"]["switches"][0]["address"] = address
-            file = tmp_path / "job.yaml"
-            file.write_text(yaml.safe_dump(data))
-            yield file
-        finally:
-            switch.terminate()
+    with switch() as (_, address):
+        yield write_job(tmp_path, address)
 
 
 def checkmate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -73,3 +86,15 @@ def test_a_switch_without_the_program_ends_with_4(job_file: Path) -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, found["exit"]) == (4, 4)
     assert found["error"] in " ".join(done.stderr.split())
+
+
+def test_a_switch_that_is_away_keeps_remove_from_the_others(tmp_path: Path) -> None:
+    with switch() as (_, here), switch() as (other, there):
+        file = write_job(tmp_path, here, there)
+        installed(file)
+        other.kill()
+        other.wait()
+        assert checkmate("remove", file).returncode == 3
+        with switch() as (_, again):
+            lines = checkmate("run", "--once", write_job(tmp_path, here, again)).stdout.splitlines()
+        assert lines[0].startswith("switch tor0: 0 updates written")
