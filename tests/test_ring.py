@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,101 +18,78 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.ring import AllGather, Place, Ring, RingError, connect_ring
-from checkmate.ring.steps import Position, allgather_steps
+from checkmate.ring.steps import Arrival, Position, Receive, Send, Steps, allgather_steps, allreduce_steps
 from checkmate.ring.tensors import Contents
 from checkmate.ring.worker import BucketSpec, RingJob, run_rank
-from checkmate.schedule import FIRST, LAST, Bucket, chunk_slice, stream_layout
+from checkmate.schedule import FIRST, LAST, Bucket, channel_slice, chunk_slice, stream_layout
+from tests.rings import free_port, loopback, on_all_ranks, play
 
 Result = TypeVar("Result")
 
-BUCKETS = st.lists(
-    st.builds(
-        Bucket, elements=st.integers(0, 90), itemsize=st.sampled_from([1, 2, 4]), shadow_id=st.integers(0, 2)
-    ),
-    max_size=5,
+BUCKET = st.builds(
+    Bucket, elements=st.integers(0, 90), itemsize=st.sampled_from([1, 2, 4]), shadow_id=st.integers(0, 2)
 )
-
-
-def loopback(ranks: int) -> list[str]:
-    return [f"127.0.0.{rank + 1}" for rank in range(ranks)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return int(port) if port < 65000 else free_port()
-
-
-def on_all_ranks(ranks: int, work: Callable[[int], Result]) -> list[Result]:
-    """Run `work` for each rank in a thread of its own."""
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(work, range(ranks)))
 
 
 @settings(deadline=None)
 @given(
-    buckets=BUCKETS,
+    bucket=BUCKET,
     ranks=st.integers(2, 9),
     channels=st.integers(1, 3),
     size=st.sampled_from([8, 24, 1 << 20]),
 )
 def test_steps_gather_everything_and_never_wait_for_one_another(
-    buckets: list[Bucket], ranks: int, channels: int, size: int
+    bucket: Bucket, ranks: int, channels: int, size: int
 ) -> None:
-    """Play one channel's steps: bytes in flight are unlimited, and a send waits for what it names."""
     channel = channels - 1
-    steps = [
-        allgather_steps(buckets, Position(rank, ranks, channel, channels), size) for rank in range(ranks)
-    ]
-    holds = [[bytearray(bucket.nbytes) for bucket in buckets] for _ in range(ranks)]
-    for rank in range(ranks):
-        for held, bucket in zip(holds[rank], buckets, strict=True):
-            own = chunk_slice(bucket.elements, channels, channel, ranks, (rank + 1) % ranks)
-            for byte in range(own.start * bucket.itemsize, own.stop * bucket.itemsize):
-                held[byte] = 1 + byte % 251
-    sent, received = [0] * ranks, [0] * ranks
-    wires: list[list[bytes]] = [[] for _ in range(ranks)]
-    moved = True
-    while moved:
-        moved = False
-        for rank, (sends, receives) in enumerate(steps):
-            if sent[rank] < len(sends) and sends[sent[rank]].after <= received[rank]:
-                send = sends[sent[rank]]
-                data = bytes(holds[rank][send.bucket][send.start : send.stop])
-                assert 0 not in data, "sent before it was there"
-                wires[(rank + 1) % ranks].append(data)
-                sent[rank] += 1
-                moved = True
-            if wires[rank]:
-                receive = receives[received[rank]]
-                data = wires[rank].pop(0)
-                assert len(data) == receive.stop - receive.start
-                holds[rank][receive.bucket][receive.start : receive.stop] = data
-                received[rank] += 1
-                moved = True
-    assert [(len(s), len(r)) for s, r in steps] == list(zip(sent, received, strict=True))
-    for tensors in holds:
-        for tensor, bucket in zip(tensors, buckets, strict=True):
-            first = chunk_slice(bucket.elements, channels, channel, ranks, 0).start * bucket.itemsize
-            last = chunk_slice(bucket.elements, channels, channel, ranks, ranks - 1).stop * bucket.itemsize
-            assert tensor[first:last] == bytes(1 + byte % 251 for byte in range(first, last))
+    whole = channel_slice(bucket.elements, channels, channel)
+    expected = bytearray(bucket.nbytes)
+    for byte in range(whole.start * bucket.itemsize, whole.stop * bucket.itemsize):
+        expected[byte] = 1 + byte % 251
+    holds = [bytearray(bucket.nbytes) for _ in range(ranks)]
+    for rank, held in enumerate(holds):
+        own = chunk_slice(bucket.elements, channels, channel, ranks, (rank + 1) % ranks)
+        where = slice(own.start * bucket.itemsize, own.stop * bucket.itemsize)
+        held[where] = expected[where]
+
+    def send(rank: int, step: Send) -> bytes:
+        assert 0 not in holds[rank][step.start : step.stop], "sent before it was there"
+        return bytes(holds[rank][step.start : step.stop])
+
+    def receive(rank: int, step: Receive, data: bytes) -> None:
+        assert step.arrival is Arrival.KEEP
+        holds[rank][step.start : step.stop] = data
+
+    steps = [allgather_steps(bucket, Position(rank, ranks, channel, channels), size) for rank in range(ranks)]
+    play(steps, send, receive)
+    assert holds == [expected] * ranks
 
 
 @given(
-    buckets=BUCKETS, ranks=st.integers(2, 9), channels=st.integers(1, 3), side=st.sampled_from([FIRST, LAST])
+    buckets=st.lists(BUCKET, max_size=5),
+    ranks=st.integers(2, 9),
+    channels=st.integers(1, 3),
+    side=st.sampled_from([FIRST, LAST]),
+    steps_of=st.sampled_from([allgather_steps, allreduce_steps]),
 )
-def test_steps_tag_what_the_layout_says(buckets: list[Bucket], ranks: int, channels: int, side: int) -> None:
-    rank = 0 if side == FIRST else ranks - 1
-    sends, _ = allgather_steps(buckets, Position(rank, ranks, 0, channels), 16)
+def test_steps_tag_what_the_layout_says(
+    buckets: list[Bucket],
+    ranks: int,
+    channels: int,
+    side: int,
+    steps_of: Callable[[Bucket, Position, int], Steps],
+) -> None:
+    at = Position(0 if side == FIRST else ranks - 1, ranks, 0, channels)
+    sends = [(index, send) for index, b in enumerate(buckets) for send in steps_of(b, at, 16).sends]
     for shadow_id in range(3):
         layout = stream_layout(buckets, channels, 0, ranks, side=side, shadow_id=shadow_id)
         expected = [(s.bucket, b) for s in layout.spans(0, layout.nbytes) for b in range(s.start, s.stop)]
-        tagged = [(s.bucket, b) for s in sends if s.shadow_id == shadow_id for b in range(s.start, s.stop)]
+        tagged = [(i, b) for i, s in sends if s.shadow_id == shadow_id for b in range(s.start, s.stop)]
         assert tagged == expected
 
 
 def test_a_chunk_is_announced_once_with_its_whole_length() -> None:
-    sends, _ = allgather_steps([Bucket(100, 4, 0)], Position(2, 3, 0, 1), 64)
+    sends = allgather_steps(Bucket(100, 4, 0), Position(2, 3, 0, 1), 64).sends
     assert [send.chunk for send in sends] == [132, 0, 0, 136, 0, 0]
     assert [send.after for send in sends] == [0, 0, 0, 1, 2, 3]
 

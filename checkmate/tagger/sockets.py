@@ -48,7 +48,9 @@ class TaggedSocket:
         self._channel = channel
         self._incarnation = incarnation
         self._positions: dict[int, int] = {}
-        self._ends: deque[int] = deque()  # of the live ranges, in bytes written
+        self._acknowledged: dict[int, int] = {}
+        # Of the live ranges: end in bytes written, shadow id, end in its stream.
+        self._ends: deque[tuple[int, int, int]] = deque()
         self._kernel_end: int | None = None  # of the newest range that the kernel still knows
         self._chunk_left = 0
         bit = dscp_bit << 2
@@ -94,6 +96,13 @@ class TaggedSocket:
         """How many bytes of this stream were tagged so far, the announced chunk included; 64 bits."""
         return self._positions.get(shadow_id, 0)
 
+    def acknowledged(self, shadow_id: int) -> int:
+        """How many bytes of this stream the peer has acknowledged, in whole chunks; from any thread."""
+        live = tuple(self._ends)  # first: what is reaped from now on has been noted below
+        known = self._acknowledged.get(shadow_id, 0)
+        done = self.written - self.unacknowledged()
+        return max([known, *(stop for end, stream, stop in live if stream == shadow_id and end <= done)])
+
     def unacknowledged(self) -> int:
         """How many of the written bytes the peer has not acknowledged (SIOCOUTQ)."""
         return tcp.unacknowledged(self.socket)
@@ -121,7 +130,7 @@ class TaggedSocket:
         entry.incarnation = self._incarnation
         state.tail = (state.tail + 1) % wire.MODULUS
         self._tagger.store(self.socket, state)
-        self._ends.append(self.written + length)
+        self._ends.append((self.written + length, shadow_id, position + length))
         self._kernel_end = self.written + length
         self._positions[shadow_id] = position + length
 
@@ -143,7 +152,9 @@ class TaggedSocket:
     def _reap(self) -> None:
         """Let go of the ranges whose last byte is acknowledged; the kernel learns it with the next range."""
         acknowledged = self.written - self.unacknowledged()
-        while self._ends and self._ends[0] <= acknowledged:
+        while self._ends and self._ends[0][0] <= acknowledged:
+            _, shadow_id, stop = self._ends[0]
+            self._acknowledged[shadow_id] = stop
             self._ends.popleft()
             self._state.head = (self._state.head + 1) % wire.MODULUS
 

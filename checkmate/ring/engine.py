@@ -1,0 +1,242 @@
+"""Moves buckets' bytes round the ring: for each channel one thread that sends, one that receives and reduces.
+
+One thread with blocking sockets would deadlock as soon as a chunk is larger than both socket buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from checkmate.ring.connections import Ring, RingError, receive_into
+from checkmate.ring.steps import Arrival, Position, Steps
+from checkmate.schedule import Bucket
+
+OnTagged = Callable[[int, int, memoryview], None]
+"""Called with (channel, shadow id, bytes) right before they are sent tagged, on the channel's own thread."""
+
+
+class Engine:
+    """Takes the same buckets through their steps again and again, in order of index.
+
+    `on_done(index)`: all of the bucket is received, and all that had to be sent of it is with the kernel, so
+    it may be overwritten. `on_error(error)`, at most once: the ring is broken for good. Both are called from
+    the engine's threads, which wait for them to return.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        buckets: Sequence[Bucket],
+        steps_of: Callable[[Bucket, Position, int], Steps],
+        slice_bytes: int,
+        on_done: Callable[[int], None],
+        on_error: Callable[[RingError], None],
+    ) -> None:
+        place = ring.place
+        channels = range(place.channels)
+        self._ring = ring
+        self._buckets = buckets
+        self._slice_bytes = slice_bytes
+        self._on_done = on_done
+        self._on_error = on_error
+        self._on_tagged: OnTagged | None = None
+        self._steps = [
+            [
+                steps_of(bucket, Position(place.rank, place.ranks, channel, place.channels), slice_bytes)
+                for bucket in buckets
+            ]
+            for channel in channels
+        ]
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._views: list[memoryview] = []
+        self._lock = threading.Lock()
+        self._error: RingError | None = None
+        self._done = 0
+        self._at_work = 2 * place.channels
+        self._left = [self._at_work] * len(buckets)  # threads that are still at work on the bucket
+        self._submitted = Count()
+        self._received = [Count() for _ in channels]
+        self._threads: list[threading.Thread] = []
+
+    def bind(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
+        """Work on these tensors, flat, contiguous and on the CPU, from now on; nothing may be under way."""
+        views = [byte_view(tensor) for tensor in tensors]
+        sizes = [(tensor.numel(), tensor.element_size()) for tensor in tensors]
+        if sizes != [(bucket.elements, bucket.itemsize) for bucket in self._buckets]:
+            raise ValueError(f"tensors of {sizes} (elements, bytes each) don't match the buckets")
+        self._tensors, self._views, self._on_tagged = tensors, views, on_tagged
+        if not self._threads:
+            self._start()
+
+    def submit(self, index: int) -> None:
+        """Let the next bucket go; it must be bucket `index`. `RingError` where the ring is broken."""
+        if self._error is not None:
+            raise self._error
+        expected = self._submitted.value % len(self._buckets)
+        if index != expected:
+            raise ValueError(f"bucket {index} submitted, where bucket {expected} is next")
+        self._submitted.advance()
+
+    def close(self) -> None:
+        """End the threads. Buckets that are under way are given up, and that breaks the ring."""
+        with self._lock:
+            left = self._submitted.value - self._done
+        closed = RingError(f"rank {self._ring.place.rank}: closed with {left} buckets under way")
+        if left:
+            self._fail(closed)
+        self._error = self._error or closed
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self) -> None:
+        for channel in range(self._ring.place.channels):
+            for word, work in (("send", self._send), ("receive", self._receive)):
+                name = f"ring {word} {channel}"
+                # A daemon: a script that ends without `close` isn't held up.
+                self._threads.append(
+                    threading.Thread(target=self._run, args=(work, channel), name=name, daemon=True)
+                )
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, work: Callable[[int], None], channel: int) -> None:
+        try:
+            work(channel)
+        except RingError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for this thread for ever
+            what = f"rank {self._ring.place.rank}, channel {channel}: {type(error).__name__}: {error}"
+            broken = RingError(what)
+            broken.__cause__ = error
+            self._fail(broken)
+
+    def _send(self, channel: int) -> None:
+        sender = self._ring.senders[channel]
+        received = self._received[channel]
+        before = 0  # receives of earlier buckets
+        for number in itertools.count():
+            if not self._submitted.wait_for(number + 1):
+                return
+            index = number % len(self._buckets)
+            steps, view = self._steps[channel][index], self._views[index]
+            for step in steps.sends:
+                if not received.wait_for(before + step.after):
+                    return
+                piece = view[step.start : step.stop]
+                try:
+                    if step.chunk:
+                        sender.begin_chunk(step.chunk, step.shadow_id)
+                    if step.shadow_id is not None and self._on_tagged is not None:
+                        self._on_tagged(channel, step.shadow_id, piece)
+                    sender.write(piece)
+                except OSError as error:
+                    raise self._broken(channel, "to", 1, error) from error
+            before += len(steps.receives)
+            self._finish(index)
+
+    def _receive(self, channel: int) -> None:
+        receive = self._ring.receivers[channel].recv_into
+        received = self._received[channel]
+        scratch = torch.empty(self._slice_bytes, dtype=torch.uint8)
+        scratch_view = byte_view(scratch)
+        for number in itertools.count():
+            if not self._submitted.wait_for(number + 1):
+                return
+            index = number % len(self._buckets)
+            view, reduce = self._views[index], partial(self._reduce, self._tensors[index], scratch)
+            for step in self._steps[channel][index].receives:
+                try:
+                    if step.arrival is Arrival.KEEP:
+                        receive_into(receive, view[step.start : step.stop])
+                    else:
+                        receive_into(receive, scratch_view[: step.stop - step.start])
+                except OSError as error:
+                    raise self._broken(channel, "from", -1, error) from error
+                if step.arrival is not Arrival.KEEP:
+                    reduce(step.start, step.stop, step.arrival)
+                received.advance()
+            self._finish(index)
+
+    def _reduce(
+        self, tensor: torch.Tensor, scratch: torch.Tensor, start: int, stop: int, arrival: Arrival
+    ) -> None:
+        size = tensor.element_size()
+        sum_ = tensor[start // size : stop // size]
+        sum_.add_(scratch[: stop - start].view(tensor.dtype))
+        if arrival is Arrival.AVERAGE:
+            sum_.div_(self._ring.place.ranks)
+
+    def _finish(self, index: int) -> None:
+        """A thread is through with a bucket; the last one says so. It reaches the next bucket only then, so
+        buckets are done in order.
+        """
+        with self._lock:
+            self._left[index] -= 1
+            if self._left[index] or self._error is not None:
+                return
+            self._left[index] = self._at_work
+            self._done += 1
+        self._on_done(index)
+
+    def _fail(self, error: RingError) -> None:
+        with self._lock:
+            first = self._error is None
+            if first:
+                self._error = error
+        if first:
+            self._ring.abort()  # threads that are blocked wake, here and at the other ranks
+            self._end()
+            self._on_error(error)
+
+    def _end(self) -> None:
+        for count in (self._submitted, *self._received):
+            count.end()
+
+    def _broken(self, channel: int, way: str, offset: int, error: OSError) -> RingError:
+        place = self._ring.place
+        peer = (place.rank + offset) % place.ranks
+        return RingError(
+            f"rank {place.rank}, channel {channel}, {way} rank {peer}: {error.strerror or error}"
+        )
+
+
+class Count:
+    """A number that only grows, and threads that wait for it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def advance(self) -> None:
+        """Add 1."""
+        with self._changed:
+            self.value += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """It grows no more: wake whoever waits."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, value: int) -> bool:
+        """Wait until it is `value` or more; whether it is, for it may have ended before."""
+        if self.value >= value:  # without the lock: it only grows
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self.value >= value)
+            return self.value >= value
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """A flat, contiguous CPU tensor's bytes, in place; `ValueError` for others."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"not a flat, contiguous CPU tensor: {tuple(tensor.shape)} on {tensor.device}")
+    return tensor.detach().view(torch.uint8).numpy().data

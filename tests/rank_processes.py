@@ -1,0 +1,83 @@
+"""For tests of training: processes that are the ranks of a process group, for one function after another."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SECONDS = 60.0
+
+
+class RankProcesses:
+    """Processes that import torch once. A function must be a module's own, and picklable as its name."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._ends: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(rank, ranks, *arguments)` in `ranks` processes; what they return, by rank."""
+        while len(self._ends) < ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(ranks):
+                store = str(Path(folder, "store"))
+                self._ends[rank].send((rank, ranks, store, function, arguments))
+            answers = [self._answer(rank) for rank in range(ranks)]
+        bad = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(answers) if words]
+        assert not bad, "\n".join(bad)
+        return [result for _, result in answers]
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _answer(self, rank: int) -> tuple[str, Any]:
+        try:
+            if not self._ends[rank].poll(_SECONDS):
+                return f"no answer in {_SECONDS:g} s", None
+            words, result = self._ends[rank].recv()
+            return str(words), result
+        except EOFError:
+            return "its process ended", None
+
+
+def _serve(end: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        rank, ranks, store, function, arguments = end.recv()
+        result, words = None, ""
+        try:
+            timeout = datetime.timedelta(seconds=_SECONDS / 2)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
+            )
+            result = function(rank, ranks, *arguments)
+        except BaseException:  # noqa: BLE001 - the test shows it
+            words = traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        end.send((words, result))
