@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from finsy.proto import p4i
@@ -11,6 +12,7 @@ from softswitch import bmv2
 from softswitch.codegen import Output, generate
 from softswitch.emitter import Plan
 from softswitch.linking import UnsupportedProgramError, link
+from softswitch.notation import Notations
 from softswitch.primitives import DROP_PORT, check_actions
 from softswitch.state import State
 from softswitch.trace import Trace
@@ -41,6 +43,11 @@ class Program:
     def state(self) -> State:
         """Tables, counters, registers and groups."""
         return self._plan.links.state
+
+    @cached_property
+    def notations(self) -> Notations:
+        """How traces write the values of its keys and parameters."""
+        return Notations(self._plan.config)
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
         """What leaves egress for a frame that came in by `port`, in the order of admission.

@@ -106,7 +106,7 @@ class Switch:
         if self._trace is None:
             outputs = program.process(number, frame)
         else:
-            trace = Trace()
+            trace = Trace(program.notations)
             outputs = program.process(number, frame, trace)
             self._trace(trace.text())
         if len(outputs) == 1 and not outputs[0].group:

@@ -5,9 +5,10 @@ The traced variant of the generated code calls these methods; the plain variant 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from softswitch.notation import Notations
 from softswitch.state import Entry
 
 Event = dict[str, Any]
@@ -19,10 +20,11 @@ _DROPS = {
 
 
 class Trace:
-    """Collects one packet's events in their order."""
+    """Collects one packet's events in their order. `notations`: how its program's values are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, notations: Notations | None = None) -> None:
         self._events: list[Event] = []
+        self._notations = notations
 
     def data(self) -> list[Event]:
         """The events; each has `event`, its kind, and what belongs to that kind."""
@@ -30,11 +32,31 @@ class Trace:
 
     def text(self) -> str:
         """The events as one paragraph of short lines."""
-        return "\n".join(("  " if place else "") + _line(event) for place, event in enumerate(self._events))
+        return "\n".join(
+            ("  " if place else "") + self._line(event) for place, event in enumerate(self._events)
+        )
 
     def add(self, event: str, **what: Any) -> None:
         """Note an event; the switch adds its own this way (a copy that a port refused, say)."""
         self._events.append({"event": event, **what})
+
+    def _line(self, event: Event) -> str:
+        kind = event["event"]
+        if kind in ("hit", "miss"):
+            write_key = self._notations.key if self._notations else _hex
+            return f"table {event['table']}({_pairs(event['table'], event['key'], write_key)}): {kind}"
+        if kind == "action":
+            default = " (default)" if event["default"] else ""
+            write_param = self._notations.param if self._notations else _hex
+            return (
+                f"action {event['action']}({_pairs(event['action'], event['params'], write_param)}){default}"
+            )
+        if kind == "multicast":
+            copies = event["copies"]
+            return f"multicast: group {event['group']}, {copies} {'copy' if copies == 1 else 'copies'}"
+        if kind in _TEXTS:
+            return _TEXTS[kind].format(**event)
+        return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
 
     # What generated code calls
 
@@ -110,8 +132,12 @@ def _key(names: Sequence[str], key: Any) -> dict[str, int]:
     return dict(zip(names, values, strict=True))
 
 
-def _pairs(values: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value:#x}" for name, value in values.items())
+def _pairs(owner: str, values: dict[str, int], write: Callable[[str, str, int], str]) -> str:
+    return ", ".join(f"{name}={write(owner, name, value)}" for name, value in values.items())
+
+
+def _hex(owner: str, name: str, value: int) -> str:
+    return hex(value)
 
 
 _TEXTS = {
@@ -122,20 +148,7 @@ _TEXTS = {
     "condition": "if {source} ({where}): {result}",
     "statements": "statements: {where}",
     "log": "log: {text}",
-    "multicast": "multicast: group {group}, {copies} copies",
     "copy": "copy: port {port}, instance {instance}",
     "drop": "drop in {where}: {reason}",
     "output": "output: port {port}, {bytes} bytes",
 }
-
-
-def _line(event: Event) -> str:
-    kind = event["event"]
-    if kind in ("hit", "miss"):
-        return f"table {event['table']}({_pairs(event['key'])}): {kind}"
-    if kind == "action":
-        default = " (default)" if event["default"] else ""
-        return f"action {event['action']}({_pairs(event['params'])}){default}"
-    if kind in _TEXTS:
-        return _TEXTS[kind].format(**event)
-    return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")

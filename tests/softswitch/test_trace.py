@@ -74,12 +74,17 @@ def test_a_tagged_segment_as_data() -> None:
 
 
 def test_a_tagged_segment_as_text() -> None:
-    trace = Trace()
-    checkmate_program().process(1, segment([tag()]), trace)
+    program = checkmate_program()
+    trace = Trace(program.notations)
+    program.process(1, segment([tag()]), trace)
     text = trace.text()
     assert text.startswith(TAGGED)
     for line in (
-        "  table replication(source=0xa000001, destination=0xa000002, shadow_id=0x3, channel=0x1): hit",
+        "  table stub(address=10.0.0.2): miss",
+        "  table replication(source=10.0.0.1, destination=10.0.0.2, shadow_id=0x3, channel=0x1): hit",
+        "  action rewrite(shadow_mac=02:00:00:00:00:03, stub_mac=02:00:00:00:00:fe, shadow_ip=10.1.0.3, "
+        "stub_ip=10.0.0.250, shadow_port=0xfa0, stub_port=0x1388, "
+        "acknowledgement=0xfffffff0, minus_base=0x0)",
         "  action replicate(group=0xa, boundary=0x5)",
         "  action NoAction() (default)",
         "  multicast: group 10, 2 copies",
