@@ -165,17 +165,20 @@ def _source(file: Path) -> tuple[_Source | None, list[Located]]:
         except JobError as error:
             faults = list(error.faults)
             raw = {key: value for key, value in raw.items() if key != "fabric"}
-    _resolve_tls(raw.get("fabric"), (fabric or document).file.parent)
+    _resolve_tls(raw, document.file.parent, (fabric or document).file.parent)
     return _Source(document, fabric, raw), faults
 
 
-def _resolve_tls(fabric: Any, folder: Path) -> None:
+def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
     """TLS files are named from the folder of the file that names them."""
+    fabric = raw.get("fabric")
     switches = fabric.get("switches") if isinstance(fabric, dict) else None
+    named = [(raw.get("mgmt_tls"), folder)]
     for switch in switches if isinstance(switches, list) else []:
-        tls = switch.get("tls") if isinstance(switch, dict) else None
+        named.append((switch.get("tls") if isinstance(switch, dict) else None, fabric_folder))
+    for tls, base in named:
         if isinstance(tls, dict):
-            tls.update({key: str(folder / value) for key, value in tls.items() if isinstance(value, str)})
+            tls.update({key: str(base / value) for key, value in tls.items() if isinstance(value, str)})
 
 
 def _fabric_document(document: Document, named: str) -> Document:

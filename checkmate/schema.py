@@ -104,6 +104,14 @@ class Tls(_Model):
         return self
 
 
+class MgmtTls(_Model):
+    """PEM files for gRPC between trainers and shadow nodes, both of which prove who they are."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
 class Switch(_Model):
     """A switch and how its P4Runtime server is reached."""
 
@@ -170,6 +178,7 @@ class Job(_Model):
     tag: TagSettings = TagSettings()
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
+    mgmt_tls: MgmtTls | None = None
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
     shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
 

@@ -185,6 +185,15 @@ def test_tls_files_are_named_from_the_jobs_folder(tmp_path: Path) -> None:
     assert tls.ca == tmp_path / "ca.pem"
 
 
+def test_tls_files_of_the_management_network_are_all_needed(tmp_path: Path) -> None:
+    data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem"}}
+    assert "is missing" in faults(write(tmp_path, data))["mgmt_tls.key"]
+    data["mgmt_tls"]["key"] = "host.key"
+    tls = read_job(write(tmp_path, data)).mgmt_tls
+    assert tls is not None
+    assert (tls.ca, tls.key) == (tmp_path / "ca.pem", tmp_path / "host.key")
+
+
 def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:
     one, two = job_data("one", switches=2), job_data("two", switches=2, number=1)
     two["dp_groups"][0]["ranks"][0]["port"] = 400

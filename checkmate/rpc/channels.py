@@ -1,0 +1,58 @@
+"""Channels to shadow nodes, and what they serve with: limits, keepalive, and TLS where the job has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from checkmate.schema import Job, MgmtTls
+
+OPTIONS: Final = (
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+"""Of servers and channels. Without a local pool, a channel would share the connection of an earlier one."""
+
+
+class TlsError(RuntimeError):
+    """A file of `mgmt_tls` can't be used."""
+
+    exit_code = 2
+
+
+def open_channel(job: Job, node_id: int) -> grpc.Channel:
+    """A channel to a shadow node. It connects by itself, at the first call; `TlsError` for a file."""
+    address = job.node(node_id).mgmt
+    if job.mgmt_tls is None:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    ca, cert, key = _files(job.mgmt_tls)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=OPTIONS)
+
+
+def server_credentials(tls: MgmtTls) -> grpc.ServerCredentials:
+    """What a node serves with; clients must show a certificate of the same authority."""
+    ca, cert, key = _files(tls)
+    return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
+
+
+def _files(tls: MgmtTls) -> tuple[bytes, bytes, bytes]:
+    return _read(tls.ca), _read(tls.cert), _read(tls.key)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise TlsError(f"can't read the TLS file {file}: {error.strerror}") from None
