@@ -140,6 +140,7 @@ def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
     [
         ({"switches": ["tor", "tor"]}, "a name of its own"),
         ({"switches": ["ctl", "tor"]}, "'ctl' is a name that the lab gives itself"),
+        ({"switches": ["tor", "cables"]}, "'cables' is a name that the lab gives itself"),
         ({"switches": ["tor", "rank1"]}, "'rank1' is a name that the lab gives itself"),
         ({"links": [["tor", "leaf"]]}, "links: no switch 'leaf'; there are tor"),
         ({"links": [["tor", "tor"]]}, "not tor to itself"),

@@ -23,6 +23,8 @@ STUB_TCP_PORT: Final = 7471
 SHADOW_MGMT_PORT: Final = 7000
 CONTROLLER: Final = "ctl"
 """The namespace of the controller, which also holds the management network's bridge."""
+CABLES: Final = "cables"
+"""The namespace where training links are cut that delay."""
 
 _RANKS_MAX: Final = 150
 _SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]
@@ -194,7 +196,9 @@ def build(name: str, data: object) -> Topology:
 def _faults(lab: _LabFile) -> Iterator[str]:
     if len(set(lab.switches)) != len(lab.switches):
         yield "switches: each needs a name of its own"
-    reserved = [s for s in lab.switches if s == CONTROLLER or s.rstrip("0123456789") in ("rank", "shadow")]
+    reserved = [
+        s for s in lab.switches if s in (CONTROLLER, CABLES) or s.rstrip("0123456789") in ("rank", "shadow")
+    ]
     for name in reserved:
         yield f"switches: {name!r} is a name that the lab gives itself; use another, such as tor"
     used = [

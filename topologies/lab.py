@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
 from topologies import job_files, links, namespaces, state, switches, wiring
-from topologies.describe import BadDescription, LabError, SwitchNode, Topology
+from topologies.describe import CABLES, BadDescription, LabError, SwitchNode, Topology
 from topologies.job_files import Target
 from topologies.processes import pinned
 from topologies.signals import undisturbed
@@ -40,12 +41,14 @@ class Lab:
         name: str | None = None,
         mtu: int = 1500,
         loss: float = 0.0,
+        jitter: float = 0.0,
         offloads: bool | None = None,
         switch_cpus: Collection[int] | None = None,
         progress: Progress = lambda _: None,
     ) -> None:
         """`loss`: the share of frames that training links lose, both ways.
 
+        `jitter`: seconds by which training links delay frames at most, both ways; none overtakes another.
         `offloads`: whether interfaces cut and sum segments themselves; by default as the target needs it.
         `switch_cpus`: the CPUs that the switches may use; by default all.
         """
@@ -56,6 +59,9 @@ class Lab:
             raise BadDescription(f"an MTU of {mtu}; use 1500, or up to 9000")
         self.mtu = mtu
         self.loss = loss
+        if not 0 <= jitter <= 1:
+            raise BadDescription(f"a jitter of {jitter:g} s; give seconds from 0 to 1, such as 0.005")
+        self.jitter = jitter
         self.offloads = offloads if offloads is not None else target == "softswitch"
         self.switch_cpus = switch_cpus
         self.loss_by: str | None = None
@@ -64,6 +70,7 @@ class Lab:
         self._cgroup: str | None = None
         self._made = False
         self._switch_processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._others: list[subprocess.Popen[bytes]] = []
 
     @property
     def switches(self) -> tuple[SwitchNode, ...]:
@@ -118,9 +125,10 @@ class Lab:
             finally:  # also where nobody listens any more: a closed terminal
                 if self._made:
                     _remove(self.name)
-                    for process in self._switch_processes.values():
+                    for process in (*self._switch_processes.values(), *self._others):
                         process.wait()
                     self._switch_processes.clear()
+                    self._others.clear()
                     self._made = False
                 self.release()
 
@@ -199,15 +207,18 @@ class Lab:
             Path(cgroup).mkdir(exist_ok=True)
         self._cgroup = cgroup
         self._write_job()
-        for node in self.topology.nodes:
+        cut = bool(self.jitter)
+        for node in (*self.topology.nodes, *([CABLES] if cut else [])):
             namespaces.create(self.namespace(node))
             links.prepare(self.namespace(node))
         wiring.management(self.name, self.topology)
-        wiring.training(self.name, self.topology, self.mtu)
+        wiring.training(self.name, self.topology, self.mtu, cut=cut)
         if not self.offloads:
-            wiring.switch_offloads_off(self.name, self.topology)
+            wiring.switch_offloads_off(self.name, self.topology, cut=cut)
         if self.loss:
             self.loss_by = wiring.lose(self.name, self.topology, self.loss)
+        if cut:
+            self._join_cables()
         for switch in self.topology.switches:
             self._progress(f"switch {switch.name} ({self.target})")
             self._start_switch(switch)
@@ -219,6 +230,18 @@ class Lab:
         fabric = job_files.fabric(self.topology, self.target)
         self.directory.joinpath(job_files.FABRIC_FILE).write_text(job_files.as_yaml(fabric, title))
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
+
+    def _join_cables(self) -> None:
+        """Start the process that passes frames on, late, where the ranks' cables are cut."""
+        pairs = [":".join(wiring.cut_ends(rank)) for rank in self.topology.ranks]
+        argv = [sys.executable, "-m", "topologies.jitter", "--seconds", f"{self.jitter:g}", *pairs]
+        with self.log(CABLES).open("wb") as log:
+            process = self.start(CABLES, argv, stdout=subprocess.PIPE, stderr=log, cpus=self.switch_cpus)
+        assert process.stdout is not None
+        with process.stdout as output:
+            if output.readline() != b"ready\n":
+                raise LabError(f"cables: {self.log(CABLES).read_text().strip()}")
+        self._others.append(process)
 
     def _start_switch(self, switch: SwitchNode) -> None:
         own_socket = self.target == "bmv2" and switches.has_notifications()

@@ -95,9 +95,9 @@ def set_address(namespace: str, interface: str, address: IPv4Address, subnet: IP
         ip.addr("add", index=index, address=str(address), prefixlen=subnet.prefixlen)
 
 
-def connect(host: str, switch: str, nic: Interface, subnet: IPv4Network, mtu: int) -> None:
-    """Cable a host's NIC to its switch port, and give it its addresses."""
-    add_cable(switch, f"port{nic.port}", host, nic.name, mtu=mtu, far_mac=nic.mac)
+def connect(host: str, there: str, port: str, nic: Interface, subnet: IPv4Network, mtu: int) -> None:
+    """Cable a host's NIC to a port there, its switch's for one, and give it its addresses."""
+    add_cable(there, port, host, nic.name, mtu=mtu, far_mac=nic.mac)
     set_address(host, nic.name, nic.ip, subnet)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topologies import links, loss, offloads
-from topologies.describe import CONTROLLER, DATA_NET, MGMT_NET, Host, SwitchNode, Topology
+from topologies.describe import CABLES, CONTROLLER, DATA_NET, MGMT_NET, Host, SwitchNode, Topology
 from topologies.namespaces import name_of
 
 
@@ -16,21 +16,37 @@ def management(lab: str, topology: Topology) -> None:
         links.join_bridge(controller, node.name, name_of(lab, node.name), node.mgmt, MGMT_NET)
 
 
-def training(lab: str, topology: Topology, mtu: int) -> None:
-    """Cable each NIC to its switch, and the switches to each other."""
+def training(lab: str, topology: Topology, mtu: int, *, cut: bool = False) -> None:
+    """Cable each NIC to its switch, and the switches to each other.
+
+    `cut`: each rank's cable comes in two pieces, both of which end in the namespace of the cables.
+    """
     for host in topology.hosts:
         for nic in host.interfaces:
-            links.connect(name_of(lab, host.name), name_of(lab, nic.switch), nic, DATA_NET, mtu)
+            there, port = name_of(lab, nic.switch), f"port{nic.port}"
+            if cut and host.role == "rank":
+                inside, near, far = name_of(lab, CABLES), *cut_ends(host)
+                links.add_cable(inside, far, there, port, mtu=mtu)
+                there, port = inside, near
+            links.connect(name_of(lab, host.name), there, port, nic, DATA_NET, mtu)
     for link in topology.links:
         (a, a_port), (b, b_port) = link.a, link.b
         links.add_cable(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}", mtu=mtu)
 
 
-def switch_offloads_off(lab: str, topology: Topology) -> None:
-    """On both ends of every cable of the training network."""
+def cut_ends(rank: Host) -> tuple[str, str]:
+    """What the two ends are called where a rank's cable is cut: towards the host, towards the switch."""
+    return f"host{rank.number}", f"switch{rank.number}"
+
+
+def switch_offloads_off(lab: str, topology: Topology, *, cut: bool = False) -> None:
+    """On all ends of every cable of the training network."""
     for host in topology.hosts:
         for nic in host.interfaces:
             offloads.switch_off(name_of(lab, host.name), nic.name)
+        if cut and host.role == "rank":
+            for end in cut_ends(host):
+                offloads.switch_off(name_of(lab, CABLES), end)
     for switch in topology.switches:
         for port in range(1, switch.ports + 1):
             offloads.switch_off(name_of(lab, switch.name), f"port{port}")
