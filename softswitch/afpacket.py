@@ -75,7 +75,7 @@ class PacketPort:
         self.number = number
         self.name = name
         self.stats = PortStats()
-        self.connection = Connection()
+        self.connection = Connection(f"port {number} ({name})")
         self._dropped = 0
         self._buffer = bytearray(FRAME_MAX)
         self._view = memoryview(self._buffer)
@@ -106,8 +106,6 @@ class PacketPort:
             if error.errno not in _DOWN:
                 raise
             up = False
-        if up != self.connection.up:
-            log.info("port %d (%s) is %s", self.number, self.name, "up" if up else "down")
         self.connection.set_up(up)
 
     def dropped(self) -> int:
@@ -178,8 +176,11 @@ class PacketPort:
 
     def _not_sent(self, error: OSError) -> bool:
         if error.errno in _FULL:
-            self.stats.refused += 1
-            return not self.connection.refused()
+            if self.connection.refused():
+                self.stats.refused += 1
+                return False
+            self.stats.disconnected += 1
+            return True
         if error.errno in _DOWN:
             self._look()
             self.stats.disconnected += 1

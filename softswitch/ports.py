@@ -5,6 +5,7 @@ A port knows nothing of programs. `afpacket` has the kind that is a network inte
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from softswitch.checksums import Offload, complete
+
+log = logging.getLogger(__name__)
 
 REFUSAL_LIMIT_S = 1.0
 """A port that has refused copies for so long counts as not connected."""
@@ -25,8 +28,9 @@ class PortStats:
     """What a port has counted since it was opened.
 
     Segments count a 64 KB frame as the frames that it is on a wire. Copies that did not leave:
-    `refused` by a port that was full; `disconnected`, to a port that counts as not connected; `withheld`
-    by admission; `unsendable`, whose checksum could not be completed. `oversized` frames did not enter.
+    `refused` by a port that was full, and `withheld` by admission for that: their sender's TCP sends again.
+    `disconnected`, to a port that counts as not connected, and `unsendable`, whose checksum could not be
+    completed: lost. `oversized` frames did not enter.
     """
 
     rx_packets: int = 0
@@ -70,11 +74,16 @@ class Port(Protocol):
 
 
 class Connection:
-    """Whether a port counts as connected (design: admission of replicated packets)."""
+    """Whether a port counts as connected (design: admission of replicated packets).
 
-    __slots__ = ("_retry", "_since", "healthy", "up")
+    Logs a warning when it no longer does, and when it does again: meanwhile copies to it are lost. `port`
+    is what the warnings call it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_port", "_retry", "_since", "healthy", "up")
+
+    def __init__(self, port: str = "a port") -> None:
+        self._port = port
         self.up = True
         self.healthy = True
         """Up, and the last copy was accepted: nothing needs to be asked before sending."""
@@ -96,6 +105,8 @@ class Connection:
 
     def accepted(self) -> None:
         """The port took a copy."""
+        if self._retry:
+            log.warning("%s takes frames again, and counts as connected", self._port)
         self._since = self._retry = 0.0
         self.healthy = self.up
 
@@ -108,12 +119,20 @@ class Connection:
             self._since = self._since or now
             if now - self._since < REFUSAL_LIMIT_S:
                 return True
+            log.warning(
+                "%s has taken no frame for %.1f s: it counts as not connected, and copies to it are dropped",
+                self._port,
+                now - self._since,
+            )
         self._retry = now + RETRY_S
         return False
 
     def set_up(self, up: bool) -> None:
-        """The link went up or down."""
+        """The link went up or down, or is as it was."""
+        if self.up and not up and not self._retry:
+            log.warning("%s is down: it counts as not connected, and copies to it are dropped", self._port)
         if up and not self.up:
+            log.warning("%s is up again, and counts as connected", self._port)
             self._since = self._retry = 0.0
         self.up = up
         self.healthy = up and not self._since
@@ -132,7 +151,7 @@ class MemoryPort:
         self.sent: deque[bytes] = deque()
         self.capacity = capacity
         self.refusing = False
-        self.connection = Connection()
+        self.connection = Connection(f"port {number} ({self.name})")
         self._waiting: deque[tuple[bytes, Offload | None]] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
 
@@ -163,8 +182,11 @@ class MemoryPort:
             stats.disconnected += 1
             return True
         if self.refusing or len(self.sent) >= self.capacity:
-            stats.refused += 1
-            return not self.connection.refused()
+            if self.connection.refused():
+                stats.refused += 1
+                return False
+            stats.disconnected += 1
+            return True
         self.connection.accepted()
         whole = frame if offload is None else complete(frame)
         if whole is None:

@@ -99,18 +99,27 @@ def test_full_port_refuses(running: Running, primary: Client) -> None:
     assert (running.ports[3].stats.refused, running.ports[2].stats.withheld) == (3, 3)
 
 
-def test_port_that_is_down_holds_nothing_back(running: Running, primary: Client) -> None:
+def test_port_that_is_down_holds_nothing_back(
+    running: Running, primary: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     replicated(running, primary, (2, 0), (3, 1))
     running.ports[3].connection.set_up(False)
     arrive(running, 2)
     assert len(running.ports[2].sent) == 2
     assert running.ports[3].stats.disconnected == 2
+    running.ports[3].connection.set_up(False)  # a notice of another port: nothing new here
     running.ports[3].connection.set_up(True)
+    assert caplog.messages == [
+        "port 3 (memory3) is down: it counts as not connected, and copies to it are dropped",
+        "port 3 (memory3) is up again, and counts as connected",
+    ]
     arrive(running)
     assert (len(running.ports[2].sent), len(running.ports[3].sent)) == (3, 1)
 
 
-def test_port_that_refuses_for_a_second_holds_nothing_back(running: Running, primary: Client) -> None:
+def test_port_that_refuses_for_a_second_holds_nothing_back(
+    running: Running, primary: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     replicated(running, primary, (2, 0), (3, 1))
     running.ports[3].refusing = True
     begin = time.monotonic()
@@ -120,7 +129,11 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(running: Running, pri
     assert time.monotonic() - begin >= 1
     arrive(running, 3)
     assert len(running.ports[2].sent) == 4
-    assert running.ports[3].stats.disconnected
+    stats, withheld = running.ports[3].stats, running.ports[2].stats.withheld
+    assert (stats.refused, stats.disconnected) == (withheld, 4)  # those that were sent again; those lost
+    (warning,) = caplog.messages
+    assert warning.startswith("port 3 (memory3) has taken no frame for 1.")
+    assert warning.endswith(" s: it counts as not connected, and copies to it are dropped")
     # It is tried again, and joins in when it has room.
     running.ports[3].refusing = False
 
@@ -132,6 +145,8 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(running: Running, pri
     count = len(running.ports[3].sent)
     arrive(running, 5)
     assert len(running.ports[3].sent) == count + 5
+    assert caplog.messages == [warning, "port 3 (memory3) takes frames again, and counts as connected"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_a_sender_that_backs_off_is_not_held_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,23 @@ def test_ports_are_not_promiscuous_afterwards(wires: Wires) -> None:
     assert "promiscuity 0" in sh(f"nsenter --net=/run/netns/{wires.switch} ip -d link show s1")
 
 
+@needs_root
+def test_a_port_that_goes_and_comes_is_told_on_stderr(wires: Wires, tmp_path: Path) -> None:
+    """A line when a port no longer counts as connected, and one when it does again; nothing else."""
+    stats = tmp_path / "stats.json"
+    arguments = ("--no-p4", "-i", "1@s1", "-i", "2@s2", "--stats-file", str(stats))
+    with process(*arguments, inside=wires.switch) as (running, _):
+        assert running.stderr is not None
+        for state, words in (
+            ("down", "is down: it counts as not connected, and copies to it are dropped"),
+            ("up", "is up again, and counts as connected"),
+        ):
+            sh(f"nsenter --net=/run/netns/{wires.switch} ip link set s2 {state}")
+            assert running.stderr.readline().split(" WARNING ")[1] == f"port 2 (s2) {words}\n"
+        running.send_signal(signal.SIGTERM)
+        assert running.stderr.read() == ""
+
+
 def test_signal_ends_streams_and_the_process() -> None:
     with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (running, address):
         client = Client(address)
