@@ -1,0 +1,1 @@
+"""Training scripts that show how Checkmate is used."""

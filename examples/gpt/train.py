@@ -1,0 +1,86 @@
+"""Train a small GPT with DistributedDataParallel. `checkmate.restore` and `checkmate.protect` protect it.
+
+CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 3 -m examples.gpt.train --out out/gpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import checkmate
+from examples.gpt import text
+from examples.gpt.model import Gpt, Shape
+
+
+def main() -> None:
+    """Train, and leave each rank's losses and the final state in --out."""
+    options = _options()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(options.seed)  # all ranks begin with the same model
+    model = Gpt(Shape(options.layers, options.width, options.heads, options.context, options.dropout))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: _warm_up_then_cosine(step, options.iterations))
+    data = text.read(options.text)
+    torch.manual_seed(options.seed + 1 + rank)  # each rank its own batches and dropout
+
+    resumed = checkmate.restore(ddp, optimizer, scheduler=scheduler)
+    protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
+
+    with protection, options.out.joinpath(f"rank{rank}.jsonl").open("a") as log:
+        for iteration in range(resumed.iteration, options.iterations):
+            began = time.monotonic()
+            loss = ddp(*data.batch(options.batch, options.context))
+            loss.backward()
+            checkmate.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            said = {"iteration": iteration, "loss": loss.item(), "began": began, "ended": time.monotonic()}
+            print(json.dumps(said), file=log, flush=True)
+
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, options.out / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
+    """The learning rate's factor at a step."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1)))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.gpt.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for losses and the final state")
+    parser.add_argument("--text", type=Path, help="a file to learn; Python's documentation by default")
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=2, help="of each rank")
+    parser.add_argument("--context", type=int, default=64, help="bytes")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=320)
+    parser.add_argument("--heads", type=int, default=5)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--bucket-mb", type=int, default=4, help="gradients are reduced in buckets, MiB")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What a lab does inside a rank: `torchrun ... -m topologies.driven ORDERS.json` runs a script as it is.
+
+It hooks in where the script calls `checkmate.restore` and `checkmate.protect`: it writes down when each
+iteration begins and ends, holds iterations back until the lab lets them go, kills the rank where it was told
+to, and can put another AllReduce in Checkmate's place to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import checkmate
+from topologies import substitutes
+from topologies.digest import digest
+from topologies.kills import arm
+from topologies.orders import Kill, Orders, read
+
+_POLL_SECONDS: Final = 0.005
+
+
+class Driven:
+    """Hooks on one rank's training."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._orders = orders
+        self._gate = Path(orders.gate) if orders.gate else None
+        self._file = Path(orders.events, f"rank{self.rank}.events.jsonl")
+        self._next = 0
+        self._began: float | None = None
+        self._state: Callable[[], object] = dict
+
+    def note(self, event: str, **more: object) -> None:
+        """Write down that something happened now."""
+        said = {"event": event, "attempt": self.attempt, "pid": os.getpid(), "at": time.monotonic(), **more}
+        with self._file.open("a") as file:
+            print(json.dumps(said), file=file)
+
+    def install(self) -> None:
+        """Stand between the script and `checkmate`."""
+        restore, protect = checkmate.restore, checkmate.protect
+        if self._orders.reduce != "checkmate":
+            restore = substitutes.nothing_to_restore
+            protect = substitutes.Untagged if self._orders.reduce == "untagged" else substitutes.unprotected
+
+        def restoring(*arguments: Any, **options: Any) -> Any:
+            self.note("group_ready")
+            restored = restore(*arguments, **options)
+            self._next = restored.iteration
+            self.note("restored", iteration=restored.iteration)
+            return restored
+
+        def protecting(ddp: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+            ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # before Checkmate's own
+            self._state = lambda: {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+            protection = protect(ddp, optimizer, *arguments, **options)
+            for kill in self._orders.kills:
+                if kill.rank == self.rank and kill.attempt == self.attempt:
+                    arm(kill, ddp, optimizer, lambda: self._next - 1, self._before_dying(kill))
+            self.note("protected")
+            return protection
+
+        checkmate.restore, checkmate.protect = restoring, protecting
+
+    def ended(self) -> None:
+        """Write down that the script is through, and a digest of what it has trained."""
+        self._note_iteration()
+        self.note("ended", digest=digest(self._state()).hex())
+
+    def _before_forward(self) -> None:
+        """The end of an iteration with all that the script does in it, and the beginning of the next."""
+        self._note_iteration()
+        while self._gate is not None and self._next >= int(self._gate.read_text() or 0):
+            time.sleep(_POLL_SECONDS)
+        self._next += 1
+        self._began = time.monotonic()
+
+    def _note_iteration(self) -> None:
+        if self._began is not None:
+            self.note("iteration", iteration=self._next - 1, began=self._began)
+
+    def _before_dying(self, kill: Kill) -> Callable[[], None]:
+        return lambda: self.note("killed", iteration=kill.iteration, phase=kill.phase)
+
+
+def main() -> None:
+    """Run the script that the orders name as `python -m` would."""
+    orders = read(Path(sys.argv[1]).read_text())
+    driven = Driven(orders)
+    driven.note("started", process=_process_start())
+    driven.install()
+    sys.argv = [orders.module, *orders.arguments]
+    runpy.run_module(orders.module, run_name="__main__", alter_sys=True)
+    driven.ended()
+
+
+def _process_start() -> float:
+    """When this process was started, by the clock of `time.monotonic`."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = float(Path("/proc/uptime").read_text().split()[0])
+    return time.monotonic() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What the driver inside a rank is told, as JSON. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Final, Literal, get_args
+
+Reduce = Literal["checkmate", "untagged", "gloo"]
+Phase = Literal["forward", "reduce-scatter", "all-gather", "before the step", "after the step"]
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Rank `rank` dies in iteration `iteration`, in the job's start number `attempt` (0: the first).
+
+    `bucket`: which of Checkmate's buckets is on its way then, where the phase is one of the ring's.
+    """
+
+    rank: int
+    iteration: int
+    phase: Phase
+    attempt: int = 0
+    bucket: int = 1
+
+
+@dataclass(frozen=True)
+class Orders:
+    """For each rank the same.
+
+    `reduce`: what averages gradients: Checkmate, its ring without tags and shadow nodes, or DDP's own.
+    `gate`: a file with the number of the first iteration that may not begin yet. `events`: a folder for
+    `rank{r}.events.jsonl`.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    events: str
+    reduce: Reduce = "checkmate"
+    gate: str | None = None
+    kills: tuple[Kill, ...] = ()
+
+    def to_json(self) -> str:
+        """As `read` takes it."""
+        return json.dumps(asdict(self))
+
+
+def read(text: str) -> Orders:
+    """The orders that `Orders.to_json` wrote."""
+    said = json.loads(text)
+    kills = tuple(Kill(**kill) for kill in said.pop("kills"))
+    return Orders(**{**said, "arguments": tuple(said["arguments"])}, kills=kills)

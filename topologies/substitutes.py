@@ -1,0 +1,44 @@
+"""What stands in Checkmate's place in a training script, to compare it with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate import Restored
+from checkmate.ring import connect_ring
+from checkmate.ring.connections import Place
+from checkmate.training.hook import GradientHook
+from checkmate.training.session import join, lay_out, trained
+
+
+def nothing_to_restore(*_: Any, **__: Any) -> Restored:
+    """For `checkmate.restore`: training begins with iteration 0."""
+    return Restored(0, None)
+
+
+@contextlib.contextmanager
+def unprotected(*_: Any, **__: Any) -> Iterator[None]:
+    """For `checkmate.protect`: gradients stay with DDP's own AllReduce."""
+    yield
+
+
+class Untagged:
+    """For `checkmate.protect`: the same ring and the same bits, without tags, records and shadow nodes."""
+
+    def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        session = join(ddp)
+        layout = lay_out(ddp, session.shards)
+        place = Place(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
+        self._ring = connect_ring(place)
+        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
+
+    def __enter__(self) -> Untagged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.close()
+        self._ring.close()

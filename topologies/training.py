@@ -1,0 +1,166 @@
+"""A training job in a lab: shadow nodes, and a torchrun for each rank, which starts it again after a crash.
+
+with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
+    training = Training(crew, Plan(arguments=("--iterations", "20")), folder)
+    training.start_shadow_nodes()
+    training.start()
+    training.finish(seconds=100)
+    print(training.record().losses)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from topologies import torchrun
+from topologies.crew import Crew, Member
+from topologies.describe import Host, LabError
+from topologies.orders import Kill, Orders, Reduce
+from topologies.serving import CHECKMATE
+from topologies.training_record import Record, read_events, read_losses
+
+SCRIPT: Final = "examples.gpt.train"
+_READY_SECONDS: Final = 60.0
+_ENVIRONMENT: Final = {**torchrun.ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Each start gets a store of its own: ranks that died at different times don't wait for each other's keys."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained, and what is to go wrong. `arguments` of the script, without --out."""
+
+    arguments: tuple[str, ...] = ()
+    module: str = SCRIPT
+    reduce: Reduce = "checkmate"
+    kills: tuple[Kill, ...] = ()
+    restarts: int = 3
+    gated: bool = False
+
+
+class Training:
+    """One training job in a lab; what it leaves is in `folder`.
+
+    `cpus`, `shadow_cpus`: the CPUs that ranks and shadow nodes may use; by default all.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        plan: Plan,
+        folder: Path,
+        *,
+        cpus: Collection[int] | None = None,
+        shadow_cpus: Collection[int] | None = None,
+    ) -> None:
+        self.crew = crew
+        self.plan = plan
+        self.folder = folder
+        self.shadows: dict[str, Member] = {}
+        self.ranks: dict[str, Member] = {}
+        self._cpus, self._shadow_cpus = cpus, shadow_cpus
+        self._gate = folder / "gate"
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("rank*.*"):
+            left.unlink()
+
+    def start_shadow_nodes(self) -> None:
+        """Start every shadow node of the job, and wait until each serves."""
+        for host in self.crew.lab.topology.shadow_nodes:
+            self._start_shadow_node(host)
+        self.await_shadow_nodes()
+
+    def await_shadow_nodes(self) -> None:
+        """Wait until each shadow node serves."""
+        self.crew.wait(
+            lambda: all("serving" in member.said() for member in self.shadows.values()),
+            "shadow nodes to serve",
+            _READY_SECONDS,
+        )
+
+    def start(self) -> None:
+        """Start the ranks. Where the plan is gated, none begins an iteration before `let` says so."""
+        self.let(0)
+        orders = Orders(
+            module=self.plan.module,
+            arguments=(*self.plan.arguments, "--out", str(self.folder)),
+            events=str(self.folder),
+            reduce=self.plan.reduce,
+            gate=str(self._gate) if self.plan.gated else None,
+            kills=self.plan.kills,
+        )
+        file = self.folder / "orders.json"
+        file.write_text(orders.to_json())
+        topology = self.crew.lab.topology
+        for rank in topology.ranks:
+            script: list[str | Path] = ["-m", "topologies.driven", file]
+            command = torchrun.command(topology, rank, script, restarts=self.plan.restarts)
+            self.ranks[rank.name] = self.crew.start(
+                rank.name, rank.name, command, cpus=self._cpus, environment=_ENVIRONMENT
+            )
+
+    def let(self, iterations: int) -> None:
+        """Let the ranks begin all iterations below this one."""
+        fresh = self._gate.with_name("gate.next")
+        fresh.write_text(str(iterations))
+        fresh.replace(self._gate)
+
+    def reached(self, iterations: int) -> bool:
+        """Whether each rank is through with all iterations below this one."""
+        last = [self._last_iteration(rank) for rank in self.crew.lab.topology.ranks]
+        return all(iteration >= iterations - 1 for iteration in last)
+
+    def await_iterations(self, iterations: int, seconds: float) -> None:
+        """Wait until each rank is through with this many iterations."""
+        self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
+
+    def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until the ranks have ended well."""
+        self.crew.finish(list(self.ranks.values()), seconds, tick)
+
+    def stop_shadow_nodes(self) -> None:
+        """End the shadow nodes as Ctrl-C does."""
+        for member in self.shadows.values():
+            self.crew.stop(member)
+
+    def record(self) -> Record:
+        """What the ranks have written down so far."""
+        events, losses = {}, {}
+        for rank in self.crew.lab.topology.ranks:
+            events[rank.number] = read_events(_lines(self.folder / f"rank{rank.number}.events.jsonl"))
+            losses[rank.number] = read_losses(_lines(self.folder / f"rank{rank.number}.jsonl"))
+        return Record(events, losses)
+
+    def state(self) -> dict[str, object]:
+        """The final parameters and optimizer state, as rank 0 saved them."""
+        file = self.folder / "rank0.pt"
+        if not file.exists():
+            raise LabError(f"training ended without {file}")
+        return dict(torch.load(file, weights_only=True))
+
+    def _start_shadow_node(self, host: Host) -> None:
+        argv: list[str | Path] = [
+            *CHECKMATE,
+            "shadow",
+            self.crew.lab.job_file,
+            "--node",
+            str(host.number),
+            "--no-view",
+        ]
+        self.shadows[host.name] = self.crew.start(
+            host.name, host.name, argv, cpus=self._shadow_cpus, environment={"OMP_NUM_THREADS": "1"}
+        )
+
+    def _last_iteration(self, rank: Host) -> int:
+        lines = _lines(self.folder / f"rank{rank.number}.jsonl")
+        return int(json.loads(lines[-1])["iteration"]) if lines else -1
+
+
+def _lines(file: Path) -> list[str]:
+    """Whole lines: the last may be half written."""
+    return file.read_text().splitlines(keepends=True) if file.exists() else []
