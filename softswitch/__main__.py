@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -147,12 +148,14 @@ class StatsFile:
 
 
 def statistics(switch: Switch, service: Service) -> dict[str, object]:
-    """Counts of every port, and of packets that no port and no controller took."""
+    """Counts of every port, and of packets that no port and no controller took, as they are at `time`."""
+    now = time.time()
     ports = {
         str(number): {"interface": port.name, "rx_dropped": port.dropped()} | asdict(port.stats)
         for number, port in switch.ports.items()
     }
     return {
+        "time": now,
         "ports": ports,
         "unknown_port": switch.unknown_port,
         "packet_in_dropped": service.sessions.dropped,

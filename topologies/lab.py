@@ -246,7 +246,8 @@ class Lab:
     def _start_switch(self, switch: SwitchNode) -> None:
         own_socket = self.target == "bmv2" and switches.has_notifications()
         notifications = self.directory / f"{switch.name}.ipc" if own_socket else None
-        command = switches.command(switch, self.target, notifications)
+        statistics = switches.statistics_file(self.directory, switch)
+        command = switches.command(switch, self.target, notifications, statistics)
         with self.log(switch.name).open("ab") as log:
             self._switch_processes[switch.name] = self.start(
                 switch.name, command, stdout=log, stderr=subprocess.STDOUT, cpus=self.switch_cpus

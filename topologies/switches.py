@@ -23,10 +23,13 @@ _START_SECONDS: Final = 30.0
 _IDL = Path(__file__).with_name("simple_switch.thrift")
 
 
-def command(switch: SwitchNode, target: Target, notifications: Path | None = None) -> list[str]:
+def command(
+    switch: SwitchNode, target: Target, notifications: Path | None = None, statistics: Path | None = None
+) -> list[str]:
     """The command line that starts a switch in its namespace. Pure.
 
     `notifications`: where a BMv2 that was built with nanomsg puts its socket, which it leaves in /tmp else.
+    `statistics`: the file that the embedded target writes its ports' counters to; BMv2 has none.
     """
     ports = [part for port in range(1, switch.ports + 1) for part in ("-i", f"{port}@port{port}")]
     general = ["--no-p4", "--device-id", str(switch.device_id), *ports]
@@ -35,7 +38,13 @@ def command(switch: SwitchNode, target: Target, notifications: Path | None = Non
         if notifications is not None:
             general += ["--notifications-addr", f"ipc://{notifications}"]
         return [BMV2, *general, "--", *own]
-    return [sys.executable, "-m", "softswitch", *general, *own]
+    stats = [] if statistics is None else ["--stats-file", str(statistics)]
+    return [sys.executable, "-m", "softswitch", *general, *own, *stats]
+
+
+def statistics_file(folder: Path, switch: SwitchNode) -> Path:
+    """Where in a lab's folder its switch writes statistics."""
+    return folder / f"{switch.name}.stats.json"
 
 
 def check_target(target: Target) -> None:
