@@ -49,6 +49,18 @@ def inside(namespace: str) -> Iterator[None]:
             assert libc.setns(home.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
 
+@contextlib.contextmanager
+def lone_namespace() -> Iterator[str]:
+    """A network namespace with nothing but its loopback device."""
+    name = f"cmlone{os.getpid():x}{next(_serial):x}"
+    shell(f"ip netns add {name}")
+    try:
+        shell(f"nsenter --net=/run/netns/{name} ip link set lo up")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
 @dataclass(frozen=True)
 class Pair:
     """Namespaces `a` and `b`; the veth's end in each is called like it."""

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from os import getpid
 
 import pytest
 
 from checkmate import wire
 from checkmate.ring.worker import BucketSpec, RankResult, RingJob, run_rank
 from checkmate.schedule import Bucket, stream_layout
-from tests.end_hosts import Capture, Segment, inside, needs_root, shell
+from tests.end_hosts import Capture, Segment, inside, lone_namespace, needs_root
+from tests.rings import on_all_ranks
 
 pytestmark = needs_root
 
 
 def run_captured(job: RingJob) -> tuple[list[RankResult], list[Segment]]:
     """All ranks on the loopback device of a namespace; their results, and what went over it."""
-    name = f"cmring{getpid():x}"
-    shell(f"ip netns add {name}")
-    try:
-        shell(f"nsenter --net=/run/netns/{name} ip link set lo up")
+    with lone_namespace() as name:
         capture = Capture(name, "lo")
 
         def one(rank: int) -> RankResult:
@@ -31,12 +26,9 @@ def run_captured(job: RingJob) -> tuple[list[RankResult], list[Segment]]:
                 return run_rank(job, rank)
 
         try:
-            with ThreadPoolExecutor(len(job.ips)) as pool:
-                results = list(pool.map(one, range(len(job.ips))))
+            results = on_all_ranks(len(job.ips), one)
         finally:
             segments = capture.stop()
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return results, segments
 
 

@@ -6,6 +6,7 @@ on where it stands in its bucket and on the slicing into channels and chunks; on
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
@@ -17,6 +18,11 @@ from checkmate.ring.steps import SLICE_BYTES, allreduce_steps
 from checkmate.schedule import Bucket, side_of
 from checkmate.tagger import TaggedSocket
 
+SWITCH_SECONDS = 0.0005
+"""Python's switch interval meanwhile: after each slice a thread of the ring waits so long for a main thread
+that computes in Python, and 5 ms, the default, is longer than most slices take.
+"""
+
 
 class AllReduce:
     """Averages the same buckets again and again over one ring. A context manager: `close` ends its threads.
@@ -24,7 +30,8 @@ class AllReduce:
     `tensors`, one a bucket, are flat, contiguous, of a floating type and on the CPU; each is reduced in place
     once an iteration. `on_done(index)`: the bucket is reduced, and all that had to be sent of it is with the
     kernel, so it may be overwritten; called in order of index. `on_error`, at most once: the ring is broken
-    for good. Both are called from a thread of the ring's, which waits for them to return.
+    for good. Both are called from a thread of the ring's, which waits for them to return. While it is open
+    the process has a shorter switch interval (`sys.setswitchinterval`).
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class AllReduce:
                     self._tagged |= {(channel, shard): sender for shard in shards}
         self._engine = Engine(ring, buckets, allreduce_steps, slice_bytes, on_done, on_error)
         self._engine.bind(tensors)
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
 
     def submit(self, index: int) -> None:
         """Let bucket `index` go: this rank's gradients are in it. In order of index, each once an iteration.
@@ -70,6 +79,8 @@ class AllReduce:
     def close(self) -> None:
         """End the threads. Buckets that are under way are given up, which breaks the ring."""
         self._engine.close()
+        if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # nobody else has changed it
+            sys.setswitchinterval(self._interval)
 
     def __enter__(self) -> AllReduce:
         return self
