@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli import lab, plan, remove, run, shell, status, validate
+from checkmate.cli import lab, plan, remove, run, shadow, shell, status, validate
 
 app = typer.Typer(
     name="checkmate",
@@ -18,7 +18,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (validate.validate, plan.plan, run.run, status.status, remove.remove, shell.shell):
+for command in (
+    validate.validate,
+    plan.plan,
+    run.run,
+    status.status,
+    remove.remove,
+    shell.shell,
+    shadow.shadow,
+):
     app.command()(command)
 app.add_typer(lab.app, name="lab")
 

@@ -1,0 +1,98 @@
+"""`checkmate shadow`: one shadow node of a job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.logging import RichHandler
+
+from checkmate.cli.common import JobArgument, UsageFault, err, out, says_errors
+from checkmate.jobs import read_job
+from checkmate.schema import Job
+
+
+@says_errors
+def shadow(
+    job: JobArgument,
+    node_id: Annotated[int, typer.Option("--id", help="The node's id in the job's shadow_nodes.")],
+    view: Annotated[
+        bool | None,
+        typer.Option("--view/--no-view", help="Live view.", show_default="on a terminal"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON each second, no view.")] = False,
+    receive_buffer: Annotated[
+        int, typer.Option("--receive-buffer", min=1, help="Socket buffer of each stream, in MB.")
+    ] = 64,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", min=0.1, help="Seconds after which a stream's missing bytes are lost."),
+    ] = 2.0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Of a step.", show_default="one a core")
+    ] = None,
+) -> None:
+    """Receive reduced gradients on this node's NICs, step its shards, and serve the checkpoint.
+
+    Prints "ready" once it serves at its mgmt address; streams are connected when training begins. Needs
+    CAP_NET_ADMIN for its receive buffers. Ctrl-C ends it.
+
+    Example: checkmate shadow jobs/gpt.yaml --id 0
+    """
+    loaded = read_job(job)
+    _check_id(loaded, node_id)
+    _log_to_stderr()
+    from checkmate.shadow.serve import Serving  # noqa: PLC0415 - torch takes a second
+    from checkmate.shadow.view import follow  # noqa: PLC0415
+
+    with (
+        stopping() as stopped,
+        Serving(
+            loaded, node_id, receive_buffer=receive_buffer << 20, grace=grace, threads=threads
+        ) as serving,
+    ):
+        live = (out.is_terminal if view is None else view) and not as_json
+        if not as_json:
+            out.print(f"ready: shadow node {node_id} of job {loaded.job}; stop with Ctrl-C", soft_wrap=True)
+            sys.stdout.flush()
+        if as_json:
+            print(json.dumps({"ready": True, "job": loaded.job, "node": node_id}), flush=True)
+        follow(serving.node, stopped, out, live=live, as_json=as_json)
+
+
+def _check_id(job: Job, node_id: int) -> None:
+    known = [node.id for node in job.shadow_nodes]
+    if node_id not in known:
+        there = ", ".join(map(str, known))
+        raise UsageFault(f"job {job.job} has no shadow node {node_id}; there are {there}")
+    used = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
+    if node_id not in used:
+        raise UsageFault(f"shadow node {node_id} is in no DP group's shadow_nodes: it would hold nothing")
+
+
+def _log_to_stderr() -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if err.is_terminal:
+        handler = RichHandler(console=err, show_path=False, show_level=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """Set by Ctrl-C or SIGTERM, which end the node cleanly: exit status 0."""
+    stopped = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""When a step is certain: which iteration all live nodes of a job have in full, and who decides that.
+
+Pure: a node's view of the others, moved by what it hears and by the clock (design, section 7, *Commit*).
+The live node with the lowest id decides. Each node tells every node with a lower id what it has, and hears
+from these up to where to step; so a node whose lower ones have all gone knows all it needs to take over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+NEVER: Final = -2
+"""Before iteration -1, which is the state before the first iteration."""
+
+SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
+"""Bounds, in seconds, of the silence after which a node is taken for dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a node has: of all its live holds the least in full and the most stepped."""
+
+    incarnation: int
+    in_full: int
+    stepped: int
+    live: bool
+    patience: float = 4 * SILENCE_MAX
+
+
+@dataclass(slots=True)
+class _Higher:
+    """A node with a higher id than ours, as far as it has told us."""
+
+    heard: float
+    progress: Progress | None = None
+    broken: bool = False
+
+
+@dataclass(slots=True)
+class _Lower:
+    """A node with a lower id than ours: whether it may decide."""
+
+    heard: float
+    active: bool | None = None  # None: not known yet
+    broken: bool = False
+
+
+@dataclass
+class Committee:
+    """One incarnation as one node sees it. `committed`: all live holds step up to it."""
+
+    me: int
+    nodes: Iterable[int]
+    incarnation: int
+    began: float
+    committed: int = NEVER
+    mine: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mine = Progress(self.incarnation, NEVER, NEVER, False)
+        others = set(self.nodes) - {self.me}
+        self._higher = {node: _Higher(self.began) for node in others if node > self.me}
+        self._lower = {node: _Lower(self.began) for node in others if node < self.me}
+        self.behind: set[int] = set()
+        """Live nodes that are not counted, for they lack what is committed."""
+
+    def report(self, progress: Progress) -> None:
+        """What we have ourselves."""
+        self.mine = progress
+
+    def heard(self, node: int, progress: Progress, now: float) -> None:
+        """A node with a higher id says what it has."""
+        other = self._higher.get(node)
+        if other is not None and progress.incarnation == self.incarnation:
+            other.heard, other.progress, other.broken = now, progress, False
+            if progress.live:
+                self.committed = max(self.committed, progress.stepped)
+
+    def told(self, node: int, step_to: int, active: bool, now: float) -> None:
+        """A node with a lower id says where to step, and whether it may decide."""
+        other = self._lower.get(node)
+        if other is not None:
+            other.heard, other.active, other.broken = now, active, False
+            self.committed = max(self.committed, step_to)
+
+    def broke(self, node: int) -> None:
+        """The connection with a node broke: it is dead until it is heard again."""
+        if node in self._lower:
+            self._lower[node].broken = True
+        elif node in self._higher:
+            self._higher[node].broken = True
+
+    def decider(self, now: float) -> int | None:
+        """Who decides: the lowest live id; `None` where none is known, or a lower one may yet be."""
+        for node in sorted(self._lower):
+            other = self._lower[node]
+            if other.broken or now - other.heard > self.silence:
+                continue
+            if other.active is not False:
+                return node if other.active else None
+        return self.me if self.active else None
+
+    @property
+    def active(self) -> bool:
+        """Whether we may decide: live, and not left behind while others took us for dead."""
+        return self.mine.live and self.mine.in_full >= self.committed
+
+    @property
+    def silence(self) -> float:
+        """A quarter of the shortest time for which a socket buffer lasts, within bounds."""
+        told = [other.progress.patience for other in self._higher.values() if other.progress]
+        return min(SILENCE_MAX, max(SILENCE_MIN, min([self.mine.patience, *told]) / 4))
+
+    @property
+    def nobody_live(self) -> bool:
+        """Whether no node is known to be live: then there is nothing to agree on."""
+        higher = any(o.progress and o.progress.live and not o.broken for o in self._higher.values())
+        lower = any(o.active and not o.broken for o in self._lower.values())
+        return not (self.mine.live or higher or lower)
+
+    def decide(self, now: float) -> int:
+        """`committed`, moved up where we decide and all live nodes allow it."""
+        if self.decider(now) != self.me:
+            return self.committed
+        live = [self.mine]
+        self.behind = set()
+        for node, other in self._higher.items():
+            progress = other.progress
+            if other.broken or now - other.heard > self.silence:
+                continue
+            if progress is None:
+                return self.committed  # not heard of yet; its silence ends this
+            if not progress.live:
+                continue
+            if progress.in_full < self.committed:
+                self.behind.add(node)  # it was dead, and others went on without it
+                continue
+            live.append(progress)
+        self.committed = max(self.committed, min(progress.in_full for progress in live))
+        return self.committed

@@ -1,0 +1,80 @@
+"""Connects a node's streams in the background: a thread a stream, until it is connected or closed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from pyroute2 import IPRoute
+
+from checkmate.shadow.connect import StreamError, connect_stream
+from checkmate.shadow.receive import Inlet, Reader
+
+log = logging.getLogger("checkmate")
+
+_TIMEOUT = 5.0
+_BACKOFF = (0.1, 2.0)
+
+
+class Connector:
+    """Connects inlets and hands them to their NIC's reader; `on_change` is called when one is connected."""
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        nic_ips: Sequence[str],
+        receive_buffer: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._readers = readers
+        self._devices = {ip: device_of(ip) for ip in nic_ips}
+        self._receive_buffer = receive_buffer
+        self._on_change = on_change
+        self._stopping = threading.Event()
+
+    def connect(self, inlet: Inlet, incarnation: int) -> None:
+        """Connect a stream at the inlet's position; returns at once."""
+        name = f"connect {inlet.plan}"
+        threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """No more attempts."""
+        self._stopping.set()
+
+    def _connect(self, inlet: Inlet, incarnation: int) -> None:
+        plan = inlet.plan
+        pause, said = _BACKOFF[0], ""
+        while not (inlet.closed or self._stopping.is_set()):
+            try:
+                sock = connect_stream(
+                    plan.nic_ip,
+                    plan.stub,
+                    plan.hello(inlet.position, incarnation),
+                    device=self._devices[plan.nic_ip],
+                    receive_buffer=self._receive_buffer,
+                    timeout=_TIMEOUT,
+                )
+            except StreamError as error:
+                inlet.broken = str(error)
+                if inlet.broken != said:
+                    said = inlet.broken
+                    log.warning("%s; trying on", said)
+                self._stopping.wait(pause)
+                pause = min(2 * pause, _BACKOFF[1])
+                continue
+            if not inlet.attach(sock):
+                sock.close()
+                return
+            self._readers[plan.nic].add(inlet)
+            self._on_change()
+            return
+
+
+def device_of(ip: str) -> str | None:
+    """The interface that has this very address; `None` where none lists it, as within 127.0.0.0/8."""
+    with IPRoute() as route:
+        for message in route.get_addr(address=ip):
+            index = message["index"]
+            return str(route.get_links(index)[0].get_attr("IFLA_IFNAME"))
+    return None

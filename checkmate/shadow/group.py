@@ -1,0 +1,104 @@
+"""A DP group as a node takes part in it: what `Begin` said, checked; its records and its holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from checkmate.layout import Layout, LayoutError, from_json
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.schema import Job
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.records import Records
+
+
+class Refused(Exception):
+    """A call that can't be carried out. `precondition`: it might be, in another state of the node."""
+
+    def __init__(self, message: str, *, precondition: bool = False) -> None:
+        super().__init__(message)
+        self.precondition = precondition
+
+
+@dataclass
+class Group:
+    """One incarnation of a DP group."""
+
+    begin: pb.BeginRequest
+    layout: Layout
+    records: Records
+    holds: list[Hold] = field(default_factory=list)
+
+    @property
+    def newest(self) -> int:
+        """The newest iteration that the trainers are known to be in."""
+        seen = [hold.receiving for hold in self.holds]
+        return max([self.records.newest + 1, self.begin.next_iteration, *seen])
+
+    def hold(self, shard: int) -> Hold:
+        """A shard's hold; `Refused` where the node has none."""
+        for hold in self.holds:
+            if hold.plan.shard == shard:
+                return hold
+        raise Refused(f"this node does not hold shard {shard} of group {self.begin.group}")
+
+
+def check_begin(job: Job, request: pb.BeginRequest) -> Layout:
+    """The layout of a `Begin` that fits the job; `Refused` says what doesn't."""
+    check_job(job, request.job)
+    if request.group >= len(job.dp_groups):
+        raise Refused(f"no DP group {request.group}: job {job.job} has {len(job.dp_groups)}")
+    if request.incarnation > 255:
+        raise Refused(f"incarnation {request.incarnation}: it is a number from 0 to 255")
+    if not 0 <= request.first_iteration <= request.next_iteration:
+        raise Refused(
+            f"first iteration {request.first_iteration}, next {request.next_iteration}: neither is negative, "
+            "and the next is not below the first"
+        )
+    ranks = len(job.dp_groups[request.group].ranks)
+    if request.ranks != ranks:
+        raise Refused(f"{request.ranks} ranks: DP group {request.group} of job {job.job} has {ranks}")
+    try:
+        layout = from_json(request.layout)
+    except LayoutError as error:
+        raise Refused(str(error)) from None
+    shards = job.shards(request.group)
+    if layout.shards != shards:
+        raise Refused(
+            f"a layout of {layout.shards} shards: DP group {request.group} of job {job.job} has {shards}; "
+            "trainers and shadow nodes must read the same job file"
+        )
+    return layout
+
+
+def check_job(job: Job, name: str) -> None:
+    """`Refused` where a call is about another job."""
+    if name != job.job:
+        raise Refused(f"job {name or '(unnamed)'}: this node belongs to job {job.job}")
+
+
+def warnings(request: pb.BeginRequest) -> list[str]:
+    """How the trainers' software differs from ours, where that may cost the last bits."""
+    ours = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
+    theirs = {"torch": request.torch, "CPU capability": request.capability}
+    found = [
+        f"trainers have {what} {theirs[what]}, this node {ours[what]}: states may differ in the last bits"
+        for what in ours
+        if theirs[what] and theirs[what] != ours[what]
+    ]
+    if request.device.startswith("cuda"):
+        found.append("trainers step on a GPU: states agree to about eight decimals, not bit for bit")
+    return found
+
+
+def reusable(old: Group | None, request: pb.BeginRequest, layout: Layout) -> Sequence[Hold]:
+    """The earlier incarnation's holds that go on where they are: `keep`, the same run and layout."""
+    if old is None or not request.keep:
+        return ()
+    same = old.layout.fingerprint == layout.fingerprint and old.begin.run == request.run
+    if not same or old.begin.optimizer.name != request.optimizer.name:
+        return ()
+    last = request.first_iteration - 1
+    return [hold for hold in old.holds if hold.seeded and hold.stepped == last and not hold.doubtful]

@@ -1,0 +1,227 @@
+"""A hold: one shard of one DP group, with its replica, its streams and its two sets of buckets.
+
+A hold joins at some iteration: from there on it receives everything. It is seeded, in one go or parameter by
+parameter, steps what it has, and is live once all its parameters are at the same iteration (design, *Loss*).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from checkmate.layout import Layout
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.schedule import StreamLayout, stream_layout
+from checkmate.shadow.receive import SETS, BucketSets, Inlet
+from checkmate.shadow.records import Records
+from checkmate.shadow.replica import Replica
+from checkmate.shadow.streams import HoldPlan, ahead_at_most
+
+RECORD_GRACES = 5
+"""A record that newer ones have overtaken is given up after so many times the grace of a stream."""
+
+
+class Hold:
+    """One shard of one group. The node's lock covers it, but for `lock`, which covers replica and buckets."""
+
+    def __init__(
+        self,
+        plan: HoldPlan,
+        layout: Layout,
+        replica: Replica,
+        *,
+        channels: int,
+        ranks: int,
+        first: int,
+        joined: int,
+    ) -> None:
+        self.plan, self.layout, self.replica, self.first = plan, layout, replica, first
+        self.parameters = layout.of_shard(plan.shard)
+        self.layouts: dict[tuple[int, int], StreamLayout] = {
+            (s.side, s.channel): stream_layout(
+                layout.schedule, channels, s.channel, ranks, side=s.side, shadow_id=plan.shard
+            )
+            for s in plan.streams
+        }
+        self.lock = threading.Lock()
+        self.live = False
+        self.doubtful = False
+        self.settled = False
+        self.trouble = ""
+        self.ahead = 3
+        self.joined = joined
+        self.sets = BucketSets(layout, plan.shard, joined - 1)
+        self.in_full = joined - 1
+        self.inlets = self._new_inlets()
+        self._record_since = 0.0
+
+    @property
+    def released(self) -> int:
+        """The last iteration whose gradients are used up."""
+        return self.sets.released
+
+    @property
+    def seeded(self) -> bool:
+        """Whether all its parameters are at the same iteration."""
+        return not self.parameters or self.replica.iteration is not None
+
+    @property
+    def stepped(self) -> int:
+        """The iteration after whose step its state is; -1 where there is no one such."""
+        if not self.parameters:
+            return self.released
+        return -1 if self.replica.iteration is None else self.replica.iteration
+
+    @property
+    def receiving(self) -> int:
+        """The newest iteration of which a byte has come; -1 none."""
+        return max((i.receiving for i in self.inlets if i.receiving is not None), default=-1)
+
+    def join(self, iteration: int) -> None:
+        """Take everything from this iteration on; what was received before is dropped."""
+        for inlet in self.inlets:
+            inlet.close()
+        with self.lock:
+            self.live = False
+            self.joined = iteration
+            self.sets.released = self.in_full = iteration - 1
+            self.inlets = self._new_inlets()
+            self._record_since = 0.0
+
+    def joinable(self, newest: int) -> int:
+        """The iteration at which to join, where `newest` is the newest that trainers are known to be in."""
+        return newest + min(self.ahead, ahead_at_most(list(self.layouts.values())))
+
+    def update(self, records: Records) -> None:
+        """See which iterations have come in full."""
+        whole = [inlet.whole for inlet in self.inlets if inlet.whole is not None]
+        while records.complete(self.in_full + 1) and all(last > self.in_full for last in whole):
+            self.in_full += 1
+
+    def may_go_live(self, committed: int) -> bool:
+        """Whether it can count: all connected, all parameters stepped through what the job has committed."""
+        return (
+            not self.live
+            and not self.settled
+            and self.seeded
+            and self.stepped == self.released
+            and self.released >= committed
+            and all(inlet.connected for inlet in self.inlets)
+        )
+
+    def due(self, committed: int, *, alone: bool) -> int | None:
+        """The iteration to step now, if any. `alone`: no node is live, so nothing is committed.
+
+        While parameters are still to come, a step waits until the set of buckets is needed: they then have
+        all the time that two iterations take.
+        """
+        iteration = self.released + 1
+        if self.settled or iteration > self.in_full:
+            return None
+        if self.live:
+            return iteration if iteration <= committed else None
+        if iteration > committed and not alone:
+            return None
+        hurry = iteration < self.in_full or iteration < committed or not self.wanted()
+        return iteration if hurry else None
+
+    def step(self, iteration: int, step: pb.Step) -> list[str]:
+        """Step what is at the iteration before, and release the buckets; what comparing found wrong."""
+        with self.lock:
+            if iteration != self.released + 1 or iteration > self.in_full:
+                return []  # it has joined anew meanwhile
+            troubles = []
+            if self.parameters:
+                troubles = self.replica.step(iteration, self.sets.gradients(iteration), step)
+            self.sets.released = iteration
+            return troubles
+
+    def load(
+        self, iteration: int, seeds: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
+    ) -> list[int]:
+        """Take parameters as they are after `iteration`; the late ones, whose next gradients are gone."""
+        late = []
+        with self.lock:
+            for number, tensor, values in seeds:
+                if self.replica.at.get(number, iteration - 1) >= max(iteration, self.released):
+                    continue  # it has come before
+                if iteration < self.released:
+                    late.append(number)
+                else:
+                    self.replica.load(number, tensor, values, iteration)
+        return late
+
+    def wanted(self) -> list[int]:
+        """The parameters that must be seeded: not there, or their next gradients are gone."""
+        at, released = self.replica.at, self.released
+        return [number for number in self.parameters if at.get(number, released - 1) < released]
+
+    def gap(self, records: Records, now: float, grace: float) -> str | None:
+        """What is lost for good, if anything is."""
+        for inlet in self.inlets:
+            plan = inlet.plan
+            end, since = records.ends.get((plan.side, plan.channel, plan.shard), (0, now))
+            if inlet.position < end and not inlet.paused and now - max(since, inlet.moved) > grace:
+                return f"{plan}: {end - inlet.position} bytes have not come"
+        following = self.in_full + 1
+        if now - records.missing.get(following, now) > grace:
+            return f"a rank passed over its record of iteration {following}"
+        if records.newest <= following or records.complete(following):
+            self._record_since = now
+        elif now - (self._record_since or now) > RECORD_GRACES * grace:
+            return f"the record of iteration {following} has not come"
+        return None
+
+    def settle(self) -> None:
+        """Drop streams and gradients; the state stays, to be read."""
+        for inlet in self.inlets:
+            inlet.close()
+        with self.lock:
+            self.settled = True
+            self.sets.tensors = [{} for _ in range(SETS)]
+        self.inlets = []
+
+    def close(self) -> None:
+        """Nothing more is received."""
+        for inlet in self.inlets:
+            inlet.close()
+
+    def status(self, begin: pb.BeginRequest) -> pb.HoldStatus:
+        """What `Status` says of it."""
+        return pb.HoldStatus(
+            shard=pb.Shard(group=self.plan.group, shard=self.plan.shard),
+            incarnation=begin.incarnation,
+            stepped=self.stepped,
+            in_full=max(self.in_full, self.stepped),
+            seeded=self.seeded,
+            live=self.live,
+            offered=self.live and not self.doubtful,
+            trouble=self.trouble,
+            streams=len(self.plan.streams),
+            connected=sum(inlet.connected for inlet in self.inlets),
+            receiving=self.receiving,
+            bytes=sum(inlet.received for inlet in self.inlets),
+            run=begin.run,
+            first_iteration=begin.first_iteration,
+            doubtful=self.doubtful,
+        )
+
+    def read(
+        self, iteration: int, parameters: Sequence[int]
+    ) -> Iterator[tuple[int, torch.Tensor, Mapping[str, object]]]:
+        """The state after an iteration that is stepped; of all parameters where none is named."""
+        return iter(self.replica.read(iteration, tuple(parameters))) if self.parameters else iter(())
+
+    def _new_inlets(self) -> list[Inlet]:
+        return [
+            Inlet(
+                plan,
+                self.layouts[plan.side, plan.channel],
+                self.sets,
+                first=self.first,
+                joined=self.joined,
+            )
+            for plan in self.plan.streams
+        ]

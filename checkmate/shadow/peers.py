@@ -1,0 +1,167 @@
+"""Carries what nodes tell each other for commits: a stream to each node with a lower id, kept up by a thread.
+
+To the decider goes every change, to the others a word now and then; each answers where to step (`commit`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.shadow.commit import Progress
+from checkmate.shadow.node import Node
+
+log = logging.getLogger("checkmate")
+
+M = TypeVar("M", bound=Message)
+
+HEARTBEAT = 0.25
+_BACKOFF = (0.05, 1.0)
+
+Channels = Callable[[int], grpc.Channel]
+"""A channel to the node of that id."""
+
+
+class Peers:
+    """Our streams to the nodes with lower ids, and our answers to those with higher ones."""
+
+    def __init__(self, node: Node, channel_to: Channels) -> None:
+        self._node = node
+        self._stopping = threading.Event()
+        self._calls: dict[int, grpc.Call] = {}
+        lower = [other.id for other in node.job.shadow_nodes if other.id < node.id]
+        self._threads = [
+            threading.Thread(
+                target=self._tell_forever, args=(other, channel_to(other)), name=f"peer {other}", daemon=True
+            )
+            for other in lower
+        ]
+
+    def start(self) -> None:
+        """Keep the streams up from now on."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the streams."""
+        self._stopping.set()
+        self._node.touch()
+        for call in list(self._calls.values()):
+            call.cancel()
+        for thread in self._threads:
+            thread.join()
+
+    def answer(self, reports: Iterable[pb.Progress], done: threading.Event) -> Iterator[pb.Decision]:
+        """A node with a higher id has opened its stream: take its reports, answer until it ends."""
+        ended = threading.Event()
+        threading.Thread(target=self._hear, args=(reports, ended), name="peer reports", daemon=True).start()
+        news = News(self._decision, lambda: True)
+        while not (ended.is_set() or done.is_set() or self._stopping.is_set()):
+            if (decision := news.wait(self._node.changed)) is not None:
+                yield decision
+
+    def _hear(self, reports: Iterable[pb.Progress], ended: threading.Event) -> None:
+        node = None
+        try:
+            for report in reports:
+                node = report.node
+                self._take(report)
+        except grpc.RpcError:
+            pass  # it broke: the same as its end
+        finally:
+            ended.set()
+            if node is not None:
+                with self._node.changed:
+                    self._node.committee.broke(node)
+                self._node.touch()
+
+    def _take(self, report: pb.Progress) -> None:
+        progress = Progress(
+            report.incarnation, report.in_full, report.stepped, report.live, report.patience or 20.0
+        )
+        with self._node.changed:
+            self._node.committee.heard(report.node, progress, time.monotonic())
+        self._node.touch()
+
+    def _tell_forever(self, other: int, channel: grpc.Channel) -> None:
+        stub = rpc.ShadowStub(channel)
+        pause = _BACKOFF[0]
+        while not self._stopping.is_set():
+            try:
+                call = stub.Commit(self._reports(other))
+                self._calls[other] = call
+                for decision in call:
+                    pause = _BACKOFF[0]
+                    self._told(other, decision)
+            except grpc.RpcError:
+                pass  # said by the committee where it matters
+            with self._node.changed:
+                self._node.committee.broke(other)
+            self._node.touch()
+            self._stopping.wait(pause)
+            pause = min(2 * pause, _BACKOFF[1])
+        channel.close()
+
+    def _told(self, other: int, decision: pb.Decision) -> None:
+        with self._node.changed:
+            committee = self._node.committee
+            same = decision.incarnation == committee.incarnation
+            step_to = decision.step_to if same else committee.committed
+            committee.told(other, step_to, decision.active and same, time.monotonic())
+        self._node.touch()
+
+    def _reports(self, other: int) -> Iterator[pb.Progress]:
+        def decides() -> bool:
+            return self._node.committee.decider(time.monotonic()) == other
+
+        news = News(self._progress, decides)
+        while not self._stopping.is_set():
+            if (report := news.wait(self._node.changed)) is not None:
+                yield report
+
+    def _progress(self) -> pb.Progress:
+        mine = self._node.committee.mine
+        return pb.Progress(
+            job=self._node.job.job,
+            node=self._node.id,
+            incarnation=mine.incarnation % 256,
+            in_full=mine.in_full,
+            stepped=mine.stepped,
+            live=mine.live,
+            patience=mine.patience,
+        )
+
+    def _decision(self) -> pb.Decision:
+        committee = self._node.committee
+        return pb.Decision(
+            incarnation=committee.incarnation % 256,
+            step_to=committee.committed,
+            active=committee.active and not self._node.fenced,
+        )
+
+
+class News(Generic[M]):
+    """What a stream says next: at once where it has changed and `urgent`, else each `HEARTBEAT` seconds."""
+
+    def __init__(self, now: Callable[[], M], urgent: Callable[[], bool]) -> None:
+        self._now, self._urgent = now, urgent
+        self._last: M | None = None
+        self._sent = 0.0
+
+    def wait(self, changed: threading.Condition) -> M | None:
+        """Wait for news, or a heartbeat's time; what is to be said, if anything is."""
+        with changed:
+            fresh = changed.wait_for(lambda: self._now() != self._last and self._urgent(), HEARTBEAT)
+            said = self._now()
+        if not fresh and time.monotonic() - self._sent < HEARTBEAT:
+            return None
+        self._last, self._sent = said, time.monotonic()
+        return said

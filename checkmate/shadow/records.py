@@ -1,0 +1,98 @@
+"""Step records of a DP group: put together from all ranks' parts, kept as long as an iteration is served.
+
+Bytes are kept as they came, except that buffers are told apart by name (read weights-only: no code can run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+
+StreamKey = tuple[int, int, int]
+"""Side, channel, shard."""
+
+
+class Records:
+    """What the ranks of a group said of each iteration. Not thread-safe; the node's lock covers it."""
+
+    def __init__(self, ranks: int, first: int) -> None:
+        self._ranks = ranks
+        self._parts: dict[int, dict[int, pb.RecordPart]] = {}
+        self._done: dict[int, pb.IterationRecord] = {}
+        self._buffers: dict[str, bytes] = {}
+        self.first = first
+        self.ends: dict[StreamKey, tuple[int, float]] = {}
+        """Each stream's newest end, and when it was said."""
+        self.newest = first - 1
+        """The newest iteration of which a part has come."""
+        self.missing: dict[int, float] = {}
+        """Iterations that a rank passed over, and when that was noticed."""
+        self.count = 0
+        """Parts that have come."""
+        self._last_of: dict[int, int] = {}
+
+    def add(self, part: pb.RecordPart, now: float) -> None:
+        """Take a rank's part; a second one of the same iteration changes nothing."""
+        parts = self._parts.setdefault(part.iteration, {})
+        if part.position in parts:
+            return
+        parts[part.position] = part
+        self.count += 1
+        self.newest = max(self.newest, part.iteration)
+        for end in part.ends:
+            key = (end.side, end.channel, end.shard)
+            if end.end > self.ends.get(key, (-1, 0.0))[0]:
+                self.ends[key] = (end.end, now)
+        for passed in range(self._last_of.get(part.position, part.iteration) + 1, part.iteration):
+            self.missing.setdefault(passed, now)
+        self._last_of[part.position] = max(self._last_of.get(part.position, -1), part.iteration)
+        if self.complete(part.iteration):
+            self.missing.pop(part.iteration, None)
+
+    def complete(self, iteration: int) -> bool:
+        """Whether all ranks' parts of an iteration are there."""
+        return len(self._parts.get(iteration, ())) == self._ranks
+
+    def step(self, iteration: int) -> pb.Step:
+        """What the group's first rank said of the step. `KeyError` where it isn't there."""
+        return self._parts[iteration][0].step
+
+    def stepped(self, iteration: int) -> None:
+        """A hold has stepped a complete iteration: keep what is served with its state."""
+        if iteration in self._done or not self.complete(iteration):
+            return
+        parts = self._parts[iteration]
+        if parts[0].buffers:
+            self._buffers = {**self._buffers, **_by_name(parts[0].buffers)}
+        ordered = [parts[position] for position in sorted(parts)]
+        self._done[iteration] = pb.IterationRecord(iteration=iteration, parts=ordered, buffers=self._buffers)
+
+    def served(self, iteration: int) -> pb.IterationRecord:
+        """The record that goes with the state after an iteration; without parts where none is known."""
+        return self._done.get(iteration, pb.IterationRecord(iteration=iteration))
+
+    def adopt(self, record: pb.IterationRecord) -> None:
+        """Take over what is known of an iteration from before these records began, or from another holder."""
+        if record.parts:
+            self._done.setdefault(record.iteration, record)
+        self._buffers = {**record.buffers, **self._buffers}
+
+    def forget(self, stepped: Iterable[int], reserved: Collection[int]) -> None:
+        """Drop what is before the oldest hold's last step, and served records that nobody can ask for."""
+        held = set(stepped)
+        oldest = min(held, default=self.first - 1)
+        for done in [t for t in self._parts if t <= oldest]:
+            del self._parts[done]
+        for done in [t for t in self._done if t not in held and t not in reserved]:
+            del self._done[done]
+        for done in [t for t in self.missing if t <= oldest]:
+            del self.missing[done]
+
+
+def _by_name(blob: bytes) -> Mapping[str, bytes]:
+    changed = state.loads(blob)
+    if not isinstance(changed, dict):
+        return {}
+    return {str(name): state.dumps(tensor) for name, tensor in changed.items()}

@@ -1,0 +1,49 @@
+"""A node together with its service and its streams to the other nodes: what `checkmate shadow` runs."""
+
+from __future__ import annotations
+
+import logging
+
+from checkmate.rpc.channels import open_channel
+from checkmate.schema import Job
+from checkmate.shadow.connect import RECEIVE_BUFFER, tcp_memory_shortfall
+from checkmate.shadow.node import GRACE, Node
+from checkmate.shadow.peers import Peers
+from checkmate.shadow.service import Server
+
+log = logging.getLogger("checkmate")
+
+
+class Serving:
+    """A running shadow node; it serves from `__enter__` on. `ServeError`, `TlsError` where it can't."""
+
+    def __init__(
+        self,
+        job: Job,
+        node_id: int,
+        *,
+        receive_buffer: int = RECEIVE_BUFFER,
+        grace: float = GRACE,
+        threads: int | None = None,
+    ) -> None:
+        self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
+        streams = sum(len(plan.streams) for plan in self.node.plans)
+        if shortfall := tcp_memory_shortfall(streams, receive_buffer):
+            log.warning("%s", shortfall)
+            self.node.troubles.append(shortfall)
+        try:
+            self._peers = Peers(self.node, lambda other: open_channel(job, other))
+            self._server = Server(self.node, self._peers)
+        except BaseException:
+            self.node.close()
+            raise
+
+    def __enter__(self) -> Serving:
+        self._server.__enter__()
+        self._peers.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._peers.stop()
+        self.node.close()
+        self._server.__exit__()

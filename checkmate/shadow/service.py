@@ -1,0 +1,139 @@
+"""The node's gRPC service: every call of `shadow.proto`, with its errors as gRPC's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NoReturn, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.rpc.channels import OPTIONS, server_credentials
+from checkmate.shadow.group import Refused
+from checkmate.shadow.node import Node
+from checkmate.shadow.peers import Peers
+from checkmate.state import StateError, from_seeds
+
+R = TypeVar("R")
+
+FETCH_SECONDS: Final = 600.0
+"""A Fetch without a deadline waits no longer."""
+
+_NAME: Final = "checkmate.v1.Shadow"
+
+
+class Service(rpc.ShadowServicer):
+    """Translates calls to the node's methods; nothing else."""
+
+    def __init__(self, node: Node, peers: Peers) -> None:
+        self._node, self._peers = node, peers
+
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self._answer(context, lambda: self._node.status(request.job))
+
+    def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        timeout = min(request.timeout or _left(context), _left(context))
+        return self._answer(context, lambda: self._node.fence(request.job, timeout))
+
+    def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self._answer(context, lambda: self._node.settle(request.job, request.iteration, request.run))
+
+    def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
+        return self._answer(context, lambda: pb.BeginReply(warnings=self._node.begin(request)))
+
+    def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
+        return self._answer(
+            context, lambda: pb.SeedReply(again=self._node.seed(from_seeds(request_iterator)))
+        )
+
+    def Record(
+        self, request_iterator: Iterator[pb.RecordPart], context: grpc.ServicerContext
+    ) -> Iterator[pb.RecordReply]:
+        for part in request_iterator:
+            yield self._answer(context, lambda part=part: self._node.record(part))  # type: ignore[misc]
+
+    def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
+        return self._answer(
+            context, lambda: self._node.reserve(request.job, request.iteration, request.seconds)
+        )
+
+    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
+        self._answer(context, lambda: self._node.release(request.job, request.iteration))
+        return pb.ReleaseReply()
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
+        try:
+            yield from self._node.fetch(request, min(_left(context), FETCH_SECONDS))
+        except (Refused, StateError, LookupError) as error:
+            _abort(context, error)
+
+    def Commit(
+        self, request_iterator: Iterator[pb.Progress], context: grpc.ServicerContext
+    ) -> Iterator[pb.Decision]:
+        done = threading.Event()
+        context.add_callback(done.set)
+        yield from self._peers.answer(request_iterator, done)
+
+    def _answer(self, context: grpc.ServicerContext, call: Callable[[], R]) -> R:
+        try:
+            return call()
+        except (Refused, StateError) as error:
+            _abort(context, error)
+
+
+def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
+    before = isinstance(error, Refused) and error.precondition
+    code = grpc.StatusCode.FAILED_PRECONDITION if before else grpc.StatusCode.INVALID_ARGUMENT
+    context.abort(code, str(error))
+
+
+def _left(context: grpc.ServicerContext) -> float:
+    """Seconds until the caller's deadline."""
+    left = context.time_remaining()
+    return FETCH_SECONDS if left is None else max(0.0, left)
+
+
+class ServeError(RuntimeError):
+    """The node can't serve, and why."""
+
+    exit_code = 1
+
+
+class Server:
+    """Serves a node at its `mgmt` address, with TLS where the job says so. Context manager."""
+
+    def __init__(self, node: Node, peers: Peers) -> None:
+        job = node.job
+        ranks = sum(len(group.ranks) for group in job.dp_groups)
+        workers = 3 * ranks + 2 * len(job.shadow_nodes) + 16  # a Record stream each, fetches, commits
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="rpc")
+        self._server = grpc.server(self._pool, options=OPTIONS)
+        rpc.add_ShadowServicer_to_server(Service(node, peers), self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        address = job.node(node.id).mgmt
+        try:
+            if job.mgmt_tls is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, server_credentials(job.mgmt_tls))
+        except RuntimeError:
+            raise ServeError(
+                f"can't serve at {address}, the node's mgmt address: "
+                "it is no address of this machine, or it is taken"
+            ) from None
+
+    def __enter__(self) -> Server:
+        self._server.start()
+        for name in ("", _NAME):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._health.enter_graceful_shutdown()
+        self._server.stop(0.2).wait()
+        self._pool.shutdown()
