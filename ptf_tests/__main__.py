@@ -5,79 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import logging
 import signal
 import sys
-import time
 import unittest
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
-from rich.table import Table
 
 from ptf_tests import targets
 from ptf_tests.namespace import NamespaceError
+from ptf_tests.report import Row, Teller
 from ptf_tests.targets import TargetError
 
 SUITES = ("forwarding", "replication", "streams", "stub")
-
-
-@dataclass
-class Row:
-    """A test and what became of it: `passed`, `failed` or `skipped`, and why."""
-
-    suite: str
-    test: str
-    says: str
-    outcome: str
-    seconds: float
-    why: str = ""
-
-
-class Rows(unittest.TestResult):
-    """Collects a row for each test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[Row] = []
-        self._began = 0.0
-
-    def startTest(self, test: unittest.TestCase) -> None:
-        super().startTest(test)
-        self._began = time.monotonic()
-        suite, name = test.id().split(".", 1)[1].split(".", 1)
-        self.rows.append(Row(suite, name, test.shortDescription() or "", "passed", 0.0))
-
-    def stopTest(self, test: unittest.TestCase) -> None:
-        super().stopTest(test)
-        self.rows[-1].seconds = round(time.monotonic() - self._began, 3)
-
-    def _note(self, outcome: str, why: str) -> None:
-        row = self.rows[-1]
-        row.outcome = outcome
-        row.why = f"{row.why}\n{why}".strip()
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-        super().addFailure(test, err)
-        self._note("failed", str(err[1]))
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:
-        super().addError(test, err)
-        if not isinstance(test, unittest.TestCase) or not self.rows:  # setUpClass, for one
-            self.rows.append(Row("", str(test), "", "failed", 0.0))
-        self._note("failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
-
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
-        super().addSubTest(test, subtest, err)
-        if err is not None:
-            self._note("failed", f"{subtest}: {err[1]}")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        super().addSkip(test, reason)
-        self._note("skipped", reason)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         targets.command(options.target)
-        rows = run(options.target, options.suite or SUITES)
+        out = Console(highlight=False, soft_wrap=True, quiet=options.json)
+        teller = Teller(out, Console(stderr=True), verbose=options.verbose)
+        rows = run(options.target, options.suite or SUITES, teller)
     except (TargetError, NamespaceError) as error:
         print(f"ptf_tests: {error}", file=sys.stderr)
         return 2
@@ -96,28 +44,29 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     if options.json:
         print(json.dumps({"target": options.target, "tests": [asdict(row) for row in rows]}, indent=1))
-    else:
-        _show(options.target, rows)
     return 1 if any(row.outcome == "failed" for row in rows) else 0
 
 
-def run(target: str, suites: tuple[str, ...] | list[str]) -> list[Row]:
+def run(target: str, suites: Sequence[str], teller: Teller) -> list[Row]:
     """Run suites in a network namespace of this process's own, which it enters for good."""
     # Imported late: nobody should wait for them to read --help; and PTF greets on stdout.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(io.StringIO()):
         from ptf_tests.base import SwitchTest  # noqa: PLC0415
         from ptf_tests.lab import Lab  # noqa: PLC0415
 
     lab = Lab(target)
+    rows: list[Row] = []
     try:
-        SwitchTest.lab, SwitchTest.switch = lab, lab.start()
-        rows = Rows()
-        loader = unittest.defaultTestLoader
-        for suite in suites:
-            loader.loadTestsFromModule(importlib.import_module(f"ptf_tests.{suite}")).run(rows)
-        return rows.rows
+        with teller.running():
+            SwitchTest.lab, SwitchTest.switch = lab, lab.start()
+            loader = unittest.defaultTestLoader
+            for suite in suites:
+                tests = loader.loadTestsFromModule(importlib.import_module(f"ptf_tests.{suite}"))
+                rows += teller.suite(suite, tests)
+        teller.end(target, rows)
     finally:
         lab.close()
+    return rows
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,34 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--suite", choices=SUITES, action="append", help="only this one; may be given more than once"
     )
-    parser.add_argument("--json", action="store_true", help="results as JSON instead of a table")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="a line for each test, not only for those that fail"
+    )
+    parser.add_argument("--json", action="store_true", help="results as JSON instead of text")
     return parser
 
 
 def _terminate(signal_number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _show(target: str, rows: list[Row]) -> None:
-    console = Console(highlight=False)
-    table = Table("suite", "test", "result", "s", title=f"packet tests on {target}")
-    colours = {"passed": "green", "failed": "red", "skipped": "yellow"}
-    for row in rows:
-        colour = colours[row.outcome]
-        table.add_row(row.suite, row.says or row.test, f"[{colour}]{row.outcome}[/]", f"{row.seconds:.2f}")
-    console.print(table)
-    for row in rows:
-        if row.why:
-            console.rule(f"{row.outcome}: {row.suite}.{row.test}")
-            console.print(row.why, markup=False)
-    console.print(summary(rows))
-
-
-def summary(rows: list[Row]) -> str:
-    """Such as `57 passed, 0 failed`."""
-    counted = {o: sum(row.outcome == o for row in rows) for o in ("passed", "failed", "skipped")}
-    skipped = f", {counted['skipped']} skipped" if counted["skipped"] else ""
-    return f"{counted['passed']} passed, {counted['failed']} failed{skipped}"
 
 
 if __name__ == "__main__":

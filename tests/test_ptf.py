@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from ptf_tests.report import Teller
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = ("forwarding", "replication", "streams", "stub")
@@ -61,6 +67,75 @@ def test_without_bmv2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "needs simple_switch_grpc on PATH" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@needs_root
+@pytest.mark.parametrize("options", [[], ["-v"]])
+def test_a_suite_is_one_line(options: list[str]) -> None:
+    """Passed tests are counted, and named with -v only."""
+    command = [*RUNNER, "--suite", "stub", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
+    *tests, suite, last = done.stdout.splitlines()
+    found = re.fullmatch(r"stub +(\d+) passed, 0 failed  \d+\.\d s", suite)
+    assert found, done.stdout
+    assert last.startswith(f"softswitch: {found[1]} passed, 0 failed in ")
+    assert len(tests) == (int(found[1]) if options else 0)
+    assert all(line.startswith("  passed ") for line in tests)
+    assert done.stderr == ""
+
+
+class Various(unittest.TestCase):
+    """Not collected by pytest: what became of these is what is tested."""
+
+    __test__ = False
+
+    def test_a(self) -> None:
+        """this one passes"""
+
+    def test_b(self) -> None:
+        """this one fails"""
+        self.fail("port [3] got nothing")
+
+    def test_c(self) -> None:
+        self.skipTest("no such target")
+
+    def test_d(self) -> None:
+        raise ZeroDivisionError
+
+
+class Unmade(unittest.TestCase):
+    """Its tests can't begin."""
+
+    __test__ = False
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        raise OSError("no interface")
+
+    def test_a(self) -> None:
+        """never runs"""
+
+
+def test_whatever_did_not_pass_is_told_with_the_reason() -> None:
+    file = io.StringIO()
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    teller = Teller(Console(file=file, soft_wrap=True), Console(file=io.StringIO()))
+    rows = teller.suite("mixed", unittest.TestSuite([load(Various), load(Unmade)]))
+    text = file.getvalue()
+    assert re.match(r"mixed        1 passed, 3 failed, 1 skipped  \d\.\d s\n", text)
+    assert "this one passes" not in text
+    for words in (
+        "this one fails (Various.test_b)\n      port [3] got nothing\n",
+        "  skipped  0.00 s  Various.test_c\n      no such target\n",
+        "ZeroDivisionError",
+        "setUpClass",
+        "OSError: no interface",
+    ):
+        assert words in text
+    outcomes = {row.test.rpartition(".")[2]: row.outcome for row in rows[:4]}
+    assert outcomes == {"test_a": "passed", "test_b": "failed", "test_c": "skipped", "test_d": "failed"}
+    assert {row.suite for row in rows} == {"mixed"}
 
 
 @needs_root

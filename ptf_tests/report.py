@@ -1,0 +1,144 @@
+"""What became of the tests: as data, and told while they run - a line a suite, and whatever failed."""
+
+from __future__ import annotations
+
+import time
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+_COLOURS = {"passed": "green", "failed": "red", "skipped": "yellow"}
+
+
+@dataclass
+class Row:
+    """A test and what became of it: `passed`, `failed` or `skipped`, and why."""
+
+    suite: str
+    test: str
+    says: str
+    outcome: str
+    seconds: float
+    why: str = ""
+
+
+class Rows(unittest.TestResult):
+    """Collects a row for each test of a suite, and tells `ended` of each."""
+
+    def __init__(self, suite: str, ended: Callable[[Row], None] = lambda _: None) -> None:
+        super().__init__()
+        self.rows: list[Row] = []
+        self._suite = suite
+        self._ended = ended
+        self._began = 0.0
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._began = time.monotonic()
+        name = test.id().split(".", 2)[2]
+        self.rows.append(Row(self._suite, name, test.shortDescription() or "", "passed", 0.0))
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        super().stopTest(test)
+        self.rows[-1].seconds = round(time.monotonic() - self._began, 3)
+        self._ended(self.rows[-1])
+
+    def _note(self, outcome: str, why: str) -> None:
+        row = self.rows[-1]
+        row.outcome = outcome
+        row.why = f"{row.why}\n{why}".strip()
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
+        super().addFailure(test, err)
+        self._note("failed", str(err[1]))
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        super().addError(test, err)
+        why = self._exc_info_to_string(err, test)  # type: ignore[attr-defined]
+        if isinstance(test, unittest.TestCase):
+            self._note("failed", why)
+        else:  # setUpClass, for one, of which no test begins
+            self.rows.append(Row(self._suite, str(test), "", "failed", 0.0, why.strip()))
+            self._ended(self.rows[-1])
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+        super().addSubTest(test, subtest, err)
+        if err is not None:
+            self._note("failed", f"{subtest}: {err[1]}")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        super().addSkip(test, reason)
+        self._note("skipped", reason)
+
+
+class Teller:
+    """Tells of suites as they run: a line each, with whatever didn't pass below; `verbose`: every test.
+
+    On a terminal, how far the suite is is shown meanwhile.
+    """
+
+    def __init__(self, out: Console, err: Console, *, verbose: bool = False) -> None:
+        self._out = out
+        self._verbose = verbose
+        # One console has both where both are a terminal, or they would overwrite each other.
+        self._status = (out if out.is_terminal and not out.quiet else err).status("starting the switch")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Show what goes on until the block ends."""
+        with self._status:
+            yield
+
+    def suite(self, name: str, tests: unittest.TestSuite) -> list[Row]:
+        """Run a suite; its rows."""
+        total = tests.countTestCases()
+        self._status.update(f"{name}: 0 of {total} tests")
+
+        def ended(row: Row) -> None:
+            self._status.update(f"{name}: {len(result.rows)} of {total} tests")
+            if self._verbose:
+                self._out.print(_line(row))
+
+        result = Rows(name, ended)
+        tests.run(result)
+        self._out.print(suite_line(name, result.rows))
+        for row in result.rows:
+            if row.outcome != "passed":
+                self._out.print(f"{_line(row)}\n{_indented(row.why)}")
+        return result.rows
+
+    def end(self, target: str, rows: Sequence[Row]) -> None:
+        """The last line: all of it in a few numbers."""
+        self._out.print(f"{target}: {summary(rows)} in {sum(row.seconds for row in rows):.1f} s")
+
+
+def suite_line(suite: str, rows: Sequence[Row]) -> str:
+    """A suite in one line, in rich's markup: `replication  25 passed, 0 failed  4.1 s`."""
+    colour = "red" if any(row.outcome == "failed" for row in rows) else "green"
+    seconds = sum(row.seconds for row in rows)
+    return f"{suite:<12} [{colour}]{summary(rows)}[/]  {seconds:.1f} s"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Such as `57 passed, 0 failed`."""
+    counted = {o: sum(row.outcome == o for row in rows) for o in ("passed", "failed", "skipped")}
+    skipped = f", {counted['skipped']} skipped" if counted["skipped"] else ""
+    return f"{counted['passed']} passed, {counted['failed']} failed{skipped}"
+
+
+def _line(row: Row) -> str:
+    says = f"{row.says} ({row.test})" if row.says else row.test
+    return f"  [{_COLOURS[row.outcome]}]{row.outcome:<7}[/] {row.seconds:5.2f} s  {_plain(says)}"
+
+
+def _indented(why: str) -> str:
+    return "\n".join(f"      {_plain(line)}" for line in why.splitlines())
+
+
+def _plain(text: str) -> str:
+    """Text in which rich sees no markup."""
+    return text.replace("[", r"\[")
