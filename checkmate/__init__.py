@@ -1,1 +1,37 @@
-"""Checkmate: checkpoints of data-parallel training, never older than one iteration."""
+"""Checkmate: checkpoints of data-parallel training, never older than one iteration.
+
+checkmate.restore(ddp, optimizer)   # resumes from the shadow nodes, if they hold anything
+checkmate.protect(ddp, optimizer)   # from here on they follow
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from checkmate.training.clip import clip_grad_norm_
+    from checkmate.training.protect import Protection, protect
+    from checkmate.training.restore import Restored, RestoreError, restore
+
+__all__ = ["Protection", "RestoreError", "Restored", "clip_grad_norm_", "protect", "restore"]
+
+_WHERE: Final = {
+    "clip_grad_norm_": "checkmate.training.clip",
+    "Protection": "checkmate.training.protect",
+    "protect": "checkmate.training.protect",
+    "RestoreError": "checkmate.training.restore",
+    "Restored": "checkmate.training.restore",
+    "restore": "checkmate.training.restore",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch takes seconds, and the command line does without it."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,183 @@
+"""Fences a job's shadow nodes, and names what to resume from: global rank 0's part of a restart."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import grpc
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.schema import Job
+from checkmate.training import target
+from checkmate.training.client import Stubs, reason
+from checkmate.training.session import all_shards
+from checkmate.training.target import Missing, Shard, Target
+
+_log: Final = logging.getLogger("checkmate")
+
+READ_SECONDS: Final = 5.0
+"""How long a fenced node may read on; it stops as soon as nothing comes."""
+PATIENCE_SECONDS: Final = 2.0
+"""How long nodes without which all is whole are waited for."""
+SETTLE_SECONDS: Final = 30.0
+_AGAIN_SECONDS: Final = 0.25
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0 has found, for all ranks: how this start of training begins.
+
+    `nodes`: from iteration `iteration` of these holders. `nothing`: no node holds anything. `none`: nothing
+    whole can be had, and `trouble` says why.
+    """
+
+    kind: Literal["nodes", "nothing", "none"]
+    incarnation: int
+    run: str
+    iteration: int = -1
+    holders: Mapping[Shard, list[int]] = field(default_factory=dict)
+    trouble: str = ""
+
+
+class Fence:
+    """Fences each node of a job in a thread of its own, again until it answers."""
+
+    def __init__(self, job: Job, stubs: Stubs, deadline: float) -> None:
+        self.answers: dict[int, pb.NodeStatus] = {}
+        self.failures: dict[int, str] = {}
+        self._job = job
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(node.id, stubs.to(node.id)), daemon=True)
+            for node in job.shadow_nodes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all nodes have answered."""
+        return len(self.answers) == len(self._threads)
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Wait for all nodes; once `enough` holds, only for `PATIENCE_SECONDS` more."""
+        patience = None
+        with self._changed:
+            while not self.complete:
+                now = time.monotonic()
+                if patience is None and enough():
+                    patience = now + PATIENCE_SECONDS
+                left = min(self._deadline, patience or self._deadline) - now
+                if left <= 0:
+                    return
+                self._changed.wait(left)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _ask(self, node: int, stub: ShadowStub) -> None:
+        while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
+            request = pb.FenceRequest(job=self._job.job, timeout=min(READ_SECONDS, left))
+            try:
+                status = stub.Fence(request, timeout=left)
+            except grpc.RpcError as error:
+                with self._changed:
+                    self.failures[node] = reason(error)
+                self._ended.wait(_AGAIN_SECONDS)
+                continue
+            with self._changed:
+                self.answers[node] = status
+                self.failures.pop(node, None)
+                self._changed.notify_all()
+            return
+
+
+def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> Plan:
+    """Fence, and begin anew whatever the nodes hold."""
+    fence = Fence(job, stubs, time.monotonic() + timeout)
+    fence.wait(lambda: False)
+    fence.close()
+    for node, why in sorted(fence.failures.items()):
+        _log.warning("%s; it will be seeded when it answers", _failure(job, node, why))
+    return _anew("nothing", list(fence.answers.values()))
+
+
+def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
+    """Fence, name the target, settle the nodes that can reach it."""
+    shards = all_shards(job)
+    fence = Fence(job, stubs, time.monotonic() + timeout)
+    fence.wait(lambda: isinstance(target.choose(shards, _given(fence)), Target))
+    fence.close()
+    answers = _given(fence)
+    if fence.complete and all(answer.holds_nothing for answer in answers):
+        return _anew("nothing", answers)
+    chosen = target.choose(shards, answers)
+    if isinstance(chosen, Missing):
+        return _anew("none", answers, _lacking(job, chosen.shards, fence, timeout))
+    settled = _settle(job, stubs, chosen, fence)
+    holders = target.settled(shards, chosen, settled)
+    if not target.whole(holders):
+        lacking = tuple(shard for shard, nodes in holders.items() if not nodes)
+        return _anew("none", answers, _lacking(job, lacking, fence, timeout))
+    incarnation = target.next_incarnation(answers, time.time())
+    return Plan("nodes", incarnation, chosen.run, chosen.iteration, holders)
+
+
+def _given(fence: Fence) -> list[pb.NodeStatus]:
+    return list(fence.answers.values())
+
+
+def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = "") -> Plan:
+    incarnation = target.next_incarnation(answers, time.time())
+    return Plan(kind, incarnation, uuid.uuid4().hex, trouble=trouble)
+
+
+def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> list[pb.NodeStatus]:
+    """Have all nodes step up to the target at once; the answers of those that did."""
+    request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
+    calls = {node: stubs.to(node).Settle.future(request, timeout=SETTLE_SECONDS) for node in fence.answers}
+    settled = []
+    for node, call in calls.items():
+        try:
+            settled.append(call.result())
+        except grpc.RpcError as error:
+            fence.failures[node] = reason(error)
+    return settled
+
+
+def _lacking(job: Job, shards: tuple[Shard, ...], fence: Fence, timeout: float) -> str:
+    """Why no iteration is whole: shards, nodes and what these say."""
+    text = (
+        f"no iteration is whole on the shadow nodes within {timeout:g} s: nobody has {target.names(shards)}"
+    )
+    said = [_failure(job, node, why) for node, why in sorted(fence.failures.items())]
+    for answer in sorted(fence.answers.values(), key=lambda answer: answer.node):
+        if answer.holds_nothing:
+            said.append(f"shadow node {answer.node} holds nothing")
+        said += [
+            f"shadow node {answer.node}, {target.names([(hold.shard.group, hold.shard.shard)])}: "
+            f"{hold.trouble or _standing(hold)}"
+            for hold in answer.holds
+            if (hold.shard.group, hold.shard.shard) in shards
+        ]
+    return "; ".join([text, *said])
+
+
+def _standing(hold: pb.HoldStatus) -> str:
+    if not hold.seeded:
+        return "not seeded"
+    return f"stepped {hold.stepped}, in full {hold.in_full}"
+
+
+def _failure(job: Job, node: int, why: str) -> str:
+    return f"shadow node {node} ({job.node(node).mgmt}): {why}"

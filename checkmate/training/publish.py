@@ -1,0 +1,131 @@
+"""Makes messages of what a rank has noted, and hands them to its lines to shadow nodes: in the background."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.records import Noted
+from checkmate.training.slices import to_message
+
+_log: Final = logging.getLogger("checkmate")
+_POLL_SECONDS: Final = 0.001
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def send(self, part: pb.RecordPart) -> None:
+        """Queue one."""
+
+
+@dataclass(frozen=True)
+class Author:
+    """Whose records they are: the fields that all parts have, and the boundary's side."""
+
+    job: str
+    incarnation: int
+    group: int
+    position: int
+    side: int | None
+
+
+def to_part(author: Author, noted: Noted) -> pb.RecordPart:
+    """A rank's part of an iteration's record. `StateError` where `extra` can't be kept."""
+    part = pb.RecordPart(
+        job=author.job,
+        incarnation=author.incarnation,
+        group=author.group,
+        position=author.position,
+        iteration=noted.iteration,
+        rng=state.dumps(noted.rng),
+        extra=b"" if noted.extra is None else state.dumps(noted.extra),
+    )
+    if noted.buffers:
+        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()})
+    if author.side is not None:
+        for (channel, shard), end in noted.ends.items():
+            part.ends.add(side=author.side, channel=channel, shard=shard, end=end)
+    if author.position == 0:
+        part.step.CopyFrom(_step(noted))
+    return part
+
+
+def _step(noted: Noted) -> pb.Step:
+    step = pb.Step(
+        skipped=noted.skipped(),
+        last=noted.last,
+        options=noted.options,
+        next_options=noted.next_options,
+        without_gradient=noted.without_gradient,
+        scheduler=b"" if noted.scheduler is None else state.dumps(noted.scheduler),
+        scaler=b"" if noted.scaler is None else state.dumps(noted.scaler),
+        slices=[to_message(window, later()) for window, later in noted.slices],
+    )
+    for scaled in noted.scaled:
+        step.scalings.add(
+            kind=scaled.kind,
+            factor=float(scaled.factor.item()),
+            parameters=scaled.parameters,
+            dtype=state.dtype_name(scaled.factor.dtype),
+        )
+    return step
+
+
+class Publisher:
+    """A thread that publishes iterations in order, each once the switch has had all of its bytes."""
+
+    def __init__(
+        self,
+        author: Author,
+        sinks: Sequence[Sink],
+        passed: Callable[[Mapping[tuple[int, int], int]], bool],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        self._author = author
+        self._sinks = sinks
+        self._passed = passed
+        self._on_fault = on_fault
+        self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def put(self, noted: Noted) -> None:
+        """Publish this; never waits."""
+        self._queue.put(noted)
+
+    def close(self, timeout: float) -> None:
+        """Publish what is queued, as far as `timeout` seconds allow, and end the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (noted := self._queue.get()) is not None:
+            try:
+                part = to_part(self._author, noted)
+                if not self._await_passed(noted):
+                    return
+            except (state.StateError, OSError) as error:
+                self._on_fault(error)
+                return
+            for sink in self._sinks:
+                sink.send(part)
+
+    def _await_passed(self, noted: Noted) -> bool:
+        """Wait until the next rank has acknowledged what was tagged: then the switch has had it."""
+        while not self._passed(noted.ends):
+            if self._ended.is_set():
+                _log.warning("iteration %d: not all of it had left when training ended", noted.iteration)
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True

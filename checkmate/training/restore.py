@@ -1,0 +1,176 @@
+"""`checkmate.restore`: resume from the shadow nodes, from the newest checkpoint on disk, or begin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.optimizers import spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training import fence, session
+from checkmate.training.client import Stubs
+from checkmate.training.fence import Plan
+from checkmate.training.fetch import FetchError, Wanted, fetch
+from checkmate.training.install import (
+    InstallError,
+    check_optimizer,
+    install_optimizer,
+    install_parameters,
+    install_record,
+    own_buffers,
+)
+from checkmate.training.records import Watched
+from checkmate.training.session import Session
+
+_log: Final = logging.getLogger("checkmate")
+
+TIMEOUT: Final = 60.0
+FRESH_SECONDS: Final = 10.0
+"""How long a start that wants nothing from the nodes waits for them to be fenced."""
+
+
+class RestoreError(RuntimeError):
+    """Nothing whole can be resumed from: the message names shards and nodes."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`iteration`: the next one, 0 where training begins. `extra`: what `protect`'s `extra` gave then."""
+
+    iteration: int
+    extra: Any = None
+
+
+@dataclass
+class Start:
+    """How this start of training began, kept from `restore` for `protect`."""
+
+    plan: Plan
+    next_iteration: int = 0
+    keep: bool = False
+    record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
+    own_buffers: list[str] = field(default_factory=list)
+
+
+_starts: Final[list[Start]] = []  # at most one: of the last `restore`
+
+
+def take_start() -> Start | None:
+    """The last `restore`'s outcome, once."""
+    return _starts.pop() if _starts else None
+
+
+def restore(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    fresh: bool = False,
+    timeout: float = TIMEOUT,
+    checkpoints: str | Path | None = None,
+) -> Restored:
+    """Resume from the newest iteration that the shadow nodes have whole. All ranks call it, before `protect`.
+
+    Model, optimizer, scheduler, GradScaler and random generators become what they were after that iteration,
+    bit for bit. Does nothing where every node answers that it holds nothing, and with `fresh=True`. Where no
+    iteration is whole within `timeout` seconds it takes the newest checkpoint in the folder `checkpoints`
+    (by default $CHECKMATE_CHECKPOINTS), else `RestoreError`.
+    """
+    place = session.join(ddp)
+    watched = Watched(ddp, optimizer, scheduler, scaler)
+    stubs = Stubs(place.job)
+    try:
+        start, extra = _begin(place, watched, stubs, timeout, fresh)
+    finally:
+        stubs.close()
+    _starts[:] = [start]
+    return Restored(start.next_iteration, extra)
+
+
+def _begin(place: Session, watched: Watched, stubs: Stubs, timeout: float, fresh: bool) -> tuple[Start, Any]:
+    plan = _agree(place, lambda: _plan(place, stubs, timeout, fresh))
+    if plan.kind == "nothing":
+        if place.rank == 0:
+            why = "fresh=True" if fresh else "the shadow nodes hold nothing"
+            _log.info("%s: training begins with iteration 0", why)
+        return Start(plan), None
+    if plan.kind == "none":
+        raise RestoreError(f"{plan.trouble}; fresh=True starts anew")
+    return _from_nodes(place, watched, stubs, plan, timeout)
+
+
+def _plan(place: Session, stubs: Stubs, timeout: float, fresh: bool) -> Plan:
+    if fresh:
+        return fence.plan_fresh(place.job, stubs, min(timeout, FRESH_SECONDS))
+    return fence.plan_restore(place.job, stubs, timeout)
+
+
+def _agree(place: Session, make: Callable[[], Plan]) -> Plan:
+    """Rank 0's plan, on all ranks; its exception too."""
+    box: list[Any] = [None]
+    if place.rank == 0:
+        try:
+            box = [make()]
+        except Exception as error:  # noqa: BLE001 - others would wait for ever
+            box = [RestoreError(f"rank 0: {error}")]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    plan: Plan = box[0]
+    return plan
+
+
+def plan_fresh(place: Session, stubs: Stubs, timeout: float) -> Plan:
+    """A plan to begin anew, of all ranks together."""
+    return _agree(place, lambda: fence.plan_fresh(place.job, stubs, timeout))
+
+
+def _from_nodes(
+    place: Session, watched: Watched, stubs: Stubs, plan: Plan, timeout: float
+) -> tuple[Start, Any]:
+    """Fetch and install on every rank; where one fails, all do."""
+    trouble: str | None = None
+    start, extra = Start(plan, plan.iteration + 1, keep=True), None
+    try:
+        extra = _fetch_and_install(place, watched, stubs, start, timeout)
+    except (FetchError, InstallError, ValueError) as error:
+        trouble = f"rank {place.rank}: {error}"
+    troubles: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(troubles, trouble)
+    if any(troubles):
+        found = "; ".join(one for one in troubles if one)
+        raise RestoreError(f"iteration {plan.iteration} can't be had from the shadow nodes: {found}")
+    if place.rank == 0:
+        _log.info("resumed from the shadow nodes: iteration %d comes next", start.next_iteration)
+    return start, extra
+
+
+def _fetch_and_install(place: Session, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
+    layout = session.lay_out(watched.ddp, place.shards)
+    parameters = list(session.trained(watched.ddp).values())
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    plan = start.plan
+    holders = {shard: nodes for (group, shard), nodes in plan.holders.items() if group == place.group}
+    wanted = Wanted(place.job.job, place.group, plan.run, plan.iteration, holders)
+    got = fetch(wanted, layout, stubs, place.rank, timeout)
+    check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
+    if plan.iteration >= 0 and not got.record.parts:
+        raise FetchError(f"the record of iteration {plan.iteration} is missing")
+    install_parameters(parameters, got.states)
+    options = next(
+        (list(part.step.next_options) for part in got.record.parts if part.position == 0),
+        [group.options for group in got.optimizer.groups],
+    )
+    install_optimizer(watched.optimizer, numbers, got.states, options)
+    start.keep = got.same_buckets
+    start.record = got.record
+    start.own_buffers = own_buffers(got.record, place.position)
+    return install_record(watched, got.record, place.position)

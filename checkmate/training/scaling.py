@@ -1,0 +1,67 @@
+"""Follows a GradScaler: by what it unscales gradients, and whether it lets the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from checkmate.rpc import shadow_pb2 as pb
+
+
+class Listener(Protocol):
+    """Whom a scaler's doings are told."""
+
+    def check_gradients(self) -> None:
+        """Called before gradients are unscaled."""
+
+    def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
+        """They are."""
+
+    def scaler_stepped(self, infinite: Sequence[torch.Tensor]) -> None:
+        """`step` has returned; an infinity was found where one of these isn't zero."""
+
+
+class ScalerWatch:
+    """Wraps `unscale_` and `step` of one GradScaler; it has no hooks of its own."""
+
+    def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer, listener: Listener) -> None:
+        self._scaler = scaler
+        self._optimizer = optimizer
+        self._listener = listener
+        self._unscale, self._step = scaler.unscale_, scaler.step
+        self._unscaled = False
+        scaler.unscale_, scaler.step = self.unscale_, self.step
+
+    def remove(self) -> None:
+        """Give the scaler its own methods back."""
+        del self._scaler.unscale_, self._scaler.step
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """`GradScaler.unscale_`, noted."""
+        if optimizer is not self._optimizer or not self._scaler.is_enabled():
+            self._unscale(optimizer)
+            return
+        self._listener.check_gradients()
+        factor = self._scaler._scale.double().reciprocal().float()  # as GradScaler computes it
+        self._unscale(optimizer)
+        self._unscaled = True
+        self._listener.scaled(pb.Scaling.UNSCALE, factor)
+
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> float | None:
+        """`GradScaler.step`, noted. A fused optimizer unscales by itself, and skips by itself."""
+        if optimizer is not self._optimizer or not self._scaler.is_enabled():
+            return self._passed(self._step(optimizer, *arguments, **keywords))
+        scale = self._scaler._scale.clone()
+        result = self._step(optimizer, *arguments, **keywords)
+        if not self._unscaled:
+            self._listener.scaled(pb.Scaling.FUSED, scale)
+        self._unscaled = False
+        found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        self._listener.scaler_stepped(list(found.values()))
+        return self._passed(result)
+
+    @staticmethod
+    def _passed(result: Any) -> float | None:
+        return None if result is None else float(result)

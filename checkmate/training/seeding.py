@@ -1,0 +1,142 @@
+"""Gives shadow nodes parameters and optimizer state, in the background and a few MiB at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import torch
+from torch import nn
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.training.client import reason
+from checkmate.training.steps import Steps
+
+_log: Final = logging.getLogger("checkmate")
+
+BATCH_BYTES: Final = 16 << 20
+"""A stream of seeds has about so much: it is copied first, and then sent while training goes on."""
+SEED_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where seeds come from: this rank's parameters by number, and its optimizer's state of them."""
+
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    steps: Steps
+
+    def copy(
+        self, wanted: Sequence[int], ended: threading.Event
+    ) -> tuple[int, list[tuple[int, torch.Tensor, Mapping[str, object]]]] | None:
+        """The iteration, and copies of the first of `wanted` as after it; `None` once `ended` is set.
+
+        Each is copied between two steps; where a step comes between two of them, only those before it count.
+        """
+        copies: list[tuple[int, torch.Tensor, Mapping[str, object]]] = []
+        at: int | None = None
+        nbytes = 0
+        for number in wanted:
+            with self.steps.still(ended) as iteration:
+                if iteration is None:
+                    return None
+                if at is not None and iteration != at:
+                    break
+                at = iteration
+                parameter = self.parameters[number]
+                values = {
+                    name: _copy(value) for name, value in self.optimizer.state.get(parameter, {}).items()
+                }
+                tensor = parameter.detach().to("cpu", copy=True)
+            copies.append((number, tensor, values))
+            nbytes += sum(
+                value.nbytes for value in [tensor, *values.values()] if isinstance(value, torch.Tensor)
+            )
+            if nbytes >= BATCH_BYTES:
+                break
+        return None if at is None else (at, copies)
+
+
+def _copy(value: object) -> object:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+class Seeder:
+    """A thread that seeds one shadow node. What it lacks is asked for by `want`, as often as it says so."""
+
+    def __init__(
+        self,
+        node: int,
+        stub: ShadowStub,
+        source: Source,
+        header: Callable[[int, int], pb.SeedHeader],
+    ) -> None:
+        """`header`: what a stream of seeds of (shard, iteration) begins with, but for its parameters."""
+        self._node = node
+        self._stub = stub
+        self._source = source
+        self._header = header
+        self._wanted: dict[int, dict[int, None]] = {}  # by shard: parameters in order
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"seeds for {node}", daemon=True)
+        self._thread.start()
+
+    def want(self, shard: int, parameters: Iterable[int]) -> None:
+        """Send these, unless they are about to be sent."""
+        with self._changed:
+            self._wanted.setdefault(shard, {}).update(dict.fromkeys(parameters))
+            self._changed.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to be sent."""
+        return not any(self._wanted.values())
+
+    def close(self) -> None:
+        """End the thread, whatever is left."""
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended.is_set() or not self.idle)
+                todo = {shard: list(numbers) for shard, numbers in self._wanted.items() if numbers}
+            for shard, numbers in todo.items():
+                self._send_some(shard, numbers)
+
+    def _send_some(self, shard: int, numbers: Sequence[int]) -> None:
+        """One stream of seeds: as many parameters as a batch has."""
+        copied = self._source.copy(numbers, self._ended)
+        if copied is None:
+            return
+        iteration, copies = copied
+        sent = [number for number, _, _ in copies]
+        header = self._header(shard, iteration)
+        header.parameters.extend(sent)
+        try:
+            reply = self._stub.Seed(state.to_seeds(header, copies), timeout=SEED_SECONDS)
+        except grpc.RpcError as error:
+            _log.info("seeds for shadow node %d, shard %d: %s", self._node, shard, reason(error))
+            self._forget(shard, numbers)  # it asks again when it is back
+            self._ended.wait(_PAUSE_SECONDS)
+            return
+        self._forget(shard, [number for number in sent if number not in reply.again])
+        if reply.again:
+            self._ended.wait(_PAUSE_SECONDS)
+
+    def _forget(self, shard: int, numbers: Iterable[int]) -> None:
+        with self._changed:
+            for number in numbers:
+                self._wanted[shard].pop(number, None)

@@ -1,0 +1,178 @@
+"""Small copies of what a trainer has, for the step record: windows over parameters, and changed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.layout import Layout
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import bytes_of
+
+SLICE_BYTES: Final = 64 * 1024
+EXACT_BYTES: Final = 1 << 20
+"""Buffers up to this size are compared byte by byte: BatchNorm changes its own without counting a version."""
+FIRST_BYTES: Final = 4 << 20
+"""So much of what has never been sent goes with one record."""
+
+Later = Callable[[], torch.Tensor]
+"""A CPU copy, once it has arrived."""
+
+
+def copied(tensor: torch.Tensor) -> Later:
+    """A copy of a tensor as it is now; from a CUDA device without waiting for it."""
+    now = tensor.detach()
+    if not now.is_cuda:
+        clone = now.clone()
+        return lambda: clone
+    host = torch.empty(now.shape, dtype=now.dtype, pin_memory=True)
+    host.copy_(now, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+
+    def arrived() -> torch.Tensor:
+        event.synchronize()
+        return host
+
+    return arrived
+
+
+@dataclass(frozen=True)
+class Window:
+    """Elements [start, stop) of a parameter, flat."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+class Rotation:
+    """Windows that go round a shard's parameters, `SLICE_BYTES` each time, ends included."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int, int]], nbytes: int = SLICE_BYTES) -> None:
+        """`sizes`: each parameter's number, elements and bytes of an element."""
+        self._sizes = sizes
+        self._nbytes = nbytes
+        self._at = (0, 0)  # which parameter, and its element
+
+    def next(self) -> Iterator[Window]:
+        """The next windows; after the shard's end it begins anew, another time."""
+        index, start = self._at
+        left = self._nbytes
+        while index < len(self._sizes):
+            parameter, elements, itemsize = self._sizes[index]
+            stop = min(elements, start + left // itemsize)
+            if stop == start:
+                break
+            yield Window(parameter, start, stop)
+            left -= (stop - start) * itemsize
+            index, start = (index + 1, 0) if stop == elements else (index, stop)
+        self._at = (index, start) if index < len(self._sizes) else (0, 0)
+
+
+class Slices:
+    """Each iteration's slices of all shards of a model."""
+
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._rotations = [
+            Rotation([(i, parameters[i].numel(), parameters[i].element_size()) for i in layout.of_shard(s)])
+            for s in range(layout.shards)
+        ]
+
+    def take(self) -> list[tuple[Window, Later]]:
+        """Copies of the next windows."""
+        return [
+            (
+                window,
+                copied(self._parameters[window.parameter].detach().reshape(-1)[window.start : window.stop]),
+            )
+            for rotation in self._rotations
+            for window in rotation.next()
+        ]
+
+
+def to_message(window: Window, data: torch.Tensor) -> pb.Slice:
+    """A window's copy as the record has it."""
+    offset = window.start * data.element_size()
+    return pb.Slice(parameter=window.parameter, offset=offset, data=bytes(bytes_of(data)))
+
+
+def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """What a model has beside trained parameters: buffers, and parameters that need no gradient."""
+    ignored = ddp.parameters_to_ignore
+    frozen = {name: p for name, p in ddp.module.named_parameters() if not p.requires_grad}
+    every: dict[str, torch.Tensor] = {**frozen, **dict(ddp.module.named_buffers())}
+    return {name: tensor for name, tensor in every.items() if name not in ignored}
+
+
+def synchronised(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP gives all ranks the first one's buffers."""
+    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+
+
+class Buffers:
+    """Which buffers have changed since they were last sent.
+
+    `everything`: begin with those that never were, a few MiB at a time. Else this rank's buffers are its own,
+    and each record has all that ever changed, `changed` before now among them.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        everything: bool,
+        changed: Sequence[str] = (),
+    ) -> None:
+        self._find = find
+        self._everything = everything
+        self._ever = set(changed)
+        self._seen = {name: _Seen(tensor) for name, tensor in find().items()}
+        self._unsent = list(self._seen) if everything else []
+
+    def take(self) -> dict[str, Later]:
+        """Copies of those that the record has to say."""
+        now = self._find()
+        changed = set()
+        for name, tensor in now.items():
+            seen = self._seen.get(name)
+            if seen is None or seen.differs(tensor):
+                self._seen[name] = _Seen(tensor)
+                changed.add(name)
+        if self._everything:
+            changed |= self._first(now)
+        else:
+            self._ever |= changed
+            changed = self._ever & now.keys()
+        return {name: copied(now[name]) for name in sorted(changed)}
+
+    def _first(self, now: Mapping[str, torch.Tensor]) -> set[str]:
+        """Some of those that were never sent."""
+        chosen: set[str] = set()
+        left = FIRST_BYTES
+        while self._unsent and left > 0:
+            name = self._unsent.pop()
+            if name in now:
+                left -= now[name].nbytes
+                chosen.add(name)
+        return chosen
+
+
+class _Seen:
+    """A buffer as it was: its bytes where it is small and on the CPU, else only its version."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._place = (tensor.data_ptr(), tensor._version, tensor.shape)
+        exact = not isinstance(tensor, nn.Parameter) and tensor.nbytes <= EXACT_BYTES
+        self._copy = tensor.detach().clone() if exact else None
+
+    def differs(self, tensor: torch.Tensor) -> bool:
+        if self._copy is None:
+            return self._place != (tensor.data_ptr(), tensor._version, tensor.shape)
+        return self._copy.shape != tensor.shape or not torch.equal(self._copy, tensor)

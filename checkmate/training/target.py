@@ -1,0 +1,122 @@
+"""Which iteration a restart resumes from, and which shadow nodes have it. Pure (design, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkmate.rpc import shadow_pb2 as pb
+
+INCARNATIONS = 256
+
+Shard = tuple[int, int]
+"""A DP group's index, and a shadow id in it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The iteration to settle at, the run that it belongs to, and the nodes that can reach it, by shard."""
+
+    iteration: int
+    run: str
+    holders: Mapping[Shard, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """No iteration is whole: these shards stand in its way."""
+
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class _Hold:
+    node: int
+    shard: Shard
+    stepped: int
+    in_full: int
+
+
+def newest(incarnations: Iterable[int]) -> int | None:
+    """The newest of some incarnations, which count mod 256; `None` where there are none.
+
+    As serial numbers do (RFC 1982): the one that no other is less than 128 ahead of.
+    """
+    seen = sorted(set(incarnations))
+    ahead = {i: sum(0 < (other - i) % INCARNATIONS < INCARNATIONS // 2 for other in seen) for i in seen}
+    return min(seen, key=lambda i: ahead[i], default=None)
+
+
+def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
+    """The one after the newest that any node has seen; the clock's seconds mod 256 where none has."""
+    last = newest(answer.incarnation for answer in answers if not answer.holds_nothing)
+    return int(clock if last is None else last + 1) % INCARNATIONS
+
+
+def choose(shards: Sequence[Shard], answers: Sequence[pb.NodeStatus]) -> Target | Missing:
+    """The target: the smallest "in full" of the holds whose "in full" is not below the largest "stepped".
+
+    A hold counts if it is seeded and not doubtful, and of the newest incarnation; or of an older one and the
+    same run, if it has what the newest began from.
+    """
+    began = _beginning(answers)
+    if began is None:
+        return Missing(tuple(shards))
+    holds = list(_usable(answers, began))
+    stepped = max((hold.stepped for hold in holds), default=0)
+    able = [hold for hold in holds if hold.in_full >= stepped]
+    holders = {shard: tuple(hold.node for hold in able if hold.shard == shard) for shard in shards}
+    lacking = tuple(shard for shard in shards if not holders[shard])
+    if lacking:
+        return Missing(lacking)
+    return Target(min(hold.in_full for hold in able), began.run, holders)
+
+
+def _beginning(answers: Sequence[pb.NodeStatus]) -> pb.HoldStatus | None:
+    """A hold of the newest incarnation, which says where that began and in which run."""
+    all_holds = [hold for answer in answers for hold in answer.holds]
+    last = newest(hold.incarnation for hold in all_holds)
+    return next((hold for hold in all_holds if hold.incarnation == last), None)
+
+
+def _usable(answers: Sequence[pb.NodeStatus], began: pb.HoldStatus) -> Iterator[_Hold]:
+    origin = began.first_iteration - 1
+    for answer in answers:
+        for hold in answer.holds:
+            if not hold.seeded or hold.doubtful or hold.run != began.run:
+                continue
+            shard = (hold.shard.group, hold.shard.shard)
+            if hold.incarnation == began.incarnation:
+                yield _Hold(answer.node, shard, hold.stepped, hold.in_full)
+            elif hold.stepped <= origin <= hold.in_full:
+                yield _Hold(answer.node, shard, hold.stepped, origin)
+
+
+def settled(
+    shards: Sequence[Shard], target: Target, answers: Sequence[pb.NodeStatus]
+) -> dict[Shard, list[int]]:
+    """Which nodes, by their answers to Settle, now hold the target: a shard without any has an empty list."""
+    found: dict[Shard, list[int]] = {shard: [] for shard in shards}
+    for answer in answers:
+        for hold in answer.holds:
+            shard = (hold.shard.group, hold.shard.shard)
+            right = hold.seeded and hold.stepped == target.iteration and hold.run == target.run
+            if right and answer.node in target.holders.get(shard, ()):
+                found[shard].append(answer.node)
+    return found
+
+
+def whole(holders: Mapping[Shard, Sequence[int]]) -> bool:
+    """Whether every shard has a holder."""
+    return all(holders.values())
+
+
+def spread(holders: Sequence[int], rank: int) -> list[int]:
+    """A shard's holders in the order in which a rank tries them, so that ranks share them evenly."""
+    start = rank % len(holders) if holders else 0
+    return [*holders[start:], *holders[:start]]
+
+
+def names(shards: Iterable[Shard]) -> str:
+    """Shards for a message: `shard 0 of DP group 1, ...`"""
+    return ", ".join(f"shard {shard} of DP group {group}" for group, shard in shards)
