@@ -69,6 +69,7 @@ def test_faults_as_data(tmp_path: Path, command: str) -> None:
     done = CliRunner().invoke(app, [command, str(file), "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == found["exit"] == 2
+    assert len(done.stdout.splitlines()) == 1
     assert found["error"] == "2 faults in the job files"
     assert [fault["path"] for fault in found["faults"]] == ["channels", "colour"]
     line = found["faults"][0]["line"]

@@ -71,9 +71,10 @@ def switch_extra() -> None:
 def print_error(
     message: str, exit_code: int, faults: Sequence[Located] = (), more: Mapping[str, object] | None = None
 ) -> None:
-    """What `--json` prints instead of a result, the only document then (docs/cli.md)."""
+    """What `--json` prints instead of a result (docs/cli.md): one line, as some commands print one by one."""
     found = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
-    print_json({"error": message, "exit": exit_code, "faults": found, **(more or {})})
+    text = json.dumps({"error": message, "exit": exit_code, "faults": found, **(more or {})}, default=str)
+    sys.stdout.write(f"{text}\n")
 
 
 def says_errors(command: Callable[P, R]) -> Callable[P, R]:

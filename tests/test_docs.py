@@ -1,0 +1,104 @@
+"""The documentation says what the code does: its examples work, its tables have every key and command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from checkmate.cli.common import print_error
+from checkmate.cli.main import app
+from checkmate.jobs import read_job
+from topologies import describe
+from topologies.describe import build
+from topologies.job_files import TARGETS
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def first_cells(page: str) -> set[str]:
+    """What stands in code in the first column of the page's tables."""
+    cells = re.findall(r"^\| ([^|]*) \|", (DOCS / page).read_text(), re.MULTILINE)
+    return {code for cell in cells for code in re.findall("`([^`]+)`", cell)}
+
+
+def keys_of(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> set[str]:
+    """Every key of a JSON schema: `dp_groups[].ranks`."""
+    found = set()
+    for name, value in schema["properties"].items():
+        found.add(prefix + name)
+        item = value.get("items", {}).get("$ref", "")
+        if item:
+            found |= keys_of(definitions[item.rpartition("/")[2]], definitions, f"{prefix}{name}[].")
+    return found
+
+
+def test_the_example_of_a_topology_works() -> None:
+    (example,) = blocks("lab.md", "yaml")
+    lab = build("mine", yaml.safe_load(example))
+    assert [len(group.ranks) for group in lab.groups] == [3, 2]
+    assert [len(node.interfaces) for node in lab.shadow_nodes] == [2, 1]
+
+
+def test_every_key_of_a_topology_is_there() -> None:
+    schema = describe._LabFile.model_json_schema()
+    keys = keys_of(schema, schema["$defs"])
+    assert "dp_groups[].ranks" in keys
+    assert keys <= first_cells("lab.md")
+
+
+def test_the_addresses_of_a_lab_are_as_written() -> None:
+    lab = build("mine", yaml.safe_load(blocks("lab.md", "yaml")[0]))
+    rank, shadow, switch = lab.ranks[3], lab.shadow_nodes[0], lab.switches[1]
+    assert (str(rank.interfaces[0].ip), str(rank.mgmt)) == ("10.0.1.4", "172.31.1.104")
+    assert (str(shadow.interfaces[1].ip), str(shadow.mgmt)) == ("10.0.2.2", "172.31.2.1")
+    assert (str(switch.stub_ip), str(switch.mgmt)) == ("10.0.3.2", "172.31.3.2")
+    ports = [host.interfaces[0].port for host in lab.hosts if host.interfaces[0].switch == "right"]
+    assert ports == [1, 2, 3, 4]
+    assert lab.links[0].b == ("right", 5)
+
+
+def test_the_example_of_a_job_works(tmp_path: Path) -> None:
+    job, fabric = blocks("job.md", "yaml")
+    (tmp_path / "fabric.yaml").write_text(fabric)
+    (tmp_path / "job.yaml").write_text(job)
+    assert read_job(tmp_path / "job.yaml").job == "gpt"
+
+
+def test_every_command_is_there_and_whether_it_gives_data() -> None:
+    group: Any = typer.main.get_command(app)
+    commands = {name: command for name, command in group.commands.items() if name != "lab"}
+    commands |= {f"lab {name}": command for name, command in group.commands["lab"].commands.items()}
+    rows = [line for line in (DOCS / "cli.md").read_text().splitlines() if line.startswith("| `")]
+    for name, command in commands.items():
+        row = next((row for row in rows if re.search(rf"`{name}(`| )", row.split("|")[1])), None)
+        assert row is not None, f"docs/cli.md has no row for `{name}`"
+        as_json = any("--json" in param.opts for param in command.params)
+        assert (row.split("|")[3].strip().startswith("yes")) == as_json, name
+
+
+def test_the_example_of_an_error_has_the_keys_that_errors_have(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("cli.md", "json")
+    print_error("1 fault", 2)
+    assert json.loads(example).keys() == json.loads(capsys.readouterr().out).keys()
+
+
+def test_the_targets_are_there() -> None:
+    assert all(target in (DOCS / "lab.md").read_text() for target in TARGETS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), link
