@@ -254,7 +254,7 @@ class Training:
             self.copies.tagged(key, self.incarnation, layout.nbytes * (self.iteration - self.first), data)
 
     def record(self, nodes: Sequence[int] | None = None) -> None:
-        for (node, position), line in self.lines.items():
+        for (node, position), line in list(self.lines.items()):
             if nodes is None or node in nodes:
                 line.send(self.part(position))
 
@@ -281,10 +281,10 @@ class Training:
 
     def give_wanted(self) -> None:
         """Seed what the nodes have asked for in their replies."""
-        for (node, position), line in self.lines.items():
+        for (node, position), line in list(self.lines.items()):
             for wanted in line.wanted():
-                if position == 0:
-                    self.seed(node, wanted.shard, wanted.parameters)
+                assert wanted.shard % self.ranks == position
+                self.seed(node, wanted.shard, wanted.parameters)
 
     def close(self) -> None:
         for line in self.lines.values():

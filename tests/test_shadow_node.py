@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from checkmate.rpc import shadow_pb2 as pb
@@ -96,3 +98,179 @@ def test_every_iteration_is_the_trainers_own(
                 ]
     for node in here.nodes:
         assert [(hold.run, hold.trouble) for hold in here.status(node).holds] == [(RUN, "")] * replicas
+
+
+def fence(here: World, training: Training) -> dict[int, pb.NodeStatus]:
+    request = pb.FenceRequest(job=here.job.job, timeout=5)
+    return {node: training.stubs[node].Fence(request, timeout=10) for node in here.nodes}
+
+
+def settle(here: World, training: Training, iteration: int) -> dict[int, pb.NodeStatus]:
+    request = pb.SettleRequest(job=here.job.job, iteration=iteration, run=RUN)
+    return {node: training.stubs[node].Settle(request, timeout=10) for node in here.nodes}
+
+
+def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
+    world: Callable[..., World],
+) -> None:
+    """Nobody steps it, all settle at the one before, and what was received of it is dropped."""
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    for _ in range(3):
+        training.iterate()
+    here.stepped(2)
+    training.iterate(records=[0])  # node 1 has the bytes, and no record
+    wait_until(lambda: here.status(0).holds[0].in_full == 3, "in full")
+    said = fence(here, training)
+    assert {n: (s.holds[0].stepped, s.holds[0].in_full) for n, s in said.items()} == {0: (2, 3), 1: (2, 2)}
+    assert all(status.fenced and not status.holds_nothing for status in said.values())
+    settled = settle(here, training, 2)
+    for node, status in settled.items():
+        assert [(hold.stepped, hold.connected) for hold in status.holds] == [(2, 0)]
+        training.check(node, node, 2)  # as often as it is asked for
+        training.check(node, node, 2)
+
+
+def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=3, channels=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    with here.nodes[1].node.changed:  # it hears nothing of the decision
+        here.nodes[1].node.fenced = True
+    training.iterate()
+    wait_until(lambda: here.status(1).holds[0].in_full == 1, "in full")
+    said = fence(here, training)
+    assert said[1].holds[0].stepped == 0
+    assert said[1].holds[0].in_full == 1
+    settle(here, training, 1)
+    for node in (0, 1):
+        training.check(node, node, 1)
+
+
+def test_training_goes_on_from_where_the_nodes_settled(world: Callable[..., World]) -> None:
+    """`keep` after a restart: nothing is sent again, and the bits are those of a run without one."""
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    for _ in range(4):
+        training.iterate()
+    here.stepped(3)
+    fence(here, training)
+    settle(here, training, 3)
+    old = training.begin_request()
+    training.incarnation, training.first = 7, 4
+    training.begin([0, 1], keep=True)
+    here.ready()
+    header = None
+    for iteration in (4, 5):
+        for node in (0, 1):
+            request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=10)
+            assert training.stubs[node].Reserve(request, timeout=5).granted
+        training.iterate()
+        here.stepped(iteration)
+        for node in (0, 1):
+            header = training.check(node, node, iteration)
+    assert header is not None
+    assert header.incarnation == 7
+    with pytest.raises(grpc.RpcError, match="incarnation 0 is fenced"):
+        training.stubs[0].Begin(old, timeout=5)  # a trainer that is dying
+
+
+def test_a_record_goes_with_a_state_that_was_kept_or_seeded(world: Callable[..., World]) -> None:
+    """A second crash before the first iteration: the first one's record is still there."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    fence(here, training)
+    settle(here, training, 0)
+    training.incarnation, training.first = 1, 1
+    training.begin([0], keep=True)
+    here.ready()
+    fence(here, training)
+    settle(here, training, 0)
+    assert len(training.check(0, 0, 0).record.parts) == 2
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_gap_is_noticed_and_healed_while_training_goes_on(world: Callable[..., World], nodes: int) -> None:
+    here = world(nodes=nodes, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    here.copies.lose(0, 5)
+    with going_on(training):
+        wait_until(lambda: not here.status(0).holds[0].live, "the gap")
+        assert "bytes have not come" in here.status(0).holds[0].trouble
+        here.ready()
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+def test_a_restarted_node_is_seeded_by_the_trainers_and_current_again(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2, channels=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    with going_on(training):
+        here.stop(0)
+        before = training.iteration
+        wait_until(lambda: here.status(1).holds[0].stepped > before + 2, "the other one goes on")
+        here.start(0)
+        training.begin([0])
+        here.ready()
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+def test_a_restarted_node_is_seeded_by_the_other_holder(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2, replicas=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    with going_on(training, seeds=False):
+        here.stop(0)
+        here.start(0)
+        training.begin([0])
+        here.ready()
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+@contextmanager
+def going_on(training: Training, *, seeds: bool = True) -> Iterator[None]:
+    """Iterations go on in the background, one after another."""
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not stop.wait(0.02):
+                training.iterate()
+                if seeds:
+                    training.give_wanted()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def check_now(here: World, training: Training) -> None:
+    """One more iteration, reserved before: every holder has the trainers' state after it."""
+    iteration = training.iteration + 1
+    for node in here.nodes:
+        request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=10)
+        assert training.stubs[node].Reserve(request, timeout=5).granted
+    training.iterate()
+    here.stepped(iteration)
+    for shard in range(here.job.shards(0)):
+        for node in training.holders(shard):
+            training.check(node, shard, iteration)

@@ -6,6 +6,7 @@ parameter, steps what it has, and is live once all its parameters are at the sam
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -18,6 +19,11 @@ from checkmate.shadow.receive import SETS, BucketSets, Inlet
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import Replica
 from checkmate.shadow.streams import HoldPlan, ahead_at_most
+
+log = logging.getLogger("checkmate")
+
+AHEAD = 3
+"""A hold joins so many iterations ahead of the trainers, so that it is connected in time."""
 
 RECORD_GRACES = 5
 """A record that newer ones have overtaken is given up after so many times the grace of a stream."""
@@ -50,12 +56,19 @@ class Hold:
         self.doubtful = False
         self.settled = False
         self.trouble = ""
-        self.ahead = 3
+        self.ahead = AHEAD
+        self.asked = 0.0  # when trainers were last asked for seeds
+        self.from_holder = False  # another holder gives the seeds
+        self.lagging = 0.0  # when it was last no more than one iteration behind
+        self.lag_said = False
         self.joined = joined
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.in_full = joined - 1
         self.inlets = self._new_inlets()
         self._record_since = 0.0
+
+    def __str__(self) -> str:
+        return f"DP group {self.plan.group}, shard {self.plan.shard}"
 
     @property
     def released(self) -> int:
@@ -79,12 +92,28 @@ class Hold:
         """The newest iteration of which a byte has come; -1 none."""
         return max((i.receiving for i in self.inlets if i.receiving is not None), default=-1)
 
+    @property
+    def holds_something(self) -> bool:
+        """Whether a restart can't simply begin anew."""
+        return bool(self.replica.at) or self.joined > 0 or self.receiving >= 0
+
+    @property
+    def wants_seeds(self) -> bool:
+        """Whether parameters are to be asked for: an iteration has come whole, so connecting has worked."""
+        return not (self.live or self.settled) and self.in_full >= self.joined and bool(self.wanted())
+
+    def go_live(self) -> None:
+        """From now on it counts for commits."""
+        self.live, self.ahead, self.trouble = True, AHEAD, self.trouble if self.doubtful else ""
+        log.info("%s: live at iteration %d", self, self.stepped)
+
     def join(self, iteration: int) -> None:
         """Take everything from this iteration on; what was received before is dropped."""
         for inlet in self.inlets:
             inlet.close()
         with self.lock:
-            self.live = False
+            self.live = self.from_holder = self.lag_said = False
+            self.asked = 0.0
             self.joined = iteration
             self.sets.released = self.in_full = iteration - 1
             self.inlets = self._new_inlets()
@@ -162,8 +191,11 @@ class Hold:
         """What is lost for good, if anything is."""
         for inlet in self.inlets:
             plan = inlet.plan
-            end, since = records.ends.get((plan.side, plan.channel, plan.shard), (0, now))
-            if inlet.position < end and not inlet.paused and now - max(since, inlet.moved) > grace:
+            begun = max(records.newest, self.receiving) >= self.joined > self.first
+            if begun and not (inlet.received or inlet.connected):
+                return f"{plan}: not connected before iteration {self.joined}"
+            end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
+            if inlet.stands_below(end, now) > grace:
                 return f"{plan}: {end - inlet.position} bytes have not come"
         following = self.in_full + 1
         if now - records.missing.get(following, now) > grace:
@@ -194,7 +226,7 @@ class Hold:
             shard=pb.Shard(group=self.plan.group, shard=self.plan.shard),
             incarnation=begin.incarnation,
             stepped=self.stepped,
-            in_full=max(self.in_full, self.stepped),
+            in_full=max(self.in_full, self.stepped) if self.stepped >= self.released else self.stepped,
             seeded=self.seeded,
             live=self.live,
             offered=self.live and not self.doubtful,

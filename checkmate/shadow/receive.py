@@ -15,7 +15,6 @@ import socket
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -87,7 +86,6 @@ class Inlet:
         self.first = first
         self.position = start_of(layout, first, joined)
         self.received = 0
-        self.moved = 0.0  # when the last byte came, or it could go on
         self.paused = False
         self.broken: str | None = None
         self.socket: socket.socket | None = None
@@ -95,6 +93,7 @@ class Inlet:
         self.iteration = joined  # of the next byte
         self._piece = 0
         self._room: memoryview | None = None
+        self._stood = (-1, 0.0)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -120,13 +119,21 @@ class Inlet:
             return None
         return self.first + (self.position - 1) // self.layout.nbytes
 
+    def stands_below(self, end: int, now: float) -> float:
+        """For how many seconds it has stood where it is, below `end`; our own pauses don't count."""
+        if self.paused or self.position >= end:
+            self._stood = (-1, now)
+        elif self._stood[0] != self.position:
+            self._stood = (self.position, now)
+        return now - self._stood[1]
+
     def attach(self, sock: socket.socket) -> bool:
         """Take a socket connected at `position`; False where it was closed meanwhile."""
         sock.setblocking(False)
         with self._lock:
             if self._closed:
                 return False
-            self.socket, self.broken, self.moved = sock, None, time.monotonic()
+            self.socket, self.broken = sock, None
             return True
 
     def close(self) -> None:
@@ -165,7 +172,6 @@ class Inlet:
             taken += count
             self.position += count
             self.received += count
-            self.moved = time.monotonic()
             if count == len(room):
                 self._filled()
             else:
@@ -289,7 +295,6 @@ class Reader:
         if inlet.paused == paused or inlet.socket is None:
             return
         self._epoll.modify(inlet.socket, select.EPOLLET if paused else select.EPOLLIN)
-        inlet.moved = time.monotonic()
         inlet.paused = paused
 
     def _drop(self, inlet: Inlet) -> None:

@@ -23,8 +23,8 @@ class Records:
         self._done: dict[int, pb.IterationRecord] = {}
         self._buffers: dict[str, bytes] = {}
         self.first = first
-        self.ends: dict[StreamKey, tuple[int, float]] = {}
-        """Each stream's newest end, and when it was said."""
+        self.ends: dict[StreamKey, int] = {}
+        """Each stream's newest end."""
         self.newest = first - 1
         """The newest iteration of which a part has come."""
         self.missing: dict[int, float] = {}
@@ -43,8 +43,7 @@ class Records:
         self.newest = max(self.newest, part.iteration)
         for end in part.ends:
             key = (end.side, end.channel, end.shard)
-            if end.end > self.ends.get(key, (-1, 0.0))[0]:
-                self.ends[key] = (end.end, now)
+            self.ends[key] = max(self.ends.get(key, 0), end.end)
         for passed in range(self._last_of.get(part.position, part.iteration) + 1, part.iteration):
             self.missing.setdefault(passed, now)
         self._last_of[part.position] = max(self._last_of.get(part.position, -1), part.iteration)

@@ -9,7 +9,9 @@ from checkmate.schema import Job
 from checkmate.shadow.connect import RECEIVE_BUFFER, tcp_memory_shortfall
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
+from checkmate.shadow.seeding import Copier
 from checkmate.shadow.service import Server
+from checkmate.shadow.watching import Watcher
 
 log = logging.getLogger("checkmate")
 
@@ -33,6 +35,8 @@ class Serving:
             self.node.troubles.append(shortfall)
         try:
             self._peers = Peers(self.node, lambda other: open_channel(job, other))
+            self._copier = Copier(self.node, lambda other: open_channel(job, other))
+            self._watcher = Watcher(self.node)
             self._server = Server(self.node, self._peers)
         except BaseException:
             self.node.close()
@@ -41,9 +45,13 @@ class Serving:
     def __enter__(self) -> Serving:
         self._server.__enter__()
         self._peers.start()
+        self._copier.start()
+        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._peers.stop()
         self.node.close()
+        self._watcher.stop()
+        self._copier.stop()
         self._server.__exit__()

@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, server_credentials
+from checkmate.shadow import reading, restarting, seeding, starting
 from checkmate.shadow.group import Refused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
@@ -37,37 +38,39 @@ class Service(rpc.ShadowServicer):
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         timeout = min(request.timeout or _left(context), _left(context))
-        return self._answer(context, lambda: self._node.fence(request.job, timeout))
+        return self._answer(context, lambda: restarting.fence(self._node, request.job, timeout))
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        return self._answer(context, lambda: self._node.settle(request.job, request.iteration, request.run))
+        return self._answer(
+            context, lambda: restarting.settle(self._node, request.job, request.iteration, request.run)
+        )
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
-        return self._answer(context, lambda: pb.BeginReply(warnings=self._node.begin(request)))
+        return self._answer(context, lambda: pb.BeginReply(warnings=starting.begin(self._node, request)))
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
-            context, lambda: pb.SeedReply(again=self._node.seed(from_seeds(request_iterator)))
+            context, lambda: pb.SeedReply(again=seeding.seed(self._node, from_seeds(request_iterator)))
         )
 
     def Record(
         self, request_iterator: Iterator[pb.RecordPart], context: grpc.ServicerContext
     ) -> Iterator[pb.RecordReply]:
         for part in request_iterator:
-            yield self._answer(context, lambda part=part: self._node.record(part))  # type: ignore[misc]
+            yield self._answer(context, lambda part=part: seeding.record(self._node, part))  # type: ignore[misc]
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return self._answer(
-            context, lambda: self._node.reserve(request.job, request.iteration, request.seconds)
+            context, lambda: reading.reserve(self._node, request.job, request.iteration, request.seconds)
         )
 
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
-        self._answer(context, lambda: self._node.release(request.job, request.iteration))
+        self._answer(context, lambda: reading.release(self._node, request.job, request.iteration))
         return pb.ReleaseReply()
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
         try:
-            yield from self._node.fetch(request, min(_left(context), FETCH_SECONDS))
+            yield from reading.fetch(self._node, request, min(_left(context), FETCH_SECONDS))
         except (Refused, StateError, LookupError) as error:
             _abort(context, error)
 

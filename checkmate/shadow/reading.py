@@ -1,0 +1,92 @@
+"""`Reserve`, `Release` and `Fetch`: an iteration's state, read while training goes on or is fenced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.group import Group, Refused, check_job
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.node import Node
+
+
+def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveReply:
+    """Keep an iteration that is not committed yet readable, for so long, once it is stepped."""
+    check_job(node.job, job)
+    with node.changed:
+        live = [hold for _, hold in node.holds if hold.live]
+        stepped = max((hold.stepped for hold in live), default=-1)
+        if not live or node.fenced or iteration <= max(stepped, node.committee.committed):
+            return pb.ReserveReply(granted=False, stepped=stepped)
+        for hold in live:
+            hold.replica.reserve(iteration)
+        node.reserved.setdefault(iteration, []).append(time.monotonic() + seconds)
+        return pb.ReserveReply(granted=True, stepped=stepped)
+
+
+def release(node: Node, job: str, iteration: int) -> None:
+    """An iteration is not needed any more, by one of those who reserved it."""
+    check_job(node.job, job)
+    with node.changed:
+        _release(node, iteration)
+
+
+def expire(node: Node, now: float) -> None:
+    """Release what was reserved for too long. The caller has the lock."""
+    for iteration, ends in list(node.reserved.items()):
+        for _ in [end for end in ends if end < now]:
+            _release(node, iteration)
+
+
+def _release(node: Node, iteration: int) -> None:
+    """The reservation that ends first."""
+    ends = node.reserved.get(iteration)
+    if not ends:
+        return
+    ends.remove(min(ends))
+    if not ends:
+        del node.reserved[iteration]
+    for _, hold in node.holds:
+        hold.replica.release(iteration)
+
+
+def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.Seeds]:
+    """A reserved iteration of a shard, or the one at which it is settled; waits until it is stepped."""
+    check_job(node.job, request.job)
+    group = node.groups.get(request.shard.group)
+    if group is None:
+        raise Refused(f"DP group {request.shard.group} has not begun here", precondition=True)
+    hold = group.hold(request.shard.shard)
+    iteration = request.iteration
+    with node.changed:
+        if iteration not in node.reserved and not (hold.settled and hold.stepped == iteration):
+            raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
+        node.changed.wait_for(
+            lambda: hold.released >= iteration or iteration not in node.reserved or node.stopping, timeout
+        )
+        if hold.released < iteration:
+            raise _refused(hold, f"iteration {iteration} was not stepped in time")
+        if hold.doubtful:
+            raise _refused(hold, hold.trouble)
+        header = _header(node, group, hold, request)
+    return state.to_seeds(header, hold.read(iteration, request.parameters))
+
+
+def _refused(hold: Hold, message: str) -> Refused:
+    return Refused(f"{hold}: {message}", precondition=True)
+
+
+def _header(node: Node, group: Group, hold: Hold, request: pb.FetchRequest) -> pb.SeedHeader:
+    return pb.SeedHeader(
+        job=node.job.job,
+        incarnation=group.begin.incarnation,
+        shard=request.shard,
+        iteration=request.iteration,
+        parameters=request.parameters or hold.parameters,
+        record=group.records.served(request.iteration),
+        layout=group.begin.layout,
+        optimizer=group.begin.optimizer,
+        run=group.begin.run,
+    )

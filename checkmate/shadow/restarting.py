@@ -1,0 +1,67 @@
+"""`Fence` and `Settle`: what a restart asks of a node (design, section 7, *Restart*)."""
+
+from __future__ import annotations
+
+import time
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.group import Group, Refused, check_job
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.node import Node
+
+QUIET = 0.2
+"""A fenced node reads on until nothing has come for so many seconds."""
+
+
+def fence(node: Node, job: str, timeout: float) -> pb.NodeStatus:
+    """Stop committing in this incarnation for good, read on until it is quiet, and say what there is."""
+    check_job(node.job, job)
+    deadline = time.monotonic() + timeout
+    with node.changed:
+        node.fenced = True
+        for group in node.groups.values():
+            start = (group.begin.incarnation, group.begin.run)
+            if start not in node.fenced_starts:
+                node.fenced_starts.append(start)
+        node.quiet(timeout)
+        node.refresh()
+    since, seen = time.monotonic(), _seen(node)
+    while time.monotonic() < min(deadline, since + QUIET):
+        time.sleep(QUIET / 10)
+        if (now_seen := _seen(node)) != seen:
+            since, seen = time.monotonic(), now_seen
+    node.touch()
+    return node.status(job)
+
+
+def _seen(node: Node) -> tuple[int, ...]:
+    """Moves with every byte and every record that comes."""
+    groups = node.groups.values()
+    return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups))
+
+
+def settle(node: Node, job: str, iteration: int, run: str) -> pb.NodeStatus:
+    """Step up to the target, then drop streams and gradients. A hold that can't, or of another run, goes."""
+    check_job(node.job, job)
+    with node.changed:
+        if not node.fenced and node.groups:
+            raise Refused("the node is not fenced: call Fence first", precondition=True)
+        holds = list(node.holds)
+    for group, hold in holds:
+        _settle(node, group, hold, iteration, run)
+    with node.changed:
+        node.forget()
+    return node.status(job)
+
+
+def _settle(node: Node, group: Group, hold: Hold, iteration: int, run: str) -> None:
+    fits = hold.seeded and not hold.doubtful and group.begin.run == run
+    while fits and hold.stepped == hold.released < min(iteration, hold.in_full):
+        node.step(group, hold, hold.released + 1)
+    if fits and hold.stepped == iteration and not hold.doubtful:
+        hold.settle()
+        return
+    hold.close()
+    with node.changed:
+        if hold in group.holds:
+            group.holds.remove(hold)

@@ -1,0 +1,156 @@
+"""Seeds: what trainers send, what is asked of them, and what another holder gives (design, *Loss*)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from checkmate import state
+from checkmate.layout import Layout
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow.group import Group
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.node import Node
+
+log = logging.getLogger("checkmate")
+
+ASKED_SECONDS = 5.0
+"""Trainers that have been asked are asked again after so long."""
+PIECE_BYTES = 16 << 20
+"""Of parameters, fetched from another holder at a time."""
+
+_CALL_SECONDS = 5.0
+_FETCH_SECONDS = 60.0
+_IDLE_SECONDS = 0.1
+
+
+def seed(node: Node, seeds: state.SeedReader) -> list[int]:
+    """Take parameters; those whose next gradients are gone must come again. `StateError`, `Refused`."""
+    header = seeds.header
+    group = node.group(header.job, header.shard.group, header.incarnation)
+    hold = group.hold(header.shard.shard)
+    parameters = seeds.all()
+    late = hold.load(header.iteration, ((n, t, s) for n, (t, s) in parameters.items()))
+    with node.changed:
+        group.records.adopt(header.record)
+        node.refresh()
+    return late
+
+
+def record(node: Node, part: pb.RecordPart) -> pb.RecordReply:
+    """Take a rank's part of a step record; the answer says what that rank is to seed."""
+    group = node.group(part.job, part.group, part.incarnation)
+    now = time.monotonic()
+    with node.changed:
+        group.records.add(part, now)
+        node.refresh()
+        wanted = [
+            pb.SeedWanted(shard=hold.plan.shard, parameters=numbers)
+            for hold in group.holds
+            if hold.plan.shard % group.begin.ranks == part.position and (numbers := _to_ask(hold, now))
+        ]
+    return pb.RecordReply(iteration=part.iteration, wanted=wanted)
+
+
+def _to_ask(hold: Hold, now: float) -> list[int]:
+    """What a hold needs of trainers: once it has got an iteration whole, and no other holder gives it."""
+    if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
+        return []
+    hold.asked = now
+    return hold.wanted()
+
+
+class Copier:
+    """A thread that seeds our holds from their other holders, a piece at a time."""
+
+    def __init__(self, node: Node, channel_to: Callable[[int], grpc.Channel]) -> None:
+        self._node = node
+        others = {other for plan in node.plans for other in plan.others}
+        self._channels = {other: channel_to(other) for other in others}
+        self._thread = threading.Thread(target=self._run, name="seeds", daemon=True)
+
+    def start(self) -> None:
+        """Look after holds from now on."""
+        if self._channels:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        for channel in self._channels.values():
+            channel.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._node.stopping:
+            helped = [self._help(group, hold) for group, hold in self._node.holds]
+            if not any(helped):
+                time.sleep(_IDLE_SECONDS)
+
+    def _help(self, group: Group, hold: Hold) -> bool:
+        """Fetch one piece for a hold that needs one; whether there was anything to do."""
+        if not hold.plan.others or not hold.wants_seeds:
+            return False
+        for other in hold.plan.others:
+            try:
+                hold.from_holder = self._piece(other, group, hold)
+            except (grpc.RpcError, state.StateError, ValueError) as error:
+                log.debug("shadow node %d gives no seeds of %s: %s", other, hold, error)
+                hold.from_holder = False
+            if hold.from_holder:
+                return True
+        return False
+
+    def _piece(self, other: int, group: Group, hold: Hold) -> bool:
+        """Some of what a hold wants, from one of its other holders; whether that could give it."""
+        stub = ShadowStub(self._channels[other])
+        job, shard = self._node.job.job, pb.Shard(group=hold.plan.group, shard=hold.plan.shard)
+        iteration = _reserve(stub, job)
+        if iteration is None:
+            return False
+        try:
+            wanted = some(hold.wanted(), hold.layout, PIECE_BYTES)
+            request = pb.FetchRequest(job=job, shard=shard, iteration=iteration, parameters=wanted)
+            seeds = state.from_seeds(stub.Fetch(request, timeout=_FETCH_SECONDS))
+            begin, header = group.begin, seeds.header
+            if (header.incarnation, header.run) != (begin.incarnation, begin.run):
+                return False
+            parameters = seeds.all()
+        finally:
+            stub.Release(pb.ReleaseRequest(job=job, iteration=iteration), timeout=_CALL_SECONDS)
+        hold.load(header.iteration, ((n, t, s) for n, (t, s) in parameters.items()))
+        with self._node.changed:
+            group.records.adopt(header.record)
+            self._node.refresh()
+        return True
+
+
+def _reserve(stub: ShadowStub, job: str) -> int | None:
+    """An iteration that a node will keep for us; `None` where it has nothing to give."""
+    iteration = 0
+    for ahead in (1, 2, 4, 8):
+        request = pb.ReserveRequest(job=job, iteration=iteration, seconds=_FETCH_SECONDS)
+        reply = stub.Reserve(request, timeout=_CALL_SECONDS)
+        if reply.granted:
+            return iteration
+        if reply.stepped < 0:
+            return None
+        iteration = reply.stepped + ahead
+    return None
+
+
+def some(wanted: Sequence[int], layout: Layout, most: int) -> list[int]:
+    """The first of them, so many as have `most` bytes; one at least."""
+    found: list[int] = []
+    nbytes = 0
+    for number in wanted:
+        found.append(number)
+        nbytes += layout.parameters[number].nbytes
+        if nbytes >= most:
+            break
+    return found
