@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +46,8 @@ class Driven:
 
     def install(self) -> None:
         """Stand between the script and `checkmate`."""
-        restore, protect = checkmate.restore, checkmate.protect
+        restore: Callable[..., Any] = checkmate.restore
+        protect: Callable[..., Any] = checkmate.protect
         if self._orders.reduce != "checkmate":
             restore = substitutes.nothing_to_restore
             protect = substitutes.Untagged if self._orders.reduce == "untagged" else substitutes.unprotected
@@ -65,6 +66,8 @@ class Driven:
             for kill in self._orders.kills:
                 if kill.rank == self.rank and kill.attempt == self.attempt:
                     arm(kill, ddp, optimizer, lambda: self._next - 1, self._before_dying(kill))
+            if self._orders.cpus is not None:
+                _pin(self._orders.cpus)
             self.note("protected")
             return protection
 
@@ -100,6 +103,12 @@ def main() -> None:
     sys.argv = [orders.module, *orders.arguments]
     runpy.run_module(orders.module, run_name="__main__", alter_sys=True)
     driven.ended()
+
+
+def _pin(cpus: Collection[int]) -> None:
+    """Keep this process, with all threads that it has, on these CPUs."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cpus)
 
 
 def _process_start() -> float:

@@ -31,7 +31,7 @@ class Orders:
 
     `reduce`: what averages gradients: Checkmate, its ring without tags and shadow nodes, or DDP's own.
     `gate`: a file with the number of the first iteration that may not begin yet. `events`: a folder for
-    `rank{r}.events.jsonl`.
+    `rank{r}.events.jsonl`. `cpus`: where to run from the moment that all is set up.
     """
 
     module: str
@@ -40,6 +40,7 @@ class Orders:
     reduce: Reduce = "checkmate"
     gate: str | None = None
     kills: tuple[Kill, ...] = ()
+    cpus: tuple[int, ...] | None = None
 
     def to_json(self) -> str:
         """As `read` takes it."""
@@ -50,4 +51,6 @@ def read(text: str) -> Orders:
     """The orders that `Orders.to_json` wrote."""
     said = json.loads(text)
     kills = tuple(Kill(**kill) for kill in said.pop("kills"))
-    return Orders(**{**said, "arguments": tuple(said["arguments"])}, kills=kills)
+    cpus = said.pop("cpus")
+    arguments = tuple(said.pop("arguments"))
+    return Orders(**said, arguments=arguments, kills=kills, cpus=None if cpus is None else tuple(cpus))

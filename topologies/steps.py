@@ -39,6 +39,11 @@ class Steps:
             amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes"
             self._live.update(self._task, completed=done, total=total, amount=amount)
 
+    def advanced(self, done: int, total: int, amount: str) -> None:
+        """How far the step is, in words of its own."""
+        if self._task is not None:
+            self._live.update(self._task, completed=done, total=total, amount=amount)
+
     def _done(self) -> None:
         if self._text is not None:
             seconds = time.monotonic() - self._began

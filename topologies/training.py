@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -46,7 +46,7 @@ class Plan:
 class Training:
     """One training job in a lab; what it leaves is in `folder`.
 
-    `cpus`, `shadow_cpus`: the CPUs that ranks and shadow nodes may use; by default all.
+    `cpus`: the CPUs that ranks may use once they are about to begin; `shadow_cpus`: those of shadow nodes.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Training:
         self._cpus, self._shadow_cpus = cpus, shadow_cpus
         self._gate = folder / "gate"
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("rank*.*"):
-            left.unlink()
+        for left in (*folder.glob("rank*.*"), folder / "final.pt"):
+            left.unlink(missing_ok=True)
 
     def start_shadow_nodes(self) -> None:
         """Start every shadow node of the job, and wait until each serves."""
@@ -78,7 +78,7 @@ class Training:
     def await_shadow_nodes(self) -> None:
         """Wait until each shadow node serves."""
         self.crew.wait(
-            lambda: all("serving" in member.said() for member in self.shadows.values()),
+            lambda: all("ready" in member.said() for member in self.shadows.values()),
             "shadow nodes to serve",
             _READY_SECONDS,
         )
@@ -93,6 +93,7 @@ class Training:
             reduce=self.plan.reduce,
             gate=str(self._gate) if self.plan.gated else None,
             kills=self.plan.kills,
+            cpus=None if self._cpus is None else tuple(self._cpus),
         )
         file = self.folder / "orders.json"
         file.write_text(orders.to_json())
@@ -100,9 +101,7 @@ class Training:
         for rank in topology.ranks:
             script: list[str | Path] = ["-m", "topologies.driven", file]
             command = torchrun.command(topology, rank, script, restarts=self.plan.restarts)
-            self.ranks[rank.name] = self.crew.start(
-                rank.name, rank.name, command, cpus=self._cpus, environment=_ENVIRONMENT
-            )
+            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=_ENVIRONMENT)
 
     def let(self, iterations: int) -> None:
         """Let the ranks begin all iterations below this one."""
@@ -119,6 +118,16 @@ class Training:
         """Wait until each rank is through with this many iterations."""
         self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
 
+    def await_ready(self, seconds: float) -> None:
+        """Wait until each rank is protected, and about to begin."""
+        self.crew.wait(
+            lambda: all(
+                any(e.name == "protected" for e in events) for events in self.record().events.values()
+            ),
+            "ranks to be ready",
+            seconds,
+        )
+
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the ranks have ended well."""
         self.crew.finish(list(self.ranks.values()), seconds, tick)
@@ -127,6 +136,11 @@ class Training:
         """End the shadow nodes as Ctrl-C does."""
         for member in self.shadows.values():
             self.crew.stop(member)
+
+    def status(self, node: int) -> dict[str, Any]:
+        """What a shadow node has said last of itself (`checkmate shadow --json`, once a second)."""
+        said = self.shadows[f"shadow{node}"].said().rpartition("\n")[0]
+        return dict(json.loads(said.splitlines()[-1]))
 
     def record(self) -> Record:
         """What the ranks have written down so far."""
@@ -138,20 +152,14 @@ class Training:
 
     def state(self) -> dict[str, object]:
         """The final parameters and optimizer state, as rank 0 saved them."""
-        file = self.folder / "rank0.pt"
+        file = self.folder / "final.pt"
         if not file.exists():
             raise LabError(f"training ended without {file}")
         return dict(torch.load(file, weights_only=True))
 
     def _start_shadow_node(self, host: Host) -> None:
-        argv: list[str | Path] = [
-            *CHECKMATE,
-            "shadow",
-            self.crew.lab.job_file,
-            "--node",
-            str(host.number),
-            "--no-view",
-        ]
+        job = str(self.crew.lab.job_file)
+        argv = [*CHECKMATE, "shadow", job, "--id", str(host.number), "--json"]
         self.shadows[host.name] = self.crew.start(
             host.name, host.name, argv, cpus=self._shadow_cpus, environment={"OMP_NUM_THREADS": "1"}
         )

@@ -34,11 +34,11 @@ def main() -> None:
     data = text.read(options.text)
     torch.manual_seed(options.seed + 1 + rank)  # each rank its own batches and dropout
 
-    resumed = checkmate.restore(ddp, optimizer, scheduler=scheduler)
+    start, _ = checkmate.restore(ddp, optimizer, scheduler=scheduler)
     protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
 
     with protection, options.out.joinpath(f"rank{rank}.jsonl").open("a") as log:
-        for iteration in range(resumed.iteration, options.iterations):
+        for iteration in range(start, options.iterations):
             began = time.monotonic()
             loss = ddp(*data.batch(options.batch, options.context))
             loss.backward()
@@ -49,8 +49,9 @@ def main() -> None:
             said = {"iteration": iteration, "loss": loss.item(), "began": began, "ended": time.monotonic()}
             print(json.dumps(said), file=log, flush=True)
 
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, options.out / f"rank{rank}.pt")
+    if rank == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, options.out / "final.pt")
     dist.destroy_process_group()
 
 
@@ -77,7 +78,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--bucket-mb", type=int, default=4, help="gradients are reduced in buckets, MiB")
+    parser.add_argument("--bucket-mb", type=float, default=4, help="gradients are reduced in buckets, MiB")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
