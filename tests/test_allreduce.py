@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -147,33 +149,55 @@ def test_all_ranks_get_the_defined_bits(ranks: int, channels: int) -> None:
     assert with_rings(ranks, channels, work) == [True] * ranks
 
 
-def test_tensors_may_be_overwritten_right_after_completion() -> None:
-    """All received is not all sent: bytes that still had to go would change under the sender."""
-    ranks, elements = 3, 2_000_000
+class LateReader(socket.socket):
+    """Whoever reads it is late by a while for the second half of every `length` bytes."""
 
-    def work(ring: Ring) -> bool:
-        tensors = [torch.zeros(elements), torch.zeros(elements // 3)]
+    def __init__(self, sock: socket.socket, length: int) -> None:
+        super().__init__(fileno=sock.detach())
+        self._length, self._read = length, 0
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        if self._read % self._length == self._length // 2:
+            threading.Event().wait(0.2)
+        count = super().recv_into(buffer, nbytes, flags)
+        self._read += count
+        return count
+
+
+def test_tensors_may_be_overwritten_right_after_completion() -> None:
+    """All received is not all sent: bytes that still had to go would change under the sender.
+
+    Of two ranks, rank 0 has received everything while rank 1 has not read the last chunk, and the kernel has
+    no room for it.
+    """
+    tensors = [torch.zeros(1_000_000) for _ in range(2)]
+    port = free_port()
+
+    def work(rank: int) -> list[bool]:
         good: list[bool] = []
+        errors: list[RingError] = []
         finished = threading.Event()
 
-        def overwrite(index: int) -> None:
-            good.append(bool((tensors[index] == step + 2).all()))
-            tensors[index].fill_(-1000)
-            if index == len(tensors) - 1:
-                finished.set()
+        def overwrite(_: int) -> None:
+            good.append(bool((tensors[rank] == step + 1.5).all()))
+            tensors[rank].fill_(-1000)
+            finished.set()
 
-        buckets = [Bucket(tensor.numel(), 4, 0) for tensor in tensors]
-        errors: list[RingError] = []
-        with AllReduce(ring, buckets, tensors, overwrite, errors.append, 1 << 16) as allreduce:
-            for step in range(4):
-                finished.clear()
-                for index, tensor in enumerate(tensors):
-                    tensor.fill_(step + 1 + ring.place.rank)
-                    allreduce.submit(index)
-                assert finished.wait(20), errors
-        return all(good) and len(good) == 8
+        with connect_ring(Place(rank, loopback(2), 1, port=port), timeout=20) as ring:
+            ring.senders[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            ring.receivers[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            if rank == 1:
+                ring.receivers = [LateReader(ring.receivers[0], tensors[1].nbytes)]
+            bucket = Bucket(len(tensors[rank]), 4, 0)
+            with AllReduce(ring, [bucket], [tensors[rank]], overwrite, errors.append, 1 << 16) as allreduce:
+                for step in range(3):
+                    finished.clear()
+                    tensors[rank].fill_(step + 1 + rank)
+                    allreduce.submit(0)
+                    assert finished.wait(20), errors
+        return good
 
-    assert with_rings(ranks, 2, work) == [True] * ranks
+    assert on_all_ranks(2, work) == [[True] * 3] * 2
 
 
 def test_a_rank_that_leaves_breaks_the_others_with_its_name() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout, Parameter, make_layout
-from checkmate.ring import Place, connect_ring
+from checkmate.ring import Place, Ring, RingError, connect_ring
 from checkmate.training.hook import GradientHook
 from tests.rank_processes import RankProcesses
 from tests.rings import free_port, loopback
@@ -62,6 +64,7 @@ class Case:
     unused: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: bool = False
+    device: str = "cpu"
 
 
 def layout_of(model: nn.Module, shards: int) -> tuple[Layout, list[nn.Parameter]]:
@@ -73,20 +76,20 @@ def layout_of(model: nn.Module, shards: int) -> tuple[Layout, list[nn.Parameter]
 @contextlib.contextmanager
 def hooked(
     ddp: DistributedDataParallel, case: Case, rank: int, count: int, port: int
-) -> Iterator[GradientHook]:
+) -> Iterator[tuple[GradientHook, Ring]]:
     layout, parameters = layout_of(ddp.module, case.shards)
     place = Place(rank, loopback(count), case.channels, port=port, fingerprint=layout.fingerprint)
     with connect_ring(place, timeout=20) as ring:
         hook = GradientHook(ddp, layout, parameters, ring, FIRST_ITERATION)
         try:
-            yield hook
+            yield hook, ring
         finally:
             hook.close()
 
 
-def batch(rank: int, iteration: int, part: int = 0) -> torch.Tensor:
+def batch(rank: int, iteration: int, part: int = 0, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 10 * iteration + part)
-    return torch.randn(6, 33, generator=generator)
+    return torch.randn(6, 33, generator=generator).to(device)
 
 
 def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[int, torch.Tensor]:
@@ -96,7 +99,7 @@ def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[
     for bucket in layout.buckets:
         own = torch.cat(
             [
-                (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+                (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).cpu()
                 for p in (parameters[place.parameter] for place in bucket.places)
             ]
         )
@@ -112,12 +115,12 @@ def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[
 def train(rank: int, count: int, port: int, case: Case) -> list[int]:
     """Five iterations, each compared with the defined average; how many buckets DDP had in each."""
     torch.manual_seed(1)
-    model = Net(case.dtype, case.unused)
+    model = Net(case.dtype, case.unused).to(case.device)
     alone = copy.deepcopy(model)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **case.ddp)
     seen: list[int] = []
     reduced: list[tuple[int, list[torch.Tensor | None]]] = []
-    with hooked(ddp, case, rank, count, port) as hook:
+    with hooked(ddp, case, rank, count, port) as (hook, _):
         layout, parameters = layout_of(model, case.shards)
         calls = count_calls(hook)
         hook.on_reduced = lambda t: reduced.append(
@@ -129,19 +132,19 @@ def train(rank: int, count: int, port: int, case: Case) -> list[int]:
             alone.zero_grad()
             if case.accumulate:
                 with ddp.no_sync():
-                    ddp(batch(rank, iteration, 1)).backward()
+                    ddp(batch(rank, iteration, 1, case.device)).backward()
                 assert len(reduced) == iteration and hook.iteration == FIRST_ITERATION + iteration - 1
-                alone(batch(rank, iteration, 1)).backward()
+                alone(batch(rank, iteration, 1, case.device)).backward()
             calls.clear()
-            ddp(batch(rank, iteration)).backward()
+            ddp(batch(rank, iteration, 0, case.device)).backward()
             seen.append(len(calls))
-            alone(batch(rank, iteration)).backward()
+            alone(batch(rank, iteration, 0, case.device)).backward()
             assert hook.iteration == FIRST_ITERATION + iteration
             assert hook.stream_ends(hook.iteration) == {} and hook.passed({})
             expected = expected_gradients(alone, layout, case.channels)
             for number, parameter in enumerate(parameters):
                 if parameter.grad is not None and parameter.numel():
-                    assert torch.equal(parameter.grad, expected[number]), (iteration, number)
+                    assert torch.equal(parameter.grad.cpu(), expected[number]), (iteration, number)
                     assert same_bits(hook._flats[number].flatten(), expected[number].flatten())
             t, at_callback = reduced[-1]
             assert t == hook.iteration and len(reduced) == iteration + 1
@@ -188,3 +191,89 @@ def test_gradients_are_the_defined_average(ranks: RankProcesses, name: str) -> N
     assert seen[0][-1] == 3
     if not case.unused and case.dtype == torch.float32:
         assert seen[0][0] == 2, "DDP's buckets didn't change on the way"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_gradients_of_seven_ranks_are_the_defined_average(ranks: RankProcesses, channels: int) -> None:
+    case = Case(channels, unused=True, shards=3, ddp={"find_unused_parameters": True})
+    ranks.run(7, train, free_port(), case)
+
+
+def lose_a_rank(rank: int, count: int, port: int) -> str:
+    ddp = DistributedDataParallel(Net(torch.float32, unused=False), bucket_cap_mb=0.01)
+    case = Case(channels=2)
+    with hooked(ddp, case, rank, count, port) as (hook, ring):
+        ddp(batch(rank, 0)).backward()
+        loss = ddp(batch(rank, 1))
+        if rank == 1:
+            ring.abort()
+            dist.barrier()
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward()
+        dist.barrier()
+        assert isinstance(hook.error, RingError) and str(hook.error) in str(raised.value)
+        return str(hook.error)
+
+
+def test_backward_ends_when_a_rank_is_gone(ranks: RankProcesses) -> None:
+    words = ranks.run(3, lose_a_rank, free_port())
+    assert "rank 1" in words[0] + words[2]
+
+
+def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
+    """Rank 1 never reduces, so rank 0 waits in backward until another thread closes the hook."""
+    ddp = DistributedDataParallel(Net(torch.float32, unused=False), bucket_cap_mb=0.01)
+    with hooked(ddp, Case(), rank, count, port) as (hook, _):
+        if rank == 1:
+            dist.barrier()
+            return "", ""
+        timer = threading.Timer(0.3, hook.close)
+        timer.start()
+        with pytest.raises(RuntimeError) as raised:
+            ddp(batch(rank, 0)).backward()
+        timer.join()
+        dist.barrier()
+        return str(hook.error), str(raised.value)
+
+
+def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
+    error, raised = ranks.run(2, close_under_way, free_port())[0]
+    assert re.fullmatch(r"rank 0: closed with \d buckets under way", error)
+    assert error in raised
+
+
+def refuse(rank: int, count: int, port: int) -> list[str]:
+    words = []
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    ddp = DistributedDataParallel(model)
+    with hooked(ddp, Case(shards=1), rank, count, port):
+        with pytest.raises(RuntimeError) as raised:
+            ddp(torch.tensor([1, 2])).sum().backward()
+        words.append(str(raised.value))
+    dist.barrier()
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    layout, parameters = layout_of(model, 1)
+    ddp = DistributedDataParallel(model)
+    with connect_ring(Place(rank, loopback(count), 1, port=port), timeout=20) as ring:
+        less = make_layout(layout.parameters[1:], 1)
+        hook = GradientHook(ddp, less, parameters[1:], ring, 0)
+        with pytest.raises(RuntimeError) as raised:
+            ddp(torch.ones(1, 4)).sum().backward()
+        words.append(str(raised.value))
+        hook.close()
+    return words
+
+
+def test_gradients_that_have_no_place_are_refused(ranks: RankProcesses) -> None:
+    sparse, stranger = ranks.run(2, refuse, free_port())[1]
+    assert "sparse=False" in sparse
+    assert "a parameter that was not protected: (2, 4)" in stranger
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies by way of pinned memory need a CUDA device")
+@pytest.mark.parametrize("name", ["plain", "four ranks", "views", "static graph", "accumulated"])
+def test_gradients_on_a_gpu_are_the_defined_average(ranks: RankProcesses, name: str) -> None:
+    count, case = CASES[name]
+    ranks.run(count, train, free_port(), replace(case, device="cuda"))
