@@ -1,0 +1,211 @@
+"""The commit protocol: nodes that tell each other what they have, in any order, and may die at any moment."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.shadow.commit import NEVER, SILENCE_MAX, SILENCE_MIN, Committee, Progress
+
+BUFFERS = 2
+
+
+class Simulated:
+    """A node with its view of the others. It holds two iterations that it hasn't stepped, as real ones do."""
+
+    def __init__(self, number: int, count: int, *, live: bool = True) -> None:
+        self.number = number
+        self.view = Committee(number, range(count), 0, 0.0)
+        self.in_full = self.stepped = -1
+        self.live, self.dead = live, False
+
+    def refresh(self) -> None:
+        if not self.live and self.stepped >= self.view.committed and self.stepped >= 0:
+            self.live = True
+        self.view.report(self.progress())
+        self.view.decide(0.0)
+
+    def progress(self) -> Progress:
+        return Progress(0, self.in_full, self.stepped, self.live)
+
+    def receive(self, newest: int) -> None:
+        if self.in_full < min(newest, self.stepped + BUFFERS):
+            self.in_full += 1
+
+    def step(self) -> None:
+        if self.stepped < min(self.in_full, self.view.committed):
+            self.stepped += 1
+
+
+class Job:
+    """Nodes and the messages between them: first in, first out on each way, as on a stream."""
+
+    def __init__(self, count: int, late: frozenset[int]) -> None:
+        self.nodes = [Simulated(i, count, live=i not in late) for i in range(count)]
+        self.count = count
+        self.steady = [node for node in self.nodes if node.live]
+        self.newest = -1
+        self.ways: dict[tuple[int, int], deque[Progress | tuple[int, bool]]] = {
+            (a, b): deque() for a in range(count) for b in range(count) if a != b
+        }
+
+    def tell(self, a: int, b: int) -> None:
+        """`a` puts on the way to `b` what it says now."""
+        node = self.nodes[a]
+        if a > b:
+            self.ways[a, b].append(node.progress())
+        else:
+            self.ways[a, b].append((node.view.committed, node.view.active))
+
+    def deliver(self, a: int, b: int) -> None:
+        """`b` takes the next from `a`; where nothing is left of a dead one, it notices that."""
+        node, way = self.nodes[b], self.ways[a, b]
+        if not way:
+            if self.nodes[a].dead:
+                node.view.broke(a)
+        elif isinstance(said := way.popleft(), Progress):
+            node.view.heard(a, said, 0.0)
+        else:
+            node.view.told(a, *said, 0.0)
+        node.refresh()
+
+    def act(self, kind: str, a: int, b: int) -> None:
+        node = self.nodes[a]
+        if kind == "train":
+            self.newest += 1
+        elif kind == "die":
+            node.dead = node.dead or sum(not n.dead for n in self.steady) > 1 or node not in self.steady
+        elif node.dead and kind != "deliver":
+            return
+        elif kind == "receive":
+            node.receive(self.newest)
+            node.refresh()
+        elif kind == "step":
+            node.step()
+            node.refresh()
+        elif a != b and kind == "tell":
+            self.tell(a, b)
+        elif a != b and kind == "deliver" and not self.nodes[b].dead:
+            self.deliver(a, b)
+
+    def check(self) -> None:
+        """What any live node has stepped, alive or dead now, every live node that is left has in full."""
+        furthest = max(node.stepped for node in self.nodes if node.live)
+        for node in self.steady:
+            assert node.dead or node.in_full >= furthest, f"node {node.number} lacks {furthest}"
+
+    def settle(self) -> None:
+        """Deliver and tell everything until nothing changes any more."""
+        for _ in range(12 * (self.newest + 3)):
+            for a in range(self.count):
+                for b in range(self.count):
+                    for kind in ("receive", "step", "tell", "deliver"):
+                        self.act(kind, a, b)
+                    while a != b and self.ways[a, b] and not self.nodes[b].dead:
+                        self.act("deliver", a, b)
+            self.check()
+
+
+actions = st.tuples(
+    st.sampled_from(["train", "receive", "receive", "step", "tell", "tell", "deliver", "deliver", "die"]),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 4), st.frozensets(st.integers(1, 3), max_size=2), st.lists(actions, max_size=150))
+def test_whenever_nodes_die_all_are_at_or_can_reach_the_same_iteration(
+    count: int, late: frozenset[int], doings: list[tuple[str, int, int]]
+) -> None:
+    job = Job(count, late)
+    for kind, a, b in doings:
+        job.act(kind, a % count, b % count)
+        job.check()
+    job.settle()
+    alive = [node for node in job.nodes if not node.dead]
+    assert {node.stepped for node in alive} == {job.newest}
+    deciders = {node.view.decider(0.0) for node in alive}
+    assert deciders == {min(node.number for node in alive if node.live)}
+
+
+def committee(me: int = 0, count: int = 3) -> Committee:
+    made = Committee(me, range(count), 4, began=100.0)
+    made.report(Progress(4, 5, 4, True))
+    return made
+
+
+def progress(in_full: int, stepped: int, **other: object) -> Progress:
+    return Progress(**{"incarnation": 4, "in_full": in_full, "stepped": stepped, "live": True, **other})  # type: ignore[arg-type]
+
+
+def test_nothing_is_decided_before_all_have_been_heard_or_were_silent_for_long() -> None:
+    view = committee()
+    view.heard(1, progress(5, 4), 100.0)
+    assert view.decide(100.0) == 4  # what node 1 has stepped was decided before
+    assert view.decide(100.0 + SILENCE_MAX) == 4
+    view.heard(1, progress(5, 4), 100.1 + SILENCE_MAX)
+    assert view.decide(100.1 + SILENCE_MAX) == 5
+
+
+def test_a_broken_connection_ends_the_waiting_at_once_and_silence_after_a_quarter_of_the_patience() -> None:
+    view = committee()
+    view.heard(1, progress(5, 4, patience=8.0), 100.0)
+    view.heard(2, progress(4, 4), 100.0)
+    assert view.decide(101.9) == 4
+    view.heard(1, progress(5, 4, patience=8.0), 102.1)
+    assert view.decide(102.1) == 5
+    other = committee()
+    other.heard(1, progress(5, 4), 100.0)
+    other.heard(2, progress(4, 4), 100.0)
+    other.broke(2)
+    assert other.decide(100.0) == 5
+
+
+def test_silence_has_its_bounds() -> None:
+    view = committee()
+    assert view.silence == SILENCE_MAX
+    view.heard(1, progress(5, 4, patience=0.001), 100.0)
+    assert view.silence == SILENCE_MIN
+
+
+def test_who_was_left_behind_counts_again_once_it_has_caught_up() -> None:
+    view = committee(count=2)
+    view.broke(1)
+    assert view.decide(100.0) == 5
+    view.heard(1, progress(4, 4), 101.0)
+    view.report(progress(6, 5))
+    assert view.decide(101.0) == 6
+    assert view.behind == {1}
+    view.heard(1, progress(6, 5), 101.0)
+    view.report(progress(7, 6))
+    assert view.decide(101.0) == 6
+    assert not view.behind
+
+
+def test_what_another_incarnation_says_is_not_heard() -> None:
+    view = committee(count=2)
+    view.heard(1, progress(9, 9, incarnation=3), 100.0)
+    assert view.decide(100.0) == NEVER
+
+
+def test_a_lower_node_decides_as_soon_as_it_is_active_and_as_long_as_it_speaks() -> None:
+    view = committee(me=1, count=2)
+    assert view.decider(100.0) is None
+    view.told(0, NEVER, False, 100.0)
+    assert view.decider(100.0) == 1
+    view.told(0, 4, True, 100.0)
+    assert (view.decider(100.0), view.committed) == (0, 4)
+    assert view.decide(100.0) == 4
+    assert view.decider(100.1 + SILENCE_MAX) == 1
+    assert view.decide(100.1 + SILENCE_MAX) == 5
+
+
+def test_a_node_that_others_have_left_behind_does_not_decide() -> None:
+    view = committee(count=2)
+    view.heard(1, progress(9, 8), 100.0)
+    assert not view.active
+    view.report(progress(8, 7))
+    assert view.active
