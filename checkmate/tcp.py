@@ -25,6 +25,19 @@ def tune_for_bulk(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def notice_vanished(sock: socket.socket, seconds: int) -> None:
+    """Have reading fail once the peer's machine has said nothing for so long, not even that it is there.
+
+    Without this, whoever only reads waits for ever for a machine that lost its power. (RFC 9293, keep-alives;
+    a process that is merely busy, or stopped, is there.)
+    """
+    probes = 5
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // (probes + 1)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // (probes + 1)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def unacknowledged(sock: socket.socket) -> int:
     """How many of the written bytes the peer has not acknowledged (SIOCOUTQ)."""
     answer = fcntl.ioctl(sock, termios.TIOCOUTQ, b"\0" * 4)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import socket
 from collections import defaultdict
 
 import pytest
 
-from checkmate import wire
+from checkmate import tcp, wire
 from checkmate.ring.worker import BucketSpec, RankResult, RingJob, run_rank
 from checkmate.schedule import Bucket, stream_layout
-from tests.end_hosts import Capture, Segment, inside, lone_namespace, needs_root
+from tests.end_hosts import Capture, Segment, inside, lone_namespace, needs_root, shell, veth_pair
 from tests.rings import on_all_ranks
 
 pytestmark = needs_root
@@ -78,3 +80,19 @@ def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int) ->
             reported += bool(said.bytes)
     assert reported == len(streams)
     assert sum(map(len, streams.values())) == 2 * results[0].bytes_per_iteration
+
+
+def test_a_reader_notices_that_the_other_machine_is_gone() -> None:
+    with veth_pair() as pair:
+        with inside(pair.a):
+            listener = socket.create_server((pair.a_ip, 0))
+        with inside(pair.b), listener:
+            sender = socket.create_connection(listener.getsockname())
+            reader, _ = listener.accept()
+        with sender, reader:
+            tcp.notice_vanished(reader, 6)
+            shell(f"nsenter --net=/run/netns/{pair.b} ip link set {pair.b} down")
+            reader.settimeout(20)
+            with pytest.raises(OSError) as raised:
+                reader.recv(1)
+            assert raised.value.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH), raised.value

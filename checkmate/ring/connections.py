@@ -24,6 +24,7 @@ _GREETING = struct.Struct("!IHHBB16s")
 _GREETING_MAGIC = 0xC4EC0002
 _RETRY_SECONDS = 0.05
 _TOKEN = b"\x01"
+_VANISHED_SECONDS = 120  # a restarted switch is back earlier
 # Room for a slice or two: the next one is copied while the last is under way.
 _BUFFER_BYTES = 4 << 20
 
@@ -225,6 +226,7 @@ def _accept(place: Place, channel: int, listener: socket.socket, deadline: float
             greeting, why = b"", f"{address[0]} connected, but sent no greeting ({error})"
         if greeting == expected:
             connection.settimeout(None)
+            tcp.notice_vanished(connection, _VANISHED_SECONDS)
             return connection
         connection.close()
         why = _difference(greeting, expected, address[0]) if greeting else why
