@@ -81,7 +81,7 @@ class TrainingLab:
         started = []
         for host in self.topology.shadow_nodes:
             if numbers is None or host.number in numbers:
-                argv = [
+                argv: list[str | Path] = [
                     *CHECKMATE,
                     "shadow",
                     self.lab.job_file,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,7 @@ class RestoreError(RuntimeError):
     """Nothing whole can be resumed from: the message names shards and nodes."""
 
 
-@dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
     """`iteration`: the next one, 0 where training begins. `extra`: what `protect`'s `extra` gave then."""
 
     iteration: int

@@ -1,0 +1,89 @@
+"""A gRPC server that notes what trainers send and answers as it is told: to test the trainer's side alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.rpc.channels import OPTIONS
+from checkmate.state import from_seeds
+
+
+class RecordingNode(rpc.ShadowServicer):
+    """Serves at an address until `stop`; can be started again there, as a node that has forgotten all."""
+
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
+        self.address = address
+        self.begins: list[pb.BeginRequest] = []
+        self.records: list[pb.RecordPart] = []
+        self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
+        self.wanted: list[pb.SeedWanted] = []
+        self.again: Callable[[pb.SeedHeader], list[int]] = lambda header: []
+        self.status = pb.NodeStatus(holds_nothing=True)
+        self.settled = pb.NodeStatus(holds_nothing=True)
+        self.answering = threading.Event()
+        self.answering.set()
+        self.start()
+
+    def start(self) -> None:
+        """Serve."""
+        self._stopping = False
+        self._server = grpc.server(ThreadPoolExecutor(16), options=OPTIONS)
+        rpc.add_ShadowServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self.address)
+        self.address = f"{self.address.partition(':')[0]}:{port}"
+        self._server.start()
+
+    def stop(self) -> None:
+        """Break all connections."""
+        self._stopping = True
+        self._server.stop(0).wait()
+        self.answering.set()
+
+    def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
+        self.begins.append(request)
+        return pb.BeginReply()
+
+    def Record(
+        self, request_iterator: Iterator[pb.RecordPart], context: grpc.ServicerContext
+    ) -> Iterator[pb.RecordReply]:
+        for part in request_iterator:
+            self.records.append(part)
+            while not self.answering.wait(0.05):
+                if self._stopping:
+                    return
+            wanted, self.wanted = self.wanted, []
+            yield pb.RecordReply(iteration=part.iteration, wanted=wanted)
+
+    def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
+        reader = from_seeds(request_iterator)
+        self.seeds.append((reader.header, dict(reader.all())))
+        return pb.SeedReply(again=self.again(reader.header))
+
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self.status
+
+    def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self.status
+
+    def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
+        return pb.ReserveReply(granted=False)
+
+    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
+        return pb.ReleaseReply()
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is nothing to fetch")
+
+    def Commit(
+        self, request_iterator: Iterator[pb.Progress], context: grpc.ServicerContext
+    ) -> Iterator[pb.Decision]:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is nothing to decide")
+
+    def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self.settled

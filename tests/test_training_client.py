@@ -1,0 +1,276 @@
+"""A trainer's line to a shadow node, over real gRPC: nothing is lost in a break, and nothing ever waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import OPTIONS
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.schema import ShadowNode
+from checkmate.training.client import QUEUED, Line
+from checkmate.training.publish import Author, Publisher
+from checkmate.training.records import Noted
+from checkmate.training.seeding import Seeder, Source
+from checkmate.training.steps import Steps
+from tests.jobs_made import job
+from tests.recording_node import RecordingNode
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def node() -> Iterator[RecordingNode]:
+    served = RecordingNode("127.0.0.1:0")
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def stub(node: RecordingNode) -> Iterator[ShadowStub]:
+    with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
+        yield ShadowStub(channel)
+
+
+def shadow_node(node: RecordingNode) -> ShadowNode:
+    return job().shadow_nodes[0].model_copy(update={"mgmt": node.address})
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def part(iteration: int) -> pb.RecordPart:
+    return pb.RecordPart(job="demo", iteration=iteration)
+
+
+def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: ShadowStub) -> None:
+    begin = pb.BeginRequest(job="demo", incarnation=7)
+    answers: list[tuple[int, int]] = []
+    line = Line(shadow_node(node), stub, lambda: begin, lambda n, r: answers.append((n, r.iteration)))
+    line.start()
+    for iteration in range(50):
+        line.send(part(iteration))
+    assert line.flush(SECONDS)
+    line.close()
+    assert node.begins == [begin]
+    assert [one.iteration for one in node.records] == list(range(50))
+    assert answers == [(0, iteration) for iteration in range(50)]
+
+
+def test_what_a_broken_connection_left_unanswered_is_sent_again(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    line.send(part(0))
+    assert line.flush(SECONDS)
+    node.answering.clear()
+    line.send(part(1))
+    line.send(part(2))
+    await_true(lambda: len(node.records) >= 2)
+    with caplog.at_level(logging.INFO):
+        node.stop()
+        node.records.clear()
+        line.send(part(3))
+        node.start()
+        assert line.flush(SECONDS)
+    line.close()
+    assert [one.iteration for one in node.records][-3:] == [1, 2, 3]
+    assert len(node.begins) == 2
+    assert caplog.text.count("training goes on") == 1
+    assert "shadow node 0 is back" in caplog.text
+
+
+def test_a_node_that_is_away_costs_nothing(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.stop()
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        line.start()
+        start = time.monotonic()
+        for iteration in range(3 * QUEUED):
+            line.send(part(iteration))
+        assert time.monotonic() - start < 1
+        assert line.unanswered() == QUEUED
+        assert caplog.text.count("the oldest are dropped") == 1
+        assert not line.flush(0.1)
+        start = time.monotonic()
+        line.close()
+        assert time.monotonic() - start < 2
+    node.start()
+
+
+def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, stub: ShadowStub) -> None:
+    line = Line(shadow_node(node), stub, None, lambda *_: None)
+    line.start()
+    acknowledged = {(0, 0): 0}
+    author = Author("demo", 7, 1, 3, 1)
+    publisher = Publisher(
+        author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()), lambda _: None
+    )
+    for iteration in range(2):
+        publisher.put(Noted(iteration, {(0, 0): 100 * iteration}, {"torch": torch.zeros(1)}, {"at": 4}))
+    assert_only = [0]
+    await_true(lambda: [one.iteration for one in node.records] == assert_only)
+    time.sleep(0.1)
+    assert [one.iteration for one in node.records] == assert_only
+    acknowledged[0, 0] = 100
+    await_true(lambda: len(node.records) == 2)
+    publisher.close(SECONDS)
+    line.close()
+    sent = node.records[1]
+    assert (sent.job, sent.incarnation, sent.group, sent.position) == ("demo", 7, 1, 3)
+    assert [(e.side, e.channel, e.shard, e.end) for e in sent.ends] == [(1, 0, 0, 100)]
+    assert state.loads(sent.extra) == {"at": 4}
+    assert not sent.HasField("step")  # it isn't the group's first rank
+
+
+def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode) -> None:
+    faults: list[Exception] = []
+    publisher = Publisher(Author("demo", 0, 0, 1, None), [], lambda _: True, faults.append)
+    publisher.put(Noted(0, {}, {}, object()))
+    publisher.close(SECONDS)
+    assert isinstance(faults[0], state.StateError)
+
+
+class Training:
+    """Parameters that an optimizer steps on, and what they were after each step."""
+
+    def __init__(self) -> None:
+        self.parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(8)]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
+        self.steps = Steps(0)
+        self.history: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self.note(-1)
+
+    def note(self, iteration: int) -> None:
+        averages = [self.optimizer.state.get(p, {}).get("exp_avg") for p in self.parameters]
+        self.history[iteration] = [
+            (p.detach().clone(), None if average is None else average.clone())
+            for p, average in zip(self.parameters, averages, strict=True)
+        ]
+
+    def step(self, iteration: int) -> None:
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+        self.steps.begin()
+        self.optimizer.step()
+        self.note(iteration)
+        self.steps.end(iteration)
+
+    def check(self, header: pb.SeedHeader, found: dict[int, object]) -> None:
+        assert sorted(header.parameters) == sorted(found)
+        for number, seeds in found.items():
+            assert isinstance(seeds, tuple)
+            tensor, values = seeds
+            expected, average = self.history[header.iteration][number]
+            assert torch.equal(tensor, expected), (header.iteration, number)
+            assert (average is None) == ("exp_avg" not in values)
+            if average is not None:
+                assert torch.equal(values["exp_avg"], average)
+
+
+def header(shard: int, iteration: int) -> pb.SeedHeader:
+    return pb.SeedHeader(job="demo", incarnation=7, shard=pb.Shard(group=0, shard=shard), iteration=iteration)
+
+
+def test_seeds_are_of_the_iteration_that_they_name_while_training_goes_on(
+    node: RecordingNode, stub: ShadowStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkmate.training.seeding.BATCH_BYTES", 300_000)  # two or three parameters
+    training = Training()
+    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    node.again = lambda head: list(head.parameters)[:1] if head.iteration < 30 else []
+    seeder.want(0, range(8))
+    iteration = 0
+    while not (seeder.idle and iteration > 30):
+        training.step(iteration)
+        iteration += 1
+        time.sleep(0.002)
+        assert iteration < 5000
+    seeder.close()
+    for head, found in node.seeds:
+        training.check(head, found)
+    assert {head.iteration for head, _ in node.seeds} > {head.iteration for head, _ in node.seeds[:1]}
+    last = {number: head.iteration for head, found in node.seeds for number in found}
+    assert sorted(last) == list(range(8))
+
+
+def test_seeds_before_the_first_step(node: RecordingNode, stub: ShadowStub) -> None:
+    training = Training()
+    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder.want(1, [3, 4])
+    await_true(lambda: seeder.idle)
+    seeder.close()
+    ((head, found),) = node.seeds
+    assert (head.iteration, head.shard.shard, list(head.parameters)) == (-1, 1, [3, 4])
+    training.check(head, found)
+
+
+def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
+    node.stop()
+    training = Training()
+    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder.want(0, range(8))
+    await_true(lambda: seeder.idle)
+    node.start()
+    seeder.want(0, [1])  # it says what it wants when it is back
+    await_true(lambda: bool(node.seeds))
+    seeder.close()
+    assert [list(head.parameters) for head, _ in node.seeds] == [[1]]
+
+
+def test_a_step_waits_for_one_copy_at_most() -> None:
+    steps = Steps(0)
+    ended = threading.Event()
+    copies: list[float] = []
+
+    def copy_all() -> None:
+        for _ in range(200):
+            with steps.still(ended) as iteration:
+                assert iteration is not None
+                time.sleep(0.01)
+                copies.append(time.monotonic())
+
+    copier = threading.Thread(target=copy_all)
+    copier.start()
+    waits = []
+    for iteration in range(20):
+        time.sleep(0.005)
+        before, had = time.monotonic(), len(copies)
+        steps.begin()
+        waits.append(len(copies) - had)
+        assert time.monotonic() - before < 1
+        steps.end(iteration)
+    ended.set()
+    copier.join()
+    assert max(waits) <= 2  # the one under way; rarely one more, that began meanwhile
+    assert steps.stepped == 19
+
+
+def test_a_step_that_failed_does_not_block_the_next() -> None:
+    steps = Steps(0)
+    steps.begin()
+    steps.begin()
+    steps.end(0)
+    with steps.still(threading.Event()) as iteration:
+        assert iteration == 0
+    steps.begin()
+    ended = threading.Event()
+    ended.set()
+    with steps.still(ended) as iteration:
+        assert iteration is None

@@ -1,0 +1,334 @@
+"""Step records of real training loops, followed by a real replica bit for bit; what can't be followed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+import checkmate
+from checkmate import state
+from checkmate.optimizers import apply_options, spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.replica import Replica
+from checkmate.training import session
+from checkmate.training.publish import Author, to_part
+from checkmate.training.records import Noted, Recorder, RefusedError, Watched
+from checkmate.training.slices import Buffers, Slices, kept_beside
+from checkmate.training.steps import Steps
+from tests.training_alone import alone
+
+AUTHOR = Author("job", 3, 0, 0, 0)
+
+
+class Model(nn.Module):
+    """Two layers with BatchNorm between, and one that every other iteration leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.sometimes = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, *, more: bool = False) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return y + self.sometimes(x) if more else y
+
+
+class Loop:
+    """A training loop with a recorder, and a replica for each shard that gets what shadow nodes get."""
+
+    def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], **watched: Any) -> None:
+        torch.manual_seed(5)
+        self.model = Model()
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        self.optimizer = make(self.model)
+        self.names = session.trained(self.ddp)
+        self.parameters = list(self.names.values())
+        numbers = {p: i for i, p in enumerate(self.parameters)}
+        self.layout = session.lay_out(self.ddp, 2)
+        spec = spec_of(self.optimizer, numbers)
+        self.replicas = [Replica(self.layout, shard, spec, exact=True) for shard in range(2)]
+        for replica in self.replicas:
+            for number in replica.numbers:
+                replica.load(number, self.parameters[number].detach().clone(), {}, -1)
+        self.emitted: list[Noted] = []
+        self.steps = Steps(0)
+        scheduler, scaler = (
+            watched.get(name, lambda _: None)(self.optimizer) for name in ("scheduler", "scaler")
+        )
+        self.scheduler, self.scaler = scheduler, scaler
+        self.recorder = Recorder(
+            Watched(self.ddp, self.optimizer, scheduler, scaler, watched.get("extra")),
+            self.names,
+            self.steps,
+            self.emitted.append,
+            lambda iteration: {(0, 0): 100 * iteration},
+            slices=Slices(self.layout, self.parameters),
+            buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
+        )
+        self.gradients: dict[int, dict[int, torch.Tensor]] = {}
+        self.iteration = -1
+
+    def backward(self, *, factor: float = 1.0, more: bool = False) -> None:
+        """Forward and backward; gradients are final then, and go to the shadow nodes."""
+        loss = (self.ddp(torch.randn(4, 8), more=more) ** 2).sum() * factor
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        self.iteration += 1
+        flats = {}
+        for index, bucket in enumerate(self.layout.buckets):
+            parts = [self.parameters[place.parameter] for place in bucket.places]
+            flats[index] = torch.cat(
+                [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in parts]
+            )
+        self.gradients[self.iteration] = flats
+        self.recorder.reduced(self.iteration)
+
+    def follow(self) -> list[pb.RecordPart]:
+        """Have the replicas step what was recorded, and check that they have what the loop has."""
+        parts = []
+        while self.emitted:
+            part = to_part(AUTHOR, self.emitted.pop(0))
+            parts.append(part)
+            for replica in self.replicas:
+                own = {
+                    i: g.clone()
+                    for i, g in self.gradients[part.iteration].items()
+                    if self.layout.buckets[i].shard == replica.shard
+                }
+                assert replica.step(part.iteration, own, part.step) == []
+        for replica in self.replicas:
+            for number, tensor, values in replica.read(self.iteration):
+                parameter = self.parameters[number]
+                assert torch.equal(tensor, parameter), self.layout.parameters[number].name
+                theirs = self.optimizer.state.get(parameter, {})
+                assert values.keys() == theirs.keys()
+                for name, value in values.items():
+                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+        return parts
+
+    def close(self, *, last: bool = True) -> list[pb.RecordPart]:
+        """End the recording, and follow to the end."""
+        self.recorder.close(last)
+        return self.follow()
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_several_groups_a_schedule_clipping_and_missing_gradients(options: dict[str, bool]) -> None:
+    loop = Loop(
+        lambda model: adamw(model, **options),
+        scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=[0.1, 0.05], total_steps=20),
+    )
+    for iteration in range(6):
+        loop.backward(more=iteration % 3 == 1)
+        norm = checkmate.clip_grad_norm_(loop.model.parameters(), 0.5)
+        assert norm > 0.5
+        loop.optimizer.step()
+        loop.scheduler.step()
+        loop.optimizer.zero_grad()
+    parts = loop.close()
+    assert [part.step.last for part in parts] == [False] * 5 + [True]
+    assert all(len(part.step.scalings) == 1 for part in parts)
+    assert parts[0].step.without_gradient
+    assert not parts[1].step.without_gradient
+
+
+def test_the_next_iteration_begins_with_what_schedulers_have_left() -> None:
+    loop = Loop(adamw, scheduler=lambda o: OneCycleLR(o, max_lr=[0.1, 0.05], total_steps=20))
+    used, left = [], []
+    for _ in range(4):
+        loop.backward()
+        used.append([dict(group) for group in loop.optimizer.param_groups])
+        loop.optimizer.step()
+        loop.scheduler.step()
+        left.append(([dict(g) for g in loop.optimizer.param_groups], loop.scheduler.state_dict()))
+    for part, before, (after, scheduler) in zip(loop.close(), used, left, strict=True):
+        for group, texts in ((before, part.step.options), (after, part.step.next_options)):
+            for options, text in zip(group, texts, strict=True):
+                found: dict[str, Any] = {}
+                apply_options(found, text)
+                assert found == {key: value for key, value in options.items() if key != "params"}
+        assert state.loads(part.step.scheduler) == scheduler
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_that_scales_and_skips(fused: bool, unscale: bool) -> None:
+    loop = Loop(
+        lambda model: adamw(model, fused=fused),
+        scaler=lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2),
+    )
+    for factor in (1.0, 1.0, float("inf"), 1.0, 1.0):
+        loop.backward(factor=factor)
+        if unscale:
+            loop.scaler.unscale_(loop.optimizer)
+            checkmate.clip_grad_norm_(loop.model.parameters(), 0.5)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.optimizer.zero_grad()
+    parts = loop.close()
+    assert [part.step.skipped for part in parts] == [False, False, True, False, False]
+    assert state.loads(parts[-1].step.scaler) == loop.scaler.state_dict()
+    scales = [part.step.scalings[0].factor for part in parts]
+    assert scales == [f if fused and not unscale else 1 / f for f in (4096, 4096, 8192, 4096, 4096)]
+    assert vars(loop.scaler).keys() & {"step", "unscale_"} == set()
+
+
+def test_accumulated_gradients_are_one_iteration() -> None:
+    loop = Loop(adamw)
+    for _ in range(3):
+        with loop.ddp.no_sync():
+            loop.ddp(torch.randn(4, 8)).sum().backward()
+        loop.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert len(loop.close()) == 3
+
+
+def test_a_backward_without_a_step_is_skipped_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(adamw)
+    for iteration in range(4):
+        loop.backward()
+        if iteration != 1:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    with caplog.at_level(logging.WARNING):
+        parts = loop.close()
+    assert [part.step.skipped for part in parts] == [False, True, False, False]
+    assert "iteration 1: a backward without optimizer.step()" in caplog.text
+
+
+def test_buffers_are_sent_as_they_change() -> None:
+    loop = Loop(adamw)
+    seen = {}
+    for iteration in range(3):
+        loop.backward()
+        loop.optimizer.step()
+        if iteration == 1:
+            loop.model.norm.eval()  # and its statistics stay
+        seen[iteration] = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
+    parts = loop.close()
+    for part in parts[:2]:
+        found = state.loads(part.buffers)
+        assert found.keys() == seen[0].keys()
+        assert all(torch.equal(found[name], seen[part.iteration][name]) for name in found)
+    assert parts[2].buffers == b""
+
+
+def test_random_states_and_extra_are_those_after_the_step() -> None:
+    position = {"at": 0}
+    loop = Loop(adamw, extra=lambda: position)
+    expected = []
+    for at in range(3):
+        loop.backward()
+        position["at"] = at
+        loop.optimizer.step()
+        expected.append(torch.get_rng_state())
+        torch.rand(7)  # the next batch
+        position["at"] = 99
+    for at, part in enumerate(loop.close()):
+        assert torch.equal(state.loads(part.rng)["torch"], expected[at])
+        assert state.loads(part.extra) == {"at": at}
+        assert [(end.side, end.channel, end.shard, end.end) for end in part.ends] == [(0, 0, 0, 100 * at)]
+
+
+def test_slices_come_round_all_parameters() -> None:
+    loop = Loop(adamw)
+    for _ in range(2):
+        loop.backward()
+        loop.optimizer.step()
+    for part in loop.close():
+        assert {piece.parameter for piece in part.step.slices} == set(range(len(loop.parameters)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loop: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3),
+        lambda loop: [p.grad.data.mul_(0.5) for p in loop.parameters if p.grad is not None],
+        lambda loop: loop.model.first.weight.grad.numpy().fill(3),
+    ],
+)
+def test_gradients_changed_behind_our_back_are_refused(change: Callable[[Loop], object]) -> None:
+    loop = Loop(adamw)
+    loop.backward()
+    change(loop)
+    with pytest.raises(RefusedError, match=r"gradient of .* was changed .* checkmate\.clip_grad_norm_"):
+        loop.optimizer.step()
+
+
+def test_clipping_that_clips_nothing_is_no_change() -> None:
+    loop = Loop(adamw)
+    loop.backward()
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e9)
+    loop.optimizer.step()
+    loop.close()
+
+
+def test_a_scaler_that_was_not_given_is_noticed() -> None:
+    loop = Loop(adamw)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loop.ddp(torch.randn(4, 8)).sum()).backward()
+    loop.recorder.reduced(0)
+    with pytest.raises(RefusedError, match="give checkmate.protect the GradScaler"):
+        scaler.step(loop.optimizer)
+
+
+def test_other_things_that_cannot_be_followed() -> None:
+    loop = Loop(adamw)
+    with pytest.raises(RefusedError, match="without a backward of its own"):
+        loop.optimizer.step()
+    loop.backward()
+    with pytest.raises(RefusedError, match="closure"):
+        loop.optimizer.step(lambda: 1.0)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(RefusedError, match="parameter groups were changed"):
+        loop.optimizer.step()
+
+
+def test_a_second_step_on_the_same_gradients() -> None:
+    loop = Loop(adamw)
+    loop.backward()
+    loop.optimizer.step()
+    with pytest.raises(RefusedError, match="without a backward of its own"):
+        loop.optimizer.step()
+
+
+def test_what_the_background_finds_is_raised_in_the_script() -> None:
+    loop = Loop(adamw)
+    loop.recorder.fault = state.StateError("extra: a generator can't be kept")
+    loop.backward()
+    with pytest.raises(state.StateError, match="a generator"):
+        loop.optimizer.step()
+
+
+def test_without_protection_clipping_is_torchs() -> None:
+    torch.manual_seed(1)
+    first, second = ([nn.Parameter(torch.zeros(30)) for _ in range(3)] for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        a.grad = torch.randn(30)
+        b.grad = a.grad.clone()
+    norm = checkmate.clip_grad_norm_(iter(first), 1.0)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(second, 1.0))
+    for a, b in zip(first, second, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
