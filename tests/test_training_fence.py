@@ -1,0 +1,162 @@
+"""Planning a restart, over real gRPC: who answers, who does not, and what is told where nothing is whole."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from checkmate.schema import Job
+from checkmate.shadow.serve import Serving
+from checkmate.training import fence
+from checkmate.training.client import Stubs
+from tests.jobs_made import job_data
+from tests.recording_node import RecordingNode
+from tests.test_training_target import hold, node
+
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def served() -> Iterator[list[RecordingNode]]:
+    nodes = [RecordingNode(), RecordingNode()]
+    yield nodes
+    for one in nodes:
+        one.stop()
+
+
+@pytest.fixture
+def job(served: list[RecordingNode]) -> Job:
+    return job_at([one.address for one in served])
+
+
+@pytest.fixture
+def stubs(job: Job) -> Iterator[Stubs]:
+    opened = Stubs(job)
+    yield opened
+    opened.close()
+
+
+def job_at(addresses: list[str]) -> Job:
+    data = job_data(ranks=2, nodes=len(addresses))
+    for one, address in zip(data["shadow_nodes"], addresses, strict=True):
+        one["mgmt"] = address
+    return Job.model_validate(data)
+
+
+def test_nothing_is_held() -> None:
+    """By real nodes: what they answer before any training."""
+    ports = []
+    with ExitStack() as stack:
+        for _ in range(2):
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports.append(taken.getsockname()[1])
+    job = job_at([f"127.0.0.1:{port}" for port in ports])
+    with ExitStack() as stack:
+        for number in range(2):
+            stack.enter_context(Serving(job, number, receive_buffer=1 << 16))
+        stubs = Stubs(job)
+        stack.callback(stubs.close)
+        plan = fence.plan_restore(job, stubs, TIMEOUT)
+        another = fence.plan_restore(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.iteration) == ("nothing", -1)
+    assert 0 <= plan.incarnation < 256
+    assert plan.run != another.run
+
+
+def test_all_is_whole(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, hold((0, 1), 6, 8))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].settled = node(1, hold((0, 1), 7, 7))
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan == fence.Plan("nodes", 4, "a", 7, {(0, 0): [0], (0, 1): [1]})
+
+
+def test_a_node_that_does_not_settle_has_nothing_to_give(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, hold((0, 1), 6, 8))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan.kind == "none"
+    assert "nobody has shard 1 of DP group 0" in plan.trouble
+
+
+def test_one_node_answers_nothing_and_the_other_is_away(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    """It may hold everything: this is no beginning."""
+    served[1].stop()
+    start = time.monotonic()
+    plan = fence.plan_restore(job, stubs, 1.5)
+    assert 1.4 < time.monotonic() - start < 10
+    assert plan.kind == "none"
+    address = served[1].address
+    assert f"shadow node 1 ({address}): UNAVAILABLE" in plan.trouble
+    assert "shadow node 0 holds nothing" in plan.trouble
+    served[1].start()
+
+
+def test_what_is_whole_without_the_missing_node_does_not_wait_long(
+    served: list[RecordingNode], stubs: Stubs, job: Job
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7), hold((0, 1), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7), hold((0, 1), 7, 7))
+    served[1].stop()
+    start = time.monotonic()
+    plan = fence.plan_restore(job, stubs, 60)
+    assert time.monotonic() - start < 20
+    assert plan.holders == {(0, 0): [0], (0, 1): [0]}
+    served[1].start()
+
+
+def test_a_node_that_comes_late_is_waited_for(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].status = node(1, hold((0, 1), 6, 7))
+    served[1].settled = node(1, hold((0, 1), 7, 7))
+    served[1].stop()
+    asking = fence.Fence(job, stubs, time.monotonic() + TIMEOUT)
+    while not asking.failures:
+        time.sleep(0.01)
+    served[1].start()
+    asking.wait(lambda: False)
+    assert asking.complete
+    asking.close()
+    assert fence.plan_restore(job, stubs, TIMEOUT).kind == "nodes"
+
+
+def test_trouble_of_a_hold_is_told(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    doubtful = hold((0, 1), 6, 7, doubtful=True)
+    doubtful.trouble = "body.weight differs after iteration 6"
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, doubtful)
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan.kind == "none"
+    assert "shadow node 1, shard 1 of DP group 0: body.weight differs after iteration 6" in plan.trouble
+
+
+def test_beginning_anew_whatever_they_hold(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7, incarnation=255))
+    plan = fence.plan_fresh(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.incarnation, plan.iteration) == ("nothing", 0, -1)
+    assert plan.run != "a"
+
+
+def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
+    """Real nodes refuse a job that isn't theirs."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    other = job_at([f"127.0.0.1:{port}"])
+    theirs = other.model_copy(update={"job": "another"})
+    with Serving(theirs, 0, receive_buffer=1 << 16):
+        stubs = Stubs(other)
+        plan = fence.plan_restore(other, stubs, 1.0)
+        stubs.close()
+    assert plan.kind == "none"
+    assert "job another" in plan.trouble
