@@ -20,21 +20,20 @@
 // The port under which the switch speaks with its controller: simple_switch_grpc's --cpu-port.
 const port_t CPU_PORT = 510;
 
-// A copy's headers as they came, so that checksums can be mended as RFC 1624 says:
-// HC' = ~(~HC + ~m + m'). A segment that came damaged leaves damaged, and the shadow node's kernel
-// drops it as the trainer's does.
-struct before_t {
-    ipv4_t       ipv4;
-    tcp_t        tcp;
-    timestamps_t timestamps;
-    tag_t        tag;
-    bit<16>      ipv4_sum; // ~(HC + m), which is ~HC + ~m
-    bit<16>      tcp_sum;
+// What a copy's headers added up to as they came, each inverted, so that checksums can be mended as
+// RFC 1624 says: HC' = ~(~HC + ~m + m'), where ~(HC + m) is ~HC + ~m. A segment that came damaged leaves
+// damaged, and the shadow node's kernel drops it as the trainer's does.
+// A header rather than metadata: BMv2 copies and clears metadata with every packet.
+header sums_t {
+    bit<16> ipv4;
+    bit<16> tcp;
+    bit<16> timestamps;
+    bit<16> tag;
 }
 
 struct local_t {
     metadata_t meta;
-    before_t   before;
+    sums_t     before;
 }
 
 parser checkmate_parser(packet_in packet, out headers_t hdr, inout local_t local,
@@ -68,9 +67,8 @@ parser checkmate_parser(packet_in packet, out headers_t hdr, inout local_t local
 
     state ipv4 {
         packet.extract(hdr.ipv4);
-        transition select(hdr.ipv4.version, hdr.ipv4.header_words, hdr.ipv4.more_fragments,
-                          hdr.ipv4.fragment_offset, hdr.ipv4.protocol) {
-            (4, 5, 0, 0, PROTOCOL_TCP): tcp;
+        transition select(hdr.ipv4.version_words, hdr.ipv4.fragment, hdr.ipv4.protocol) {
+            (IPV4_WITHOUT_OPTIONS, 0 &&& FRAGMENT_MASK, PROTOCOL_TCP): tcp;
             default: accept;
         }
     }
@@ -79,21 +77,17 @@ parser checkmate_parser(packet_in packet, out headers_t hdr, inout local_t local
         packet.extract(hdr.tcp);
         transition select(hdr.tcp.data_offset) {
             OFFSET_TAG: first_option;
-            OFFSET_TIMESTAMPS_TAG: timestamps_option;
-            default: accept;
-        }
-    }
-
-    state timestamps_option {
-        transition select(packet.lookahead<bit<32>>()) {
-            TIMESTAMPS_PREFIX: timestamps;
+            OFFSET_TIMESTAMPS_TAG: timestamps;
             default: accept;
         }
     }
 
     state timestamps {
         packet.extract(hdr.timestamps);
-        transition first_option;
+        transition select(hdr.timestamps.prefix) {
+            TIMESTAMPS_PREFIX: first_option;
+            default: accept;
+        }
     }
 
     state first_option {
@@ -116,22 +110,21 @@ control checkmate_ingress(inout headers_t hdr, inout local_t local, inout standa
             hdr.packet_out.setInvalid();
         } else {
             if (hdr.tcp.isValid()) {
-                local.meta.payload_length = hdr.ipv4.total_length |-| 20;
                 local.meta.payload_length =
-                    local.meta.payload_length |-| (bit<16>) (hdr.tcp.data_offset ++ 2w0);
+                    hdr.ipv4.total_length |-| (20 + (bit<16>) (hdr.tcp.data_offset ++ 2w0));
             }
             stub.apply(hdr, local.meta);
-            if (local.meta.punt == 0 && local.meta.drop == 0) {
+            if (local.meta.verdict == FORWARD) {
                 replication.apply(hdr, local.meta);
-                if (local.meta.replicated == 0) {
+                if (local.meta.verdict == FORWARD) {
                     forwarding.apply(hdr, local.meta);
                 }
             }
         }
 
-        if (local.meta.drop == 1) {
+        if (local.meta.verdict == DROP) {
             mark_to_drop(standard);
-        } else if (local.meta.punt == 1) {
+        } else if (local.meta.verdict == PUNT) {
             standard.egress_spec = CPU_PORT;
         } else if (local.meta.group != 0) {
             standard.mcast_grp = local.meta.group;
@@ -142,27 +135,33 @@ control checkmate_ingress(inout headers_t hdr, inout local_t local, inout standa
 }
 
 control checkmate_egress(inout headers_t hdr, inout local_t local, inout standard_metadata_t standard) {
+    // Over whole headers, since p4c copies each field of a list into metadata of its own first.
+    // Absent timestamps add up to 0; inverted that is 0xFFFF, which adds nothing either.
     action remember() {
-        local.before.ipv4       = hdr.ipv4;
-        local.before.tcp        = hdr.tcp;
-        local.before.timestamps = hdr.timestamps;
-        local.before.tag        = hdr.tag;
+        local.before.setValid();
+        hash(local.before.ipv4, HashAlgorithm.csum16, 16w0, hdr.ipv4, 32w0x10000);
+        hash(local.before.tcp, HashAlgorithm.csum16, 16w0, hdr.tcp, 32w0x10000);
+        hash(local.before.timestamps, HashAlgorithm.csum16, 16w0, hdr.timestamps, 32w0x10000);
+        hash(local.before.tag, HashAlgorithm.csum16, 16w0, hdr.tag, 32w0x10000);
     }
 
     apply {
-        if (local.meta.punt == 1) {
+        if (local.meta.verdict == PUNT) {
             hdr.packet_in.setValid();
             hdr.packet_in.padding      = 0;
             hdr.packet_in.ingress_port = local.meta.ingress_port;
         } else {
-            local.meta.egress_port    = standard.egress_port;
-            local.meta.replication_id = standard.egress_rid;
-            if (local.meta.replicated == 1 && standard.egress_rid != TRAINING_COPY) {
-                remember();
+            if (local.meta.verdict == REPLICATE) {
+                if (standard.egress_rid != TRAINING_COPY) {
+                    local.meta.replication_id = standard.egress_rid;
+                    remember();
+                    streams.apply(hdr, local.meta);
+                }
+            } else if (local.meta.group == FLOOD_GROUP) {
+                local.meta.egress_port = standard.egress_port;
+                never_back.apply(local.meta);
             }
-            streams.apply(hdr, local.meta);
-            never_back.apply(local.meta);
-            if (local.meta.drop == 1) {
+            if (local.meta.verdict == DROP) {
                 mark_to_drop(standard);
             }
         }
@@ -175,35 +174,22 @@ control no_verification(inout headers_t hdr, inout local_t local) {
 
 control mend_checksums(inout headers_t hdr, inout local_t local) {
     apply {
-        update_checksum(local.meta.rewritten == 1,
-            { local.before.ipv4.checksum, local.before.ipv4.total_length,
-              local.before.ipv4.source, local.before.ipv4.destination },
-            local.before.ipv4_sum, HashAlgorithm.csum16);
-        update_checksum(local.meta.rewritten == 1,
-            { local.before.ipv4_sum, hdr.ipv4.total_length, hdr.ipv4.source, hdr.ipv4.destination },
-            hdr.ipv4.checksum, HashAlgorithm.csum16);
-
-        // The segment's length counts through the pseudo header; total_length differs from it by a constant.
-        update_checksum(local.meta.rewritten == 1,
-            { local.before.tcp.checksum, local.before.ipv4.total_length,
-              local.before.ipv4.source, local.before.ipv4.destination,
-              local.before.tcp.source_port, local.before.tcp.destination_port, local.before.tcp.sequence, local.before.tcp.acknowledgement,
-              local.before.tcp.data_offset, local.before.tcp.reserved, local.before.tcp.cwr, local.before.tcp.ece, local.before.tcp.urg,
-              local.before.tcp.ack, local.before.tcp.psh, local.before.tcp.rst, local.before.tcp.syn, local.before.tcp.fin, local.before.tcp.window,
-              local.before.tcp.urgent_pointer,
-              local.before.timestamps.prefix, local.before.timestamps.value,
-              local.before.timestamps.echo_reply,
-              local.before.tag.kind, local.before.tag.length, local.before.tag.exid,
-              local.before.tag.sequence, local.before.tag.anchor,
-              local.before.tag.shadow_id, local.before.tag.channel, local.before.tag.incarnation },
-            local.before.tcp_sum, HashAlgorithm.csum16);
-        update_checksum(local.meta.rewritten == 1,
-            { local.before.tcp_sum, hdr.ipv4.total_length, hdr.ipv4.source, hdr.ipv4.destination,
+        // The pseudo header: what else is in the IPv4 header, its checksum as it came included, cancels out.
+        // The segment's length counts through total_length, which differs from it by a constant.
+        update_checksum(local.before.isValid(),
+            { local.before.tcp, local.before.timestamps, local.before.tag, local.before.ipv4,
+              hdr.ipv4.version_words, hdr.ipv4.dscp, hdr.ipv4.ecn, hdr.ipv4.total_length,
+              hdr.ipv4.identification, hdr.ipv4.fragment, hdr.ipv4.ttl, hdr.ipv4.protocol,
+              hdr.ipv4.checksum, hdr.ipv4.source, hdr.ipv4.destination,
               hdr.tcp.source_port, hdr.tcp.destination_port, hdr.tcp.sequence, hdr.tcp.acknowledgement,
-              hdr.tcp.data_offset, hdr.tcp.reserved, hdr.tcp.cwr, hdr.tcp.ece, hdr.tcp.urg,
-              hdr.tcp.ack, hdr.tcp.psh, hdr.tcp.rst, hdr.tcp.syn, hdr.tcp.fin, hdr.tcp.window,
-              hdr.tcp.urgent_pointer },
+              hdr.tcp.data_offset, hdr.tcp.flags, hdr.tcp.window, hdr.tcp.urgent_pointer },
             hdr.tcp.checksum, HashAlgorithm.csum16);
+        update_checksum(local.before.isValid(),
+            { local.before.ipv4,
+              hdr.ipv4.version_words, hdr.ipv4.dscp, hdr.ipv4.ecn, hdr.ipv4.total_length,
+              hdr.ipv4.identification, hdr.ipv4.fragment, hdr.ipv4.ttl, hdr.ipv4.protocol,
+              hdr.ipv4.source, hdr.ipv4.destination },
+            hdr.ipv4.checksum, HashAlgorithm.csum16);
     }
 }
 

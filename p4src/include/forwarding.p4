@@ -13,13 +13,12 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
 
     @name(".flood")
     action flood() {
-        meta.group   = FLOOD_GROUP;
-        meta.flooded = 1;
+        meta.group = FLOOD_GROUP;
     }
 
     @name(".discard")
     action discard() {
-        meta.drop = 1;
+        meta.verdict = DROP;
     }
 
     @name(".forwarding")
@@ -32,17 +31,18 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
 
     apply {
         hosts.apply();
-        if (meta.flooded == 0 && meta.egress_port == meta.ingress_port) {
-            meta.drop = 1;
+        if (meta.group == 0 && meta.egress_port == meta.ingress_port) {
+            meta.verdict = DROP;
         }
     }
 }
 
-// The egress half: the flood group holds every port of the tree, so a copy that would go back ends here.
+// The egress half, for what was flooded: the group holds every port of the tree, so a copy that would go
+// back ends here.
 control never_back(inout metadata_t meta) {
     apply {
-        if (meta.flooded == 1 && meta.egress_port == meta.ingress_port) {
-            meta.drop = 1;
+        if (meta.egress_port == meta.ingress_port) {
+            meta.verdict = DROP;
         }
     }
 }

@@ -9,6 +9,16 @@ const bit<16> ETHERTYPE_ARP  = 0x0806;
 const bit<8>  PROTOCOL_TCP   = 6;
 const bit<16> ARP_REQUEST    = 1;
 
+// An IPv4 header's first byte where it has no options, and the bits that are 0 in what isn't a fragment.
+const bit<8>  IPV4_WITHOUT_OPTIONS = 0x45;
+const bit<16> FRAGMENT_MASK        = 0x3FFF;
+
+const bit<12> TCP_FIN = 0x001;
+const bit<12> TCP_SYN = 0x002;
+const bit<12> TCP_RST = 0x004;
+const bit<12> TCP_PSH = 0x008;
+const bit<12> TCP_ACK = 0x010;
+
 // First words of the two TCP options that a tagged segment may carry.
 const bit<32> TAG_PREFIX        = 0xFD10C4EC; // kind 253, length 16, ExID 0xC4EC (RFC 6994)
 const bit<32> TIMESTAMPS_PREFIX = 0x0101080A; // NOP, NOP, kind 8, length 10 (RFC 7323)
@@ -49,16 +59,12 @@ header arp_t {
 }
 
 header ipv4_t {
-    bit<4>  version;
-    bit<4>  header_words;
+    bit<8>  version_words; // version, and the header's length in 32-bit words
     bit<6>  dscp;
     bit<2>  ecn;
     bit<16> total_length;
     bit<16> identification;
-    bit<1>  reserved;
-    bit<1>  dont_fragment;
-    bit<1>  more_fragments;
-    bit<13> fragment_offset;
+    bit<16> fragment;      // reserved, don't fragment, more fragments, 13 bits of offset
     bit<8>  ttl;
     bit<8>  protocol;
     bit<16> checksum;
@@ -72,15 +78,7 @@ header tcp_t {
     bit<32> sequence;
     bit<32> acknowledgement;
     bit<4>  data_offset;
-    bit<4>  reserved;
-    bit<1>  cwr;
-    bit<1>  ece;
-    bit<1>  urg;
-    bit<1>  ack;
-    bit<1>  psh;
-    bit<1>  rst;
-    bit<1>  syn;
-    bit<1>  fin;
+    bit<12> flags;         // 4 reserved bits, then the 8 flags
     bit<16> window;
     bit<16> checksum;
     bit<16> urgent_pointer;
@@ -88,14 +86,11 @@ header tcp_t {
 
 header timestamps_t {
     bit<32> prefix;
-    bit<32> value;
-    bit<32> echo_reply;
+    bit<64> values; // TSval and TSecr
 }
 
 header tag_t {
-    bit<8>  kind;
-    bit<8>  length;
-    bit<16> exid;
+    bit<32> prefix;
     bit<32> sequence;
     bit<32> anchor;
     bit<16> shadow_id;
@@ -121,13 +116,8 @@ struct metadata_t {
     boundary_t       boundary;       // of a replicated segment
     replication_id_t replication_id; // of this copy; the egress side's
     bit<16>          payload_length; // of the TCP segment, bytes
-    bit<32>          stream_sequence; // tag.sequence + (tcp.sequence - tag.anchor)
-    bit<8>           incarnation;     // the boundary's current one
-    bit<1>           replicated;
-    bit<1>           flooded;
-    bit<1>           punt;           // to the controller
-    bit<1>           drop;
-    bit<1>           rewritten;      // checksums have to be mended
+    bit<8>           incarnation;    // the boundary's current one
+    verdict_t        verdict;
 }
 
 #endif

@@ -24,9 +24,9 @@ control replication(in headers_t hdr, inout metadata_t meta) {
     @name(".replicate")
     action replicate(@name("group") group_t group, @name("boundary") boundary_t boundary) {
         replicated_segments.count();
-        meta.group      = group;
-        meta.boundary   = boundary;
-        meta.replicated = 1;
+        meta.group    = group;
+        meta.boundary = boundary;
+        meta.verdict  = REPLICATE;
     }
 
     @name(".replication")

@@ -18,6 +18,13 @@ typedef bit<16> group_t;
 typedef bit<16> boundary_t;
 typedef bit<16> replication_id_t;
 
+// What becomes of a packet.
+typedef bit<2> verdict_t;
+const verdict_t FORWARD   = 0; // to `egress_port`, or to `group` where it isn't 0
+const verdict_t REPLICATE = 1; // to `group`, as a tagged segment
+const verdict_t PUNT      = 2; // to the controller
+const verdict_t DROP      = 3;
+
 // Group 0 means "no group" to every replication engine.
 const group_t FLOOD_GROUP = 1;
 

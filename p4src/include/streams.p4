@@ -5,6 +5,7 @@
 #ifndef CHECKMATE_STREAMS
 #define CHECKMATE_STREAMS
 
+// For shadow copies alone, on the egress side.
 control streams(inout headers_t hdr, inout metadata_t meta) {
     DIRECT_COUNTER(stream_segments, ".stream_segments");
     DIRECT_COUNTER(lost_segments, ".lost_segments");
@@ -24,9 +25,8 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
         hdr.ipv4.source          = stub_ip;
         hdr.tcp.destination_port = shadow_port;
         hdr.tcp.source_port      = stub_port;
-        hdr.tcp.sequence         = meta.stream_sequence + minus_base;
+        hdr.tcp.sequence         = hdr.tcp.sequence + minus_base;
         hdr.tcp.acknowledgement  = acknowledgement;
-        meta.rewritten           = 1;
     }
 
     @name(".streams")
@@ -82,39 +82,31 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
         hdr.tag.setInvalid();
         hdr.timestamps.setInvalid();
         hdr.tcp.data_offset    = 5;
-        hdr.tcp.reserved       = 0;
-        hdr.tcp.cwr            = 0;
-        hdr.tcp.ece            = 0;
-        hdr.tcp.urg            = 0;
-        hdr.tcp.ack            = 1;
-        hdr.tcp.rst            = 0;
-        hdr.tcp.syn            = 0;
-        hdr.tcp.fin            = 0;
+        hdr.tcp.flags          = hdr.tcp.flags & TCP_PSH;
+        hdr.tcp.flags          = hdr.tcp.flags | TCP_ACK;
         hdr.tcp.window         = 65535;
         hdr.tcp.urgent_pointer = 0;
     }
 
     apply {
-        if (meta.replicated == 1 && meta.replication_id != TRAINING_COPY) {
-            meta.stream_sequence = hdr.tcp.sequence - hdr.tag.anchor;
-            meta.stream_sequence = meta.stream_sequence + hdr.tag.sequence;
-            if (connections.apply().hit) {
-                if (hdr.timestamps.isValid()) {
-                    hdr.ipv4.total_length = hdr.ipv4.total_length - TIMESTAMPS_TAG_BYTES;
-                } else {
-                    hdr.ipv4.total_length = hdr.ipv4.total_length - TAG_BYTES;
-                }
-                strip_options();
+        hdr.tcp.sequence = hdr.tcp.sequence - hdr.tag.anchor;
+        hdr.tcp.sequence = hdr.tcp.sequence + hdr.tag.sequence;
+        if (connections.apply().hit) {
+            if (hdr.timestamps.isValid()) {
+                hdr.ipv4.total_length = hdr.ipv4.total_length - TIMESTAMPS_TAG_BYTES;
             } else {
-                meta.drop = 1;
-                meta.incarnation = hdr.tag.incarnation; // unless a hello has named another
-                incarnations.apply();
-                if (meta.incarnation == hdr.tag.incarnation) {
-                    losses.count(LOST_NOT_CONNECTED);
-                    lost.apply();
-                } else {
-                    losses.count(LOST_OLD_INCARNATION);
-                }
+                hdr.ipv4.total_length = hdr.ipv4.total_length - TAG_BYTES;
+            }
+            strip_options();
+        } else {
+            meta.verdict = DROP;
+            meta.incarnation = hdr.tag.incarnation; // unless a hello has named another
+            incarnations.apply();
+            if (meta.incarnation == hdr.tag.incarnation) {
+                losses.count(LOST_NOT_CONNECTED);
+                lost.apply();
+            } else {
+                losses.count(LOST_OLD_INCARNATION);
             }
         }
     }

@@ -13,7 +13,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
     @name(".punt_arp")
     action punt_arp() {
         punted_arp.count();
-        meta.punt = 1;
+        meta.verdict = PUNT;
     }
 
     @name(".stub_arp")
@@ -28,7 +28,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
     @name(".punt_segment")
     action punt_segment() {
         stub_segments.count();
-        meta.punt = 1;
+        meta.verdict = PUNT;
     }
 
     @name(".stub")
@@ -47,9 +47,8 @@ control stub(in headers_t hdr, inout metadata_t meta) {
             }
         } else if (hdr.tcp.isValid()) {
             if (endpoints.apply().hit) {
-                if (hdr.tcp.syn == 0 && hdr.tcp.fin == 0 && hdr.tcp.rst == 0 && meta.payload_length == 0) {
-                    meta.punt = 0;
-                    meta.drop = 1;
+                if (hdr.tcp.flags & (TCP_SYN | TCP_FIN | TCP_RST) == 0 && meta.payload_length == 0) {
+                    meta.verdict = DROP;
                     plain_acks.count(0);
                 }
             }
