@@ -8,7 +8,7 @@ works element by element, so that no sum depends on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -77,9 +77,11 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
     name = f"torch.optim.{kind.__name__}"
     if SUPPORTED.get(name) is not kind:
         raise UnsupportedOptimizer(_why_not(optimizer))
-    spec = pb.OptimizerSpec(name=name)
+    spec = pb.OptimizerSpec(name=name, threads=torch.get_num_threads())
     for index, group in enumerate(optimizer.param_groups):
         check_options(group, index)
+        if kind is torch.optim.SGD:
+            _check_fused_momentum(group, index)
         numbers = [_number(parameter, number, index) for parameter in group["params"]]
         try:
             spec.groups.add(parameters=numbers, options=options_of(group), names=group.get("param_names", ()))
@@ -112,6 +114,15 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
     if not groups:
         raise ValueError("the optimizer has none of these parameters")
     return kind(groups)  # type: ignore[call-arg]
+
+
+def _check_fused_momentum(group: Mapping[str, Any], index: int) -> None:
+    """Torch's fused SGD gives such momentum other bits in each run (seen with 2.13)."""
+    if group["fused"] and group["momentum"] and any(p.element_size() == 2 for p in group["params"]):
+        raise UnsupportedOptimizer(
+            f"parameter group {index} has 16-bit parameters, and torch's fused SGD gives their momentum "
+            "other bits in each run; use foreach=True"
+        )
 
 
 def _number(parameter: nn.Parameter, number: Mapping[nn.Parameter, int], group: int) -> int:

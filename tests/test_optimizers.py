@@ -161,6 +161,12 @@ class _Strange(torch.optim.Optimizer):
         (torch.optim.SparseAdam, "sparse gradients"),
         (torch.optim.Adafactor, "number of threads"),
         (torch.optim.Muon, "number of threads"),
+        (
+            lambda p: torch.optim.SGD(
+                [nn.Parameter(x.detach().bfloat16()) for x in p], lr=1, momentum=0.9, fused=True
+            ),
+            "16-bit .* other bits in each run; use foreach=True",
+        ),
         (_Own, "_Own is a class of its own, and its step may differ from AdamW's: use AdamW itself"),
         (_Strange, "_Strange is not known to step each parameter by itself: use one of"),
         (lambda p: torch.optim.Adam(p, differentiable=True), "group 0 has differentiable=True.*=False"),

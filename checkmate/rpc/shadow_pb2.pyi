@@ -465,8 +465,11 @@ class OptimizerSpec(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    THREADS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """such as torch.optim.AdamW"""
+    threads: builtins.int
+    """torch's in training, on which the bits of 16-bit parameters depend; 0: unknown"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ParamGroup]: ...
     def __init__(
@@ -474,8 +477,9 @@ class OptimizerSpec(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         groups: collections.abc.Iterable[Global___ParamGroup] | None = ...,
+        threads: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "name", b"name"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "name", b"name", "threads", b"threads"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OptimizerSpec: typing_extensions.TypeAlias = OptimizerSpec
