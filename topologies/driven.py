@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -20,7 +21,7 @@ import checkmate
 from topologies import substitutes
 from topologies.digest import digest
 from topologies.kills import arm
-from topologies.orders import Kill, Orders, read
+from topologies.orders import PHASES, Kill, Orders, read
 
 _POLL_SECONDS: Final = 0.005
 
@@ -30,10 +31,10 @@ class Driven:
 
     def __init__(self, orders: Orders) -> None:
         self.rank = int(os.environ["RANK"])
-        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._orders = orders
         self._gate = Path(orders.gate) if orders.gate else None
         self._file = Path(orders.events, f"rank{self.rank}.events.jsonl")
+        self.attempt = self._file.read_text().count('"event": "started"') if self._file.exists() else 0
         self._next = 0
         self._began: float | None = None
         self._state: Callable[[], object] = dict
@@ -57,15 +58,17 @@ class Driven:
             restored = restore(*arguments, **options)
             self._next = restored.iteration
             self.note("restored", iteration=restored.iteration)
+            for kill in self._kills("restore"):
+                self._before_dying(kill)()
+                os.kill(os.getpid(), signal.SIGKILL)
             return restored
 
         def protecting(ddp: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-            ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # before Checkmate's own
             self._state = lambda: {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
             protection = protect(ddp, optimizer, *arguments, **options)
-            for kill in self._orders.kills:
-                if kill.rank == self.rank and kill.attempt == self.attempt:
-                    arm(kill, ddp, optimizer, lambda: self._next - 1, self._before_dying(kill))
+            ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
+            for kill in self._kills(*PHASES):
+                arm(kill, ddp, optimizer, lambda: self._next - 1, self._before_dying(kill))
             if self._orders.cpus is not None:
                 _pin(self._orders.cpus)
             self.note("protected")
@@ -89,6 +92,14 @@ class Driven:
     def _note_iteration(self) -> None:
         if self._began is not None:
             self.note("iteration", iteration=self._next - 1, began=self._began)
+
+    def _kills(self, *phases: str) -> list[Kill]:
+        """Those of this rank, in this start of the job."""
+        return [
+            kill
+            for kill in self._orders.kills
+            if kill.rank == self.rank and kill.attempt == self.attempt and kill.phase in phases
+        ]
 
     def _before_dying(self, kill: Kill) -> Callable[[], None]:
         return lambda: self.note("killed", iteration=kill.iteration, phase=kill.phase)

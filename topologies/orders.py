@@ -9,18 +9,21 @@ from typing import Final, Literal, get_args
 Reduce = Literal["checkmate", "untagged", "gloo"]
 Phase = Literal["forward", "reduce-scatter", "all-gather", "before the step", "after the step"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+"""Of an iteration, in order."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Rank `rank` dies in iteration `iteration`, in the job's start number `attempt` (0: the first).
+    """Rank `rank` dies in iteration `iteration`, in this rank's start number `attempt` (0: the first).
+
+    In phase "restore" it dies when it has restored that iteration, before all others have.
 
     `bucket`: which of Checkmate's buckets is on its way then, where the phase is one of the ring's.
     """
 
     rank: int
     iteration: int
-    phase: Phase
+    phase: Phase | Literal["restore"]
     attempt: int = 0
     bucket: int = 1
 

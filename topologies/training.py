@@ -111,8 +111,11 @@ class Training:
 
     def reached(self, iterations: int) -> bool:
         """Whether each rank is through with all iterations below this one."""
-        last = [self._last_iteration(rank) for rank in self.crew.lab.topology.ranks]
-        return all(iteration >= iterations - 1 for iteration in last)
+        return self.next_iteration() >= iterations
+
+    def next_iteration(self) -> int:
+        """The first that not all ranks are through with."""
+        return 1 + min(self._last_iteration(rank) for rank in self.crew.lab.topology.ranks)
 
     def await_iterations(self, iterations: int, seconds: float) -> None:
         """Wait until each rank is through with this many iterations."""
