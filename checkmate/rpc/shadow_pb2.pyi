@@ -179,6 +179,23 @@ Global___Seeds: typing_extensions.TypeAlias = Seeds
 class SeedHeader(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class NamesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     JOB_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     SHARD_FIELD_NUMBER: builtins.int
@@ -188,6 +205,7 @@ class SeedHeader(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     iteration: builtins.int
@@ -210,6 +228,10 @@ class SeedHeader(google.protobuf.message.Message):
     def optimizer(self) -> Global___OptimizerSpec:
         """Fetch only"""
 
+    @property
+    def names(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Fetch only: as in BeginRequest"""
+
     def __init__(
         self,
         *,
@@ -222,10 +244,11 @@ class SeedHeader(google.protobuf.message.Message):
         layout: builtins.str = ...,
         optimizer: Global___OptimizerSpec | None = ...,
         run: builtins.str = ...,
+        names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer", "record", b"record", "shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SeedHeader: typing_extensions.TypeAlias = SeedHeader
@@ -517,6 +540,23 @@ Global___ParamGroup: typing_extensions.TypeAlias = ParamGroup
 class BeginRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class NamesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     JOB_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
@@ -530,6 +570,7 @@ class BeginRequest(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -553,6 +594,12 @@ class BeginRequest(google.protobuf.message.Message):
     """
     @property
     def optimizer(self) -> Global___OptimizerSpec: ...
+    @property
+    def names(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Each key of the model's state_dict(), and the name under which its tensor stands in the layout or among the buffers:
+        tied weights have one tensor and two keys, buffers that are not persistent have none.
+        """
+
     def __init__(
         self,
         *,
@@ -569,10 +616,11 @@ class BeginRequest(google.protobuf.message.Message):
         device: builtins.str = ...,
         ranks: builtins.int = ...,
         run: builtins.str = ...,
+        names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest

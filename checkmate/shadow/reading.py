@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
@@ -13,17 +13,25 @@ from checkmate.shadow.node import Node
 
 
 def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveReply:
-    """Keep an iteration that is not committed yet readable, for so long, once it is stepped."""
+    """Keep an iteration that lies ahead, or the one that is stepped, readable for so long."""
     check_job(node.job, job)
     with node.changed:
         live = [hold for _, hold in node.holds if hold.live]
         stepped = max((hold.stepped for hold in live), default=-1)
-        if not live or node.fenced or iteration <= max(stepped, node.committee.committed):
+        if not live or node.fenced or not _reserve_all(live, iteration):
             return pb.ReserveReply(granted=False, stepped=stepped)
-        for hold in live:
-            hold.replica.reserve(iteration)
         node.reserved.setdefault(iteration, []).append(time.monotonic() + seconds)
         return pb.ReserveReply(granted=True, stepped=stepped)
+
+
+def _reserve_all(holds: Sequence[Hold], iteration: int) -> bool:
+    """On all of them or on none; a hold that has begun the next step can't."""
+    for index, hold in enumerate(holds):
+        if hold.released > iteration or not hold.replica.reserve(iteration):
+            for granted in holds[:index]:
+                granted.replica.release(iteration)
+            return False
+    return True
 
 
 def release(node: Node, job: str, iteration: int) -> None:
@@ -89,4 +97,5 @@ def _header(node: Node, group: Group, hold: Hold, request: pb.FetchRequest) -> p
         layout=group.begin.layout,
         optimizer=group.begin.optimizer,
         run=group.begin.run,
+        names=group.begin.names,
     )

@@ -34,11 +34,11 @@ class ReplicaError(ValueError):
     """What was asked can't be done; the replica is as it was."""
 
 
-class NotStepped(ReplicaError):
+class NotStepped(ReplicaError, LookupError):
     """An iteration is to be read that isn't stepped yet, or a parameter that isn't seeded."""
 
 
-class Gone(ReplicaError):
+class Gone(ReplicaError, LookupError):
     """An iteration is to be read that newer ones have overwritten."""
 
 

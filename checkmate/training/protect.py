@@ -31,7 +31,7 @@ from checkmate.training.records import Recorder, Watched
 from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.session import Session, SessionError
-from checkmate.training.slices import Buffers, Slices, kept_beside, synchronised
+from checkmate.training.slices import Buffers, Slices, kept_beside, state_names, synchronised
 from checkmate.training.steps import Steps
 
 _log: Final = logging.getLogger("checkmate")
@@ -253,6 +253,7 @@ class Protection:
             device=self._device,
             ranks=self.session.ranks,
             run=start.plan.run,
+            names=state_names(self._watched.ddp),
         )
 
     def _seed_header(self, shard: int, iteration: int) -> pb.SeedHeader:

@@ -111,6 +111,14 @@ def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in every.items() if name not in ignored}
 
 
+def state_names(ddp: DistributedDataParallel) -> dict[str, str]:
+    """Each key of the model's `state_dict()`, and the name of its tensor among parameters and buffers."""
+    tensors = [*ddp.module.named_parameters(), *ddp.module.named_buffers()]
+    names = {id(tensor): name for name, tensor in tensors}
+    stored = ddp.module.state_dict(keep_vars=True)
+    return {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
+
+
 def synchronised(ddp: DistributedDataParallel) -> bool:
     """Whether DDP gives all ranks the first one's buffers."""
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
