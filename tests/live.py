@@ -10,7 +10,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,10 @@ SO_BINDTODEVICE = 25
 SIOCOUTQ = 0x5411
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="labs need root, for network namespaces")
+needs_clang = pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang")
+needs_bmv2 = pytest.mark.skipif(shutil.which(switches.BMV2) is None, reason=f"{switches.BMV2} is not on PATH")
 targets = pytest.mark.parametrize(
-    "target",
-    [
-        "softswitch",
-        pytest.param(
-            "bmv2",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    shutil.which(switches.BMV2) is None, reason=f"{switches.BMV2} is not on PATH"
-                ),
-            ],
-        ),
-    ],
+    "target", ["softswitch", pytest.param("bmv2", marks=[pytest.mark.slow, needs_bmv2])]
 )
 
 
@@ -169,6 +159,24 @@ def was_reset(sock: socket.socket, seconds: float = 3.0) -> bool:
         return True
     except TimeoutError:
         return False
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those that still run; a zombie doesn't."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(pid)
+    return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it didn't come about in time"
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

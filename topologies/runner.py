@@ -23,7 +23,7 @@ from topologies.describe import LabError
 from topologies.serving import await_streams
 from topologies.serving import status as read_status
 from topologies.steps import Steps
-from topologies.traffic import Load
+from topologies.traffic import Load, Tail
 from topologies.verdict import Digest, ReadKey, StreamKey, Verdict, compare
 
 _CONNECT_SECONDS: Final = 60.0
@@ -81,12 +81,12 @@ class Traffic:
         self.crew = crew
         self.lab = crew.lab
         self.shadows: list[Member] = []
-        self._load = load
+        self.ranks: list[Member] = []
+        self.load = load
         self._steps = steps or Steps(Console(quiet=True))
-        self._job = read_job(self.lab.job_file)
-        self._ranks: list[Member] = []
-        gathered = traffic.gathered(self._job, load) if load.tagged else 0
-        self.copies = gathered * self._job.replicas
+        self.job = read_job(self.lab.job_file)
+        gathered = traffic.gathered(self.job, load) if load.tagged else 0
+        self.copies = gathered * self.job.replicas
         """How many bytes the shadow nodes are to read."""
 
     def run(self, tick: Callable[[int], None] = lambda _: None) -> Outcome:
@@ -97,24 +97,36 @@ class Traffic:
 
     def connect(self) -> None:
         """Start the shadow nodes, and wait until all streams are connected."""
-        if not self._load.tagged:
+        if not self.load.tagged:
             return
         self._steps("shadow nodes connect their streams")
-        sinks = traffic.sinks(self._job, self.lab.topology, self._load)
+        sinks = traffic.sinks(self.job, self.lab.topology, self.load)
         self.shadows = [self.start_host(host, "shadow", sink) for host, sink in sinks.items()]
         self.await_ready(self.shadows)
         await_streams(self.crew)
 
     def gather(self, tick: Callable[[int], None] = lambda _: None) -> None:
         """Run the rings to their end."""
-        self._steps(f"rings gather {self._load.nbytes / 1e6:,.0f} MB of tensors")
-        for index, group in enumerate(self._job.dp_groups):
-            ring = traffic.ring(self._job, index, self._load)
-            self._ranks += [
+        self._steps(f"rings gather {self.load.nbytes / 1e6:,.0f} MB of tensors")
+        for index, group in enumerate(self.job.dp_groups):
+            ring = traffic.ring(self.job, index, self.load)
+            self.ranks += [
                 self.start_host(f"rank{rank.rank}", "ring", ring, "--rank", str(place))
                 for place, rank in enumerate(group.ranks)
             ]
-        self.crew.finish(self._ranks, self._load.seconds, self._watch(tick))
+        self.crew.finish(self.ranks, self.load.seconds, self._watch(tick))
+
+    def join(self, left: Member, place: Tail) -> Member:
+        """In place of a shadow node that has left, start one that joins its streams at a place ahead.
+
+        Of its streams, the verdict isn't equal then; their tails are in what the ranks say.
+        """
+        sink = traffic.sinks(self.job, self.lab.topology, self.load, place)[left.name]
+        self.copies -= sum(stream["base"] for stream in sink["streams"])
+        joined = self.start_host(left.name, "shadow", sink)
+        self.shadows[self.shadows.index(left)] = joined
+        self.await_ready([joined])
+        return joined
 
     def finish(self) -> Outcome:
         """Wait until the shadow nodes have read to the end, and end them; what both ends saw."""
@@ -125,7 +137,7 @@ class Traffic:
             status = read_status(self.crew)  # counters go with the streams
         for member in self.shadows:
             self.crew.stop(member)
-        ranks = [self.result(member) for member in self._ranks]
+        ranks = [self.result(member) for member in self.ranks]
         return Outcome(self._judge(ranks), ranks, status)
 
     def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
@@ -154,7 +166,7 @@ class Traffic:
 
     def received(self) -> int:
         """How many bytes the shadow nodes have read so far."""
-        return sum(map(_received, self.shadows))
+        return sum(map(received_by, self.shadows))
 
     def _result_file(self, host: str) -> Path:
         return self.lab.directory / f"{host}.result.json"
@@ -183,7 +195,7 @@ class Traffic:
                 read, since = now, time.monotonic()
             return read >= self.copies or time.monotonic() - since > _QUIET_SECONDS
 
-        self.crew.wait(ended, "shadow nodes to read to the end", self._load.seconds)
+        self.crew.wait(ended, "shadow nodes to read to the end", self.load.seconds)
 
     def _judge(self, ranks: Sequence[dict[str, Any]]) -> Verdict:
         tagged: dict[StreamKey, Digest] = {}
@@ -197,11 +209,11 @@ class Traffic:
             node = self.lab.topology.host(member.name).number
             for s in self.result(member)["streams"]:
                 read[s["boundary"], s["channel"], s["shadow_id"], node] = Digest(s["bytes"], s["sha256"])
-        rows = compare(self._job, tagged, read) if self._load.tagged else ()
-        return Verdict(rows, seconds, traffic.gathered(self._job, self._load))
+        rows = compare(self.job, tagged, read) if self.load.tagged else ()
+        return Verdict(rows, seconds, traffic.gathered(self.job, self.load))
 
 
-def _received(sink: Member) -> int:
+def received_by(sink: Member) -> int:
     """What a sink has said last of the bytes that it has read."""
     whole = sink.said().rpartition("\n")[0]  # up to the last line's end: it may be half written
     said = [line for line in whole.splitlines() if line.startswith("received ")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from checkmate.schedule import Bucket
+from checkmate.schedule import Bucket, stream_layout
 from checkmate.schema import Job
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from controlplane.network import Network
@@ -15,12 +15,21 @@ BUCKET_BYTES: Final = 25_000_000
 _DTYPES: Final = {4: "float32", 2: "bfloat16"}
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A place in each stream: so many bytes behind the beginning of an iteration."""
+
+    iteration: int
+    offset: int = 0
+
+
 @dataclass(frozen=True)
 class Load:
     """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations.
 
     `tagged` False leaves tagger and shadow nodes out, `digest` False the hashing at both ends: then bytes are
     counted only. Ranks `verify` what they gathered, and rest for `pause` seconds between two iterations.
+    Of each of `tails` there is a digest at the tagging side, for shadow nodes that join in mid-stream.
     """
 
     nbytes: int = 200_000_000
@@ -32,6 +41,7 @@ class Load:
     verify: Literal["each", "last", "none"] = "each"
     pause: float = 0.0
     receive_buffer: int = RECEIVE_BUFFER
+    tails: tuple[Tail, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nbytes < 1 or self.iterations < 1:
@@ -78,13 +88,28 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
         "digest": load.digest,
         "verify": load.verify,
         "pause": load.pause,
+        "tails": [asdict(tail) for tail in load.tails],
     }
 
 
-def sinks(job: Job, topology: Topology, load: Load) -> dict[str, dict[str, Any]]:
+def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail: Tail) -> int:
+    """Where in a stream a tail begins, in bytes, by the schedule alone."""
+    group, side = divmod(boundary, 2)
+    layout = stream_layout(
+        buckets(job, group, load),
+        job.channels,
+        channel,
+        len(job.dp_groups[group].ranks),
+        side=side,
+        shadow_id=shadow_id,
+    )
+    return tail.iteration * layout.nbytes + tail.offset
+
+
+def sinks(job: Job, topology: Topology, load: Load, joining: Tail | None = None) -> dict[str, dict[str, Any]]:
     """Each shadow node's sink, as `python -m checkmate.shadow --config` reads it; by host.
 
-    It isn't told what to expect: it reads until it is stopped.
+    It isn't told what to expect: it reads from the beginning, or where it is `joining`, until it is stopped.
     """
     network = Network([job])
     devices = {nic.ip: nic.name for host in topology.shadow_nodes for nic in host.interfaces}
@@ -99,6 +124,7 @@ def sinks(job: Job, topology: Topology, load: Load) -> dict[str, dict[str, Any]]
     }
     for stream in network.streams:
         stub = network.switches[stream.boundary.switch].stub
+        key = (stream.boundary.number, stream.channel, stream.shadow_id)
         found[f"shadow{stream.node.id}"]["streams"].append(
             {
                 "boundary": stream.boundary.number,
@@ -109,6 +135,7 @@ def sinks(job: Job, topology: Topology, load: Load) -> dict[str, dict[str, Any]]
                 "stub_ip": str(stub.ip),
                 "stub_port": stub.port,
                 "incarnation": load.incarnation,
+                "base": base(job, load, *key, joining) if joining else 0,
             }
         )
     return {host: sink for host, sink in found.items() if sink["streams"]}

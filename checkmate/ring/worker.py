@@ -1,8 +1,4 @@
-"""One rank of a lab: gathers real tensors again and again, checks them, and says what it tagged.
-
-The digests are of the bytes as they were given to the tagged sockets, in that order; nothing of the shadow
-side's arithmetic goes into them.
-"""
+"""One rank of a lab: gathers real tensors again and again, checks them, and says what it tagged."""
 
 from __future__ import annotations
 
@@ -13,25 +9,21 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from checkmate import wire
 from checkmate.ring.allgather import AllGather
 from checkmate.ring.connections import DEFAULT_PORT, Place, Ring, RingError, connect_ring
+from checkmate.ring.digests import Digests, Model, StreamResult, Tail, Whole
 from checkmate.ring.steps import SLICE_BYTES
 from checkmate.ring.tensors import Contents
 from checkmate.schedule import Bucket, chunk_sent, chunk_slice, side_of
 from checkmate.tagger import Tagger
 
 DType = Literal["float32", "float64", "float16", "bfloat16", "int32", "int8"]
-Whole = Annotated[int, Field(ge=0)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class BucketSpec(_Model):
+class BucketSpec(Model):
     """A bucket: its number of elements, their type, and its shadow id."""
 
     elements: Whole
@@ -39,12 +31,12 @@ class BucketSpec(_Model):
     shadow_id: Annotated[int, Field(ge=0, le=0xFFFF)] = 0
 
 
-class RingJob(_Model):
+class RingJob(Model):
     """What all ranks of the ring do. Either `iterations` or `total_bytes`, which is rounded up, is given.
 
     `total_bytes` counts the buckets' bytes. `digest` False leaves the hashing out, for benchmarks; `tag`
     False the tagger. `group` is the DP group's index in the job. `pause`: seconds between two AllGathers,
-    as long as training would compute.
+    as long as training would compute. `tails`: for shadow nodes that join in mid-stream.
     """
 
     ips: Annotated[list[str], Field(min_length=2)]
@@ -61,6 +53,7 @@ class RingJob(_Model):
     digest: bool = True
     verify: Literal["each", "last", "none"] = "each"
     pause: Annotated[float, Field(ge=0)] = 0
+    tails: tuple[Tail, ...] = ()
     slice_bytes: Annotated[int, Field(ge=8, multiple_of=8)] = SLICE_BYTES
     timeout: Annotated[float, Field(gt=0)] = 60
 
@@ -73,18 +66,7 @@ class RingJob(_Model):
         return self
 
 
-class StreamResult(_Model):
-    """What went into one stream: its bytes and their SHA-256."""
-
-    boundary: int
-    side: int
-    channel: int
-    shadow_id: int
-    bytes: int
-    sha256: str
-
-
-class RankResult(_Model):
+class RankResult(Model):
     """What a rank has to say in the end; `seconds` has each iteration's AllGather, from a barrier on.
 
     `cpu_seconds` is this process's part of them, kernel included.
@@ -104,50 +86,6 @@ class RankResult(_Model):
     streams: list[StreamResult]
 
 
-class Digests:
-    """SHA-256 of each stream; takes views while the ring runs, and hashes them afterwards."""
-
-    def __init__(self, boundary: int, side: int, hashing: bool) -> None:
-        self._boundary, self._side = boundary, side
-        self._hashing = hashing
-        self._seen: dict[tuple[int, int], list[memoryview]] = {}
-        self._hashes: dict[tuple[int, int], hashlib._Hash] = {}
-        self._bytes: dict[tuple[int, int], int] = {}
-
-    def expect(self, channel: int, shadow_id: int) -> None:
-        """Name a stream beforehand: an empty one is reported too, and threads only find what exists."""
-        self._seen[channel, shadow_id] = []
-        self._hashes[channel, shadow_id] = hashlib.sha256()
-        self._bytes[channel, shadow_id] = 0
-
-    def take(self, channel: int, shadow_id: int, view: memoryview) -> None:
-        """Note bytes that are tagged now; they must not change before `hash_taken`."""
-        self._seen[channel, shadow_id].append(view)
-
-    def hash_taken(self) -> None:
-        """Hash what was taken since the last call."""
-        for stream, views in self._seen.items():
-            for view in views:
-                self._bytes[stream] += len(view)
-                if self._hashing:
-                    self._hashes[stream].update(view)
-            views.clear()
-
-    def results(self) -> list[StreamResult]:
-        """One result for each expected stream."""
-        return [
-            StreamResult(
-                boundary=self._boundary,
-                side=self._side,
-                channel=channel,
-                shadow_id=shadow_id,
-                bytes=count,
-                sha256=self._hashes[channel, shadow_id].hexdigest() if self._hashing else "",
-            )
-            for (channel, shadow_id), count in self._bytes.items()
-        ]
-
-
 def run_rank(job: RingJob, rank: int) -> RankResult:
     """Run one rank to the end. `RingError`, `TaggerUnavailable` or `TimeoutError` where it can't."""
     if not 0 <= rank < len(job.ips):
@@ -161,7 +99,7 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
     iterations = job.iterations or -(-(job.total_bytes or 0) // size)
     side = side_of(len(job.ips), rank)
     tagging = job.tag and side is not None
-    digests = Digests(2 * job.group + (side or 0), side or 0, job.digest)
+    digests = Digests(2 * job.group + (side or 0), side or 0, job.digest, job.tails)
     if tagging:
         for channel in range(job.channels):
             for shadow_id in sorted({bucket.shadow_id for bucket in buckets}):
@@ -211,6 +149,7 @@ class _Rank:
         """One iteration; the seconds that its AllGather took."""
         self._fill_own(iteration)
         time.sleep(self.job.pause)
+        self.digests.begin(iteration)
         tagging = self.digests.take if self.job.tag else None
         self.ring.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
