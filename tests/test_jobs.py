@@ -290,8 +290,28 @@ def fault_paths(raw: Any) -> list[tuple[Any, ...]]:
 @settings(max_examples=60, deadline=None)
 def test_no_fault_hides_another_or_makes_one_up(data: st.DataObject) -> None:
     right = job_data(groups=2, nodes=2, switches=2, channels=2, replicas=2)
+    right["dp_groups"][1]["shadow_nodes"] = [0, 1]
     places = data.draw(st.sets(st.sampled_from(list(leaves(right))), min_size=1, max_size=12))
     assert sorted(fault_paths(broken(right, places)), key=str) == sorted(places, key=str)
+
+
+def test_a_link_to_nowhere_leaves_nobody_unreachable(tmp_path: Path) -> None:
+    """What follows from a fault isn't said beside it."""
+    data = job_data(switches=2)
+    data["fabric"]["links"][0][1]["switch"] = "tor9"
+    assert set(faults(write(tmp_path, data))) == {"fabric.links[0][1].switch"}
+
+
+def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:
+    """It is one within the job, and said there."""
+    data = job_data(switches=2)
+    again, link = copy.deepcopy(data["fabric"]["switches"][0]), copy.deepcopy(data["fabric"]["links"][0])
+    again["device_id"], link[1]["port"] = 7, 450
+    data["fabric"]["switches"] += [again, {**data["fabric"]["switches"][0], "name": "tor8"}]
+    data["fabric"]["links"].append(link)
+    data["dp_groups"][0]["ranks"][1]["ip"] = data["dp_groups"][0]["ranks"][0]["ip"]
+    assert claims.between_jobs([data]) == []
+    assert len(checks.within_job(data)) >= 4
 
 
 @given(st.data())
