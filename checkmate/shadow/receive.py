@@ -25,6 +25,7 @@ from checkmate.schedule import StreamLayout
 from checkmate.shadow.streams import StreamPlan, start_of, whole_through
 
 SETS = 2
+_CLOSED = "the switch's side closed the connection"
 _TURN_BYTES = 8 << 20  # of one stream, before the others of its NIC have their turn
 
 
@@ -160,7 +161,7 @@ class Inlet:
         while taken < _TURN_BYTES:
             room = self._room or self._next_room()
             if room is None:
-                return Took.PAUSED
+                return self._break(_CLOSED) if at_its_end(sock) else Took.PAUSED
             try:
                 count = sock.recv_into(room)
             except BlockingIOError:
@@ -168,7 +169,7 @@ class Inlet:
             except OSError as error:
                 return self._break(f"the connection broke: {error.strerror}")
             if not count:
-                return self._break("the switch's side closed the connection")
+                return self._break(_CLOSED)
             taken += count
             self.position += count
             self.received += count
@@ -199,6 +200,16 @@ class Inlet:
         if self._piece == len(self.layout.pieces):
             self._piece = 0
             self.iteration += 1
+
+
+def at_its_end(sock: socket.socket) -> bool:
+    """Whether a non-blocking socket has no more to give, and never will."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def waiting(sock: socket.socket | None) -> int:
@@ -294,7 +305,7 @@ class Reader:
         """Edge-triggered while it is paused: a broken connection would wake us over and over."""
         if inlet.paused == paused or inlet.socket is None:
             return
-        self._epoll.modify(inlet.socket, select.EPOLLET if paused else select.EPOLLIN)
+        self._epoll.modify(inlet.socket, select.EPOLLET | select.EPOLLRDHUP if paused else select.EPOLLIN)
         inlet.paused = paused
 
     def _drop(self, inlet: Inlet) -> None:
