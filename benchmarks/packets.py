@@ -1,7 +1,8 @@
-"""Packet by packet: frames of 1,500 bytes through each target, tagged and plain, in turn.
+"""Packet by packet: frames of 1,500 bytes through each target: plain, tagged and flooded, in turn.
 
 A closed loop keeps a few dozen frames inside the switch, so that nothing is dropped and the switch sets the
-pace. Plain frames are forwarded by the same program; a tagged one leaves twice.
+pace. Plain frames are forwarded by the same program; a tagged one leaves twice, once rewritten. So does a
+flooded one, which the program only replicates: what the target's own replication leaves of plain forwarding.
 """
 
 from __future__ import annotations
@@ -14,14 +15,29 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from benchmarks.figures import Figure, Result, Skipped, ratios
 
 TITLE = "Packet by packet: frames of 1,500 bytes, closed loop, one shadow copy each where tagged"
-ROUNDS, SECONDS = 5, 1.5
+ROUNDS, SECONDS = 9, 0.8
 WINDOW = 48
 """Frames inside the switch: below BMv2's 64 a queue."""
-MODES = ("plain", "tagged")
+COPIES = {"plain": 1, "tagged": 2, "flooded": 2}
+"""How often a frame leaves, by mode."""
+_UNKNOWN_MAC = "02:00:00:00:00:99"
+
+
+@dataclass
+class Measured:
+    """One mode, round by round."""
+
+    rates: list[float] = field(default_factory=list)
+    """Frames a second that came in, and out as often as they should."""
+    costs: list[float] = field(default_factory=list)
+    """The switch's processor time for each such frame, microseconds, the kernel's part included."""
 
 
 def _packets_per_second(out: socket.socket, taps: list[socket.socket], frame: bytes, seconds: float) -> float:
@@ -49,7 +65,7 @@ def worker(target: str) -> None:
     """Runs in a process of its own, which goes into a network namespace of its own."""
     from controlplane import forwarding, replication, streams  # noqa: PLC0415
     from controlplane.codec import Codec  # noqa: PLC0415
-    from controlplane.entities import Entity, Group  # noqa: PLC0415
+    from controlplane.entities import FLOOD_GROUP, Entity, Group  # noqa: PLC0415
     from ptf_tests import namespace, packets  # noqa: PLC0415
     from ptf_tests.switch import Switch  # noqa: PLC0415
     from ptf_tests.targets import Process  # noqa: PLC0415
@@ -66,6 +82,7 @@ def worker(target: str) -> None:
         switch.set_pipeline()
         entities: list[Entity] = [
             forwarding.forward(packets.PEER_MAC, peer),
+            Group(FLOOD_GROUP, frozenset({(peer, 0), (shadow, 0)})),
             replication.mark(packets.DSCP_BIT),
             Group(2, frozenset({(peer, 0), (shadow, 1)})),
             replication.replicate(
@@ -74,19 +91,39 @@ def worker(target: str) -> None:
             streams.rewrite(key, 1, packets.Shadow(0).connection(), packets.STUB),
         ]
         switch.put(entities)
-        out, *taps = (_raw(f"host{port}") for port in ports)
-        payload = bytes(1500 - 20 - 36)
-        tagged = packets.Segment(options=packets.tag(), payload=payload).frame()
-        plain = packets.Segment(payload=bytes(1500 - 40), dscp=0).frame()
-        found: dict[str, list[float]] = {mode: [] for mode in MODES}
-        for _ in range(ROUNDS):
-            found["plain"].append(_packets_per_second(out, taps[:1], plain, SECONDS))
-            _settle(taps)
-            found["tagged"].append(_packets_per_second(out, taps, tagged, SECONDS))
-            _settle(taps)
-        json.dump(found, sys.stdout)
+        plain = packets.Segment(payload=bytes(1500 - 40), dscp=0)
+        frames = {
+            "plain": plain.frame(),
+            "tagged": packets.Segment(options=packets.tag(), payload=bytes(1500 - 56)).frame(),
+            "flooded": replace(plain, destination_mac=_UNKNOWN_MAC).frame(),
+        }
+        found = _measure([_raw(f"host{port}") for port in ports], process.pid, frames)
+        json.dump({mode: asdict(one) for mode, one in found.items()}, sys.stdout)
     finally:
         process.stop()
+
+
+def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> dict[str, Measured]:
+    """All modes in turn, every other round backwards."""
+    out, *taps = hosts
+    found = {mode: Measured() for mode in frames}
+    for turn in range(-1, ROUNDS):
+        for mode in list(frames)[:: -1 if turn % 2 else 1]:
+            used, start = -_processor_time(pid), time.monotonic()
+            rate = _packets_per_second(out, taps[: COPIES[mode]], frames[mode], SECONDS)
+            used += _processor_time(pid)
+            passed = time.monotonic() - start
+            if turn >= 0:  # the round before the first only warms up
+                found[mode].rates.append(rate)
+                found[mode].costs.append(used / (rate * passed) * 1e6)
+            _settle(taps)
+    return found
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds that all threads of a process have run so far."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")  # nanoseconds; `stat` counts whole ticks
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def _raw(interface: str) -> socket.socket:
@@ -121,31 +158,53 @@ def measure() -> list[Result]:
     found = {"softswitch": _run("softswitch")}
     results: list[Result] = []
     if shutil.which("simple_switch_grpc"):
-        bmv2 = found["bmv2"] = _run("bmv2")
-        segments = ratios(bmv2["tagged"], bmv2["plain"])
-        frames = tuple(2 * ratio for ratio in segments)
+        found["bmv2"] = _run("bmv2")
+        results += _shares(found["bmv2"])
         results += [
-            Figure("BMv2, tagged / plain, packets received", segments, "", 0.9, 0.7),
-            Figure("BMv2, tagged / plain, packets sent", frames, "", note="two leave for each tagged one"),
-        ]
-        results += [
-            Figure(f"softswitch / BMv2, {m}", ratios(found["softswitch"][m], bmv2[m]), "", floor=0.2)
-            for m in MODES
+            Figure(
+                f"softswitch / BMv2, {mode}",
+                ratios(found["softswitch"][mode].rates, found["bmv2"][mode].rates),
+                "",
+                floor=0.2,
+            )
+            for mode in ("plain", "tagged")
         ]
     else:
         results.append(Skipped("BMv2 beside it", "simple_switch_grpc is not on PATH"))
-    for target, rates in found.items():
-        results += [Figure(f"{target}, {mode}", tuple(rates[mode]), "packets/s") for mode in MODES]
+    for target, modes in found.items():
+        results += [Figure(f"{target}, {mode}", tuple(one.rates), "packets/s") for mode, one in modes.items()]
     return results
 
 
-def _run(target: str) -> dict[str, list[float]]:
+def _shares(bmv2: dict[str, Measured]) -> list[Result]:
+    """What tagging leaves of plain forwarding, counted where packets leave and where they come in."""
+    plain, tagged, flooded = (bmv2[mode] for mode in ("plain", "tagged", "flooded"))
+    received = ratios(tagged.rates, plain.rates)
+    cost = ratios(plain.costs, tagged.costs)
+    return [
+        Figure("BMv2, tagged / plain, packets sent", _doubled(received), "", 0.9, 0.7),
+        Figure("the same by the switch's processor time", _doubled(cost), ""),
+        Figure("BMv2, tagged / plain, packets received", received, "", note="each leaves twice"),
+        Figure(
+            "BMv2, flooded / plain, packets received",
+            ratios(flooded.rates, plain.rates),
+            "",
+            note="its own replication to two ports, nothing rewritten",
+        ),
+    ]
+
+
+def _doubled(shares: Sequence[float]) -> tuple[float, ...]:
+    return tuple(2 * share for share in shares)
+
+
+def _run(target: str) -> dict[str, Measured]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.packets", target], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"the benchmark on {target} failed: {done.stderr}")
-    return dict(json.loads(done.stdout))
+    return {mode: Measured(**one) for mode, one in json.loads(done.stdout).items()}
 
 
 if __name__ == "__main__":
