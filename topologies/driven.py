@@ -7,6 +7,7 @@ to, and can put another AllReduce in Checkmate's place to compare with.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -35,9 +36,15 @@ class Driven:
         self._gate = Path(orders.gate) if orders.gate else None
         self._file = Path(orders.events, f"rank{self.rank}.events.jsonl")
         self.attempt = self._file.read_text().count('"event": "started"') if self._file.exists() else 0
+        self.mode = ""
         self._next = 0
         self._began: float | None = None
         self._state: Callable[[], object] = dict
+
+    @property
+    def iteration(self) -> int:
+        """The one that began last."""
+        return self._next - 1
 
     def note(self, event: str, **more: object) -> None:
         """Write down that something happened now."""
@@ -68,7 +75,9 @@ class Driven:
             protection = protect(ddp, optimizer, *arguments, **options)
             ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
             for kill in self._kills(*PHASES):
-                arm(kill, ddp, optimizer, lambda: self._next - 1, self._before_dying(kill))
+                arm(kill, ddp, optimizer, lambda: self.iteration, self._before_dying(kill))
+            if self._orders.extension is not None:
+                importlib.import_module(self._orders.extension).install(self, ddp, optimizer)
             if self._orders.cpus is not None:
                 _pin(self._orders.cpus)
             self.note("protected")
@@ -84,14 +93,20 @@ class Driven:
     def _before_forward(self) -> None:
         """The end of an iteration with all that the script does in it, and the beginning of the next."""
         self._note_iteration()
-        while self._gate is not None and self._next >= int(self._gate.read_text() or 0):
+        while not self._may_begin():
             time.sleep(_POLL_SECONDS)
         self._next += 1
         self._began = time.monotonic()
 
+    def _may_begin(self) -> bool:
+        if self._gate is None:
+            return True
+        until, self.mode = self._gate.read_text().split(" ", 1)
+        return self._next < int(until)
+
     def _note_iteration(self) -> None:
         if self._began is not None:
-            self.note("iteration", iteration=self._next - 1, began=self._began)
+            self.note("iteration", iteration=self.iteration, began=self._began)
 
     def _kills(self, *phases: str) -> list[Kill]:
         """Those of this rank, in this start of the job."""

@@ -33,8 +33,9 @@ class Orders:
     """For each rank the same.
 
     `reduce`: what averages gradients: Checkmate, its ring without tags and shadow nodes, or DDP's own.
-    `gate`: a file with the number of the first iteration that may not begin yet. `events`: a folder for
-    `rank{r}.events.jsonl`. `cpus`: where to run from the moment that all is set up.
+    `gate`: a file with the number of the first iteration that may not begin yet, and a mode. `events`: a
+    folder for `rank{r}.events.jsonl`. `cpus`: where to run from the moment that all is set up. `extension`: a
+    module whose `install(driven, ddp, optimizer)` is called then; `driven` tells it iteration and mode.
     """
 
     module: str
@@ -44,6 +45,7 @@ class Orders:
     gate: str | None = None
     kills: tuple[Kill, ...] = ()
     cpus: tuple[int, ...] | None = None
+    extension: str | None = None
 
     def to_json(self) -> str:
         """As `read` takes it."""

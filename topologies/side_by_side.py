@@ -55,7 +55,7 @@ def training_lab(
             progress("shadow nodes")
             training.start_shadow_nodes()
         yield training
-        training.stop_shadow_nodes()
+        training.stop()
 
 
 def start(trainings: Collection[Training]) -> None:

@@ -11,8 +11,8 @@ with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,8 @@ class Plan:
     kills: tuple[Kill, ...] = ()
     restarts: int = 3
     gated: bool = False
+    extension: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Training:
@@ -69,10 +71,20 @@ class Training:
         for left in (*folder.glob("rank*.*"), folder / "final.pt"):
             left.unlink(missing_ok=True)
 
-    def start_shadow_nodes(self) -> None:
-        """Start every shadow node of the job, and wait until each serves."""
+    def start_shadow_nodes(self, programs: Mapping[int, Sequence[str]] | None = None) -> None:
+        """Start every shadow node of the job, and wait until each serves.
+
+        `programs`: what is started in place of `checkmate` for some of them, by id.
+        """
         for host in self.crew.lab.topology.shadow_nodes:
-            self._start_shadow_node(host)
+            self._start_shadow_node(host, (programs or {}).get(host.number, CHECKMATE))
+        self.await_shadow_nodes()
+
+    def restart_shadow_node(self, node: int) -> None:
+        """Kill a shadow node with SIGKILL, where it runs, and start it again; wait until it serves."""
+        host = self.crew.lab.topology.host(f"shadow{node}")
+        self.crew.kill(self.shadows[host.name])
+        self._start_shadow_node(host, CHECKMATE)
         self.await_shadow_nodes()
 
     def await_shadow_nodes(self) -> None:
@@ -94,6 +106,7 @@ class Training:
             gate=str(self._gate) if self.plan.gated else None,
             kills=self.plan.kills,
             cpus=None if self._cpus is None else tuple(self._cpus),
+            extension=self.plan.extension,
         )
         file = self.folder / "orders.json"
         file.write_text(orders.to_json())
@@ -101,12 +114,13 @@ class Training:
         for rank in topology.ranks:
             script: list[str | Path] = ["-m", "topologies.driven", file]
             command = torchrun.command(topology, rank, script, restarts=self.plan.restarts)
-            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=_ENVIRONMENT)
+            environment = {**_ENVIRONMENT, **self.plan.environment}
+            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
 
-    def let(self, iterations: int) -> None:
-        """Let the ranks begin all iterations below this one."""
+    def let(self, iterations: int, mode: str = "") -> None:
+        """Let the ranks begin all iterations below this one; `mode` is the extension's."""
         fresh = self._gate.with_name("gate.next")
-        fresh.write_text(str(iterations))
+        fresh.write_text(f"{iterations} {mode}")
         fresh.replace(self._gate)
 
     def reached(self, iterations: int) -> bool:
@@ -135,8 +149,10 @@ class Training:
         """Wait until the ranks have ended well."""
         self.crew.finish(list(self.ranks.values()), seconds, tick)
 
-    def stop_shadow_nodes(self) -> None:
-        """End the shadow nodes as Ctrl-C does."""
+    def stop(self) -> None:
+        """End ranks that still train, by SIGKILL, then the shadow nodes as Ctrl-C does."""
+        for member in self.ranks.values():
+            self.crew.kill(member)
         for member in self.shadows.values():
             self.crew.stop(member)
 
@@ -160,9 +176,9 @@ class Training:
             raise LabError(f"training ended without {file}")
         return dict(torch.load(file, weights_only=True))
 
-    def _start_shadow_node(self, host: Host) -> None:
+    def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
         job = str(self.crew.lab.job_file)
-        argv = [*CHECKMATE, "shadow", job, "--id", str(host.number), "--json"]
+        argv = [*program, "shadow", job, "--id", str(host.number), "--json"]
         self.shadows[host.name] = self.crew.start(
             host.name, host.name, argv, cpus=self._shadow_cpus, environment={"OMP_NUM_THREADS": "1"}
         )
