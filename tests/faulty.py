@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.dying_shadow import STOPPED
+from topologies import consolidated
 from topologies.crew import Crew
 from topologies.describe import Topology, load
 from topologies.lab import Lab
@@ -25,6 +33,12 @@ SMALL = (
 )
 """Six buckets in two shards, and a tenth of a second or so an iteration."""
 SECONDS = 100.0
+
+marks = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(400),
+]
 
 
 @dataclass(frozen=True)
@@ -48,16 +62,28 @@ class Faulty:
         """Wait for something; what fails meanwhile is quoted."""
         self.crew.wait(condition, what, seconds)
 
-    def train(self, iterations: int, pause: float = 0.0) -> None:
-        """Let the ranks train up to here, `pause` seconds between iterations, and wait until they have."""
-        done = 0 if pause else iterations
-        while pause and done < iterations:
-            done = self.training.next_iteration() + 1
-            self.training.let(min(done, iterations))
-            self.training.await_iterations(min(done, iterations), SECONDS)
-            time.sleep(pause)
+    def train(self, iterations: int) -> None:
+        """Let the ranks train up to here, and wait until they have."""
         self.training.let(iterations)
         self.training.await_iterations(iterations, SECONDS)
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass, while nothing may fail."""
+        end = time.monotonic() + seconds
+        self.crew.wait(lambda: time.monotonic() > end, "time to pass", seconds + 1)
+
+    def await_iteration(self, iteration: int) -> None:
+        """Wait until training is in this iteration, or beyond."""
+        self.until(lambda: self.training.next_iteration() >= iteration, f"iteration {iteration}")
+
+    def await_stopped(self, node: int) -> None:
+        """Wait until a `dying_shadow` is where it is to die."""
+        member = self.training.shadows[f"shadow{node}"]
+        self.until(lambda: STOPPED in member.said(), f"shadow{node} to stop")
+
+    def starts(self, rank: int) -> int:
+        """How often a rank was started."""
+        return sum(event.name == "started" for event in self.training.record().events[rank])
 
     def hold(self, node: int) -> dict[str, Any]:
         """What a shadow node says of its only hold."""
@@ -70,7 +96,8 @@ class Faulty:
 
     def live(self, node: int) -> bool:
         """Whether a shadow node's hold is seeded, and counts."""
-        return all(hold["live"] for hold in self.training.status(node).get("holds", [{"live": False}]))
+        holds = self.training.status(node).get("holds", [])
+        return bool(holds) and all(hold["live"] for hold in holds)
 
     def finish(self) -> Finished:
         """Let the job train to its end."""
@@ -89,6 +116,7 @@ def job(
     topology: str | Topology = "single_tor",
     loss: float = 0.0,
     jitter: float = 0.0,
+    shadow_programs: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Faulty]:
     """A job whose ranks are ready to train, or train already where it isn't `gated`."""
     plan = Plan(("--iterations", str(ITERATIONS), *SMALL), kills=kills, gated=gated, reduce=reduce)
@@ -100,31 +128,43 @@ def job(
     ):
         training = Training(crew, plan, folder)
         if reduce == "checkmate":
-            training.start_shadow_nodes()
+            training.start_shadow_nodes(shadow_programs)
         training.start()
         training.await_ready(SECONDS)
         yield Faulty(lab, crew, controller, training)
 
 
-def undisturbed(name: str, folder: Path) -> Finished:
-    """The same job over the same ring without tags and shadow nodes, to its end."""
-    with job(name, folder, reduce="untagged") as run:
+@functools.cache
+def undisturbed() -> Finished:
+    """The same job over the same ring without tags and shadow nodes, to its end. Trained once."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        job(f"u{os.getpid()}", Path(folder), reduce="untagged") as run,
+    ):
         return run.finish()
 
 
-def check(run: Faulty, reference: Finished, repeated: int = 0) -> Finished:
-    """Train to the end: all losses and the final state are the undisturbed job's, and the shadow nodes'
-    checkpoint is the trainers' state. At most `repeated` completed iterations were repeated.
-    """
-    found = run.finish()
+def same(found: Finished) -> None:
+    """All losses and the final state are the undisturbed job's."""
+    reference = undisturbed()
     assert found.record.losses == reference.record.losses
     assert not found.record.changed_when_repeated
     assert set(found.record.digests.values()) == set(reference.record.digests.values())
     assert sorted(found.record.digests) == [0, 1, 2, 3]
     assert len(tensors(found.state)) > 20
     assert differences(found.state, reference.state) == []
+
+
+def check(run: Faulty, repeated: int = 0) -> Finished:
+    """Train to the end: it is as the undisturbed job's, and the shadow nodes hold the trainers' state.
+
+    At most `repeated` completed iterations were repeated.
+    """
+    found = run.finish()
+    same(found)
     assert sum(count - 1 for count in found.record.repeated.values()) <= repeated
     nodes = range(len(run.lab.topology.shadow_nodes))
     last = ITERATIONS - 1
     run.until(lambda: all(run.stepped(node) == last for node in nodes), "shadow nodes at the end", 20)
+    assert differences(consolidated.state(run.training, last), found.state) == []
     return found

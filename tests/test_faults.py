@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import faulty
-from tests.faulty import Finished
-from topologies import lab as labs
 from topologies.orders import Kill
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
-    pytest.mark.timeout(300),
-]
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    """A lab's name; what a failed test leaves of it is removed."""
-    unique = f"f{os.getpid()}_{random.randrange(10**6)}"
-    yield unique
-    labs.down(unique)
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The job without any fault."""
-    return faulty.undisturbed(f"u{os.getpid()}", tmp_path_factory.mktemp("undisturbed"))
+pytestmark = faulty.marks
 
 
 @pytest.mark.parametrize(
@@ -59,9 +35,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ],
     ids=lambda kill: f"rank{kill.rank}-{kill.iteration}-{kill.phase}-{kill.bucket}".replace(" ", "_"),
 )
-def test_a_rank_is_killed(name: str, tmp_path: Path, undisturbed: Finished, kill: Kill) -> None:
+def test_a_rank_is_killed(name: str, tmp_path: Path, kill: Kill) -> None:
     with faulty.job(name, tmp_path, kill) as run:
-        found = faulty.check(run, undisturbed, repeated=1)
+        found = faulty.check(run, repeated=1)
     (recovery,) = found.record.recoveries()
     assert (recovery.rank, recovery.iteration, recovery.phase) == (kill.rank, kill.iteration, kill.phase)
     assert recovery.resumed_with in (kill.iteration, kill.iteration + 1)
@@ -69,26 +45,22 @@ def test_a_rank_is_killed(name: str, tmp_path: Path, undisturbed: Finished, kill
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 0.5, 1.5])
-def test_two_ranks_are_killed_within_two_seconds(
-    name: str, tmp_path: Path, undisturbed: Finished, after: float
-) -> None:
+def test_two_ranks_are_killed_within_two_seconds(name: str, tmp_path: Path, after: float) -> None:
     """The second while the first one's kernel still sends, while processes end, or while they start again."""
     with faulty.job(name, tmp_path, Kill(3, 12, "all-gather", bucket=4)) as run:
         run.until(lambda: _killed(run), "the first to die")
         time.sleep(after)
         run.crew.kill_children(run.training.ranks["rank0"])
-        found = faulty.check(run, undisturbed, repeated=1)
+        found = faulty.check(run, repeated=1)
     assert [r.iteration for r in found.record.recoveries()] == [12]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_is_killed_again_when_it_has_restored(
-    name: str, tmp_path: Path, undisturbed: Finished, rank: int
-) -> None:
+def test_a_rank_is_killed_again_when_it_has_restored(name: str, tmp_path: Path, rank: int) -> None:
     kills = (Kill(2, 12, "reduce-scatter"), Kill(rank, 12, "restore", attempt=1))
     with faulty.job(name, tmp_path, *kills) as run:
-        found = faulty.check(run, undisturbed, repeated=1)
+        found = faulty.check(run, repeated=1)
     assert {e.more["phase"] for es in found.record.events.values() for e in es if e.name == "killed"} == {
         "reduce-scatter",
         "restore",

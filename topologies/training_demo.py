@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from topologies import curve, describe, lab, picture, side_by_side, training_report
+from topologies import consolidated, curve, describe, lab, picture, side_by_side, training_report
 from topologies.describe import LabError, Topology
 from topologies.job_files import TARGETS, Target, target_of
 from topologies.orders import PHASES, Kill, Phase
@@ -98,9 +98,11 @@ def perform(story: Story, console: Console) -> Ending:
         steps(f"torchrun starts {len(story.topology.ranks)} ranks in each")
         side_by_side.start((reference, protected))
         _train(story, reference, protected, steps)
+        steps("checkmate consolidate: the last iteration, from the shadow nodes")
         states: dict[str, object] = {
             "the uninterrupted run": reference.state(),
             "the protected run": protected.state(),
+            "its shadow nodes": consolidated.state(protected, story.iterations - 1),
         }
         records = reference.record(), protected.record()
     return _ending(story, *records, states)
