@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
-import random
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.live import alive, needs_bmv2, needs_root, wait_until
 from topologies import lab as labs
 from topologies import links, loss, namespaces, offloads, state
 from topologies.describe import LabError, load
@@ -27,7 +24,7 @@ from topologies.job_files import Target
 from topologies.lab import Lab
 from topologies.namespaces import entered
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+pytestmark = needs_root
 
 CLI = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
 ROOT = Path(__file__).parent.parent
@@ -35,17 +32,7 @@ SHARE = 0.012345
 """A loss that nothing else uses, so that the programs of these tests can be told by their tags."""
 
 
-def targets() -> list[object]:
-    missing = pytest.mark.skipif(shutil.which("simple_switch_grpc") is None, reason="no BMv2 on PATH")
-    return ["softswitch", pytest.param("bmv2", marks=missing)]
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    """A lab's name; what a failed test leaves of it is removed."""
-    unique = f"t{os.getpid()}_{random.randrange(10**6)}"
-    yield unique
-    labs.down(unique)
+TARGETS = ["softswitch", pytest.param("bmv2", marks=needs_bmv2)]
 
 
 @dataclass(frozen=True)
@@ -76,16 +63,6 @@ def _cgroup_mounts() -> list[str]:
     return [fields[1] for line in lines if (fields := line.split())[2] == "cgroup2"]
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those that still run; a zombie doesn't."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(pid)
-    return found
-
-
 def loss_programs() -> int:
     """How many programs with this module's loss the kernel holds (bpf(2): BPF_PROG_GET_NEXT_ID)."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -112,13 +89,6 @@ def _tag() -> str:
         os.close(descriptor)
 
 
-def wait_until(condition: object, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it didn't come about in time"
-        time.sleep(0.01)
-
-
 def ping(lab: Lab, source: str, destination: str) -> bool:
     """Whether a TCP handshake is answered (refused is an answer) between two management addresses."""
     with entered(lab.namespace(source)), socket.socket() as probe:
@@ -126,7 +96,7 @@ def ping(lab: Lab, source: str, destination: str) -> bool:
         return probe.connect_ex((destination, 9)) == 111
 
 
-@pytest.mark.parametrize("target", targets())
+@pytest.mark.parametrize("target", TARGETS)
 def test_up_and_down_leave_nothing(name: str, target: Target) -> None:
     before = set(os.listdir("/sys/class/net"))
     with Lab(load("two_tor"), target, name=name) as lab:
@@ -140,10 +110,11 @@ def test_up_and_down_leave_nothing(name: str, target: Target) -> None:
     assert not alive(held.processes)
 
 
-def test_an_error_inside_removes_the_lab(name: str) -> None:
+def test_an_error_inside_removes_the_lab(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "_TERM_SECONDS", 0.5)
     before = set(os.listdir("/sys/class/net"))
     with pytest.raises(ZeroDivisionError), Lab(load("single_tor"), _any_target(), name=name) as lab:
-        deaf = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+        deaf = "trap '' TERM; echo ready; while :; do /bin/true; done"  # it starts others all the time
         stubborn = lab.start("rank0", ["sh", "-c", deaf], stdout=subprocess.PIPE)
         assert stubborn.stdout is not None
         with stubborn.stdout as output:

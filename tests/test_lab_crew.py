@@ -7,12 +7,12 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.live import alive, needs_root, wait_until
 from topologies import torchrun
 from topologies.crew import Crew
 from topologies.describe import BadDescription, LabError, load
@@ -20,7 +20,7 @@ from topologies.lab import Lab
 from topologies.processes import descendants
 from topologies.serving import serving, status
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+pytestmark = needs_root
 
 # A supervisor: what it starts, in a session of its own, is started again when it ends.
 SUPERVISOR = "while :; do setsid sh -c 'echo up; sleep 60' & wait $!; done"
@@ -39,19 +39,9 @@ def crew(lab: Lab) -> Iterator[Crew]:
         yield made
 
 
-def gone(pids: list[int]) -> bool:
-    """Whether all have ended; a zombie has."""
-
-    def runs(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    deadline = time.monotonic() + 5
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(runs, pids))
+def await_end(pids: list[int]) -> None:
+    """That all end soon."""
+    wait_until(lambda: not alive(pids), 5)
 
 
 def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:
@@ -84,7 +74,7 @@ def test_a_killed_process_takes_what_it_started_with_it(crew: Crew) -> None:
     assert len(tree) >= 3
     crew.kill(member)
     assert member.process.returncode == -signal.SIGKILL
-    assert gone(tree)
+    await_end(tree)
     crew.wait(lambda: True, "nothing", 1)  # it counts as no failure
     crew.kill(member)  # a second time changes nothing
 
@@ -93,7 +83,7 @@ def test_children_are_killed_and_their_parent_lives(crew: Crew) -> None:
     member = crew.start("supervisor", "rank1", ["sh", "-c", SUPERVISOR])
     crew.wait(lambda: "up" in member.said(), "child to start", 10)
     killed = crew.kill_children(member)
-    assert gone(killed)
+    await_end(killed)
     crew.wait(lambda: member.said().count("up") == 2, "child to start again", 10)
     assert member.running
     assert set(member.children()).isdisjoint(killed)
@@ -112,7 +102,7 @@ def test_a_restarted_process_is_as_before_and_its_logs_go_on(crew: Crew) -> None
     assert member.said() != first
     assert os.sched_getaffinity(member.process.pid) == {cpu}
     assert member.output.read_text() == first + member.said()
-    assert gone([int(first.split()[1])])
+    await_end([int(first.split()[1])])
 
 
 def test_a_restarted_process_that_fails_is_quoted_by_its_new_words(crew: Crew, tmp_path: Path) -> None:
@@ -130,7 +120,7 @@ def test_nothing_stays_of_a_crew(lab: Lab) -> None:
         member = crew.start("supervisor", "rank1", ["sh", "-c", SUPERVISOR])
         crew.wait(lambda: "up" in member.said(), "child to start", 10)
         tree = [member.process.pid, *member.children()]
-    assert gone(tree)
+    await_end(tree)
 
 
 def test_the_controller_is_killed_and_serves_again(crew: Crew) -> None:
@@ -138,7 +128,7 @@ def test_the_controller_is_killed_and_serves_again(crew: Crew) -> None:
         assert "updates written" in controller.member.said()
         pid = controller.member.process.pid
         controller.kill()
-        assert gone([pid])
+        await_end([pid])
         assert [switch["switch"] for switch in status(crew)] == ["tor"]
         controller.restart()
         assert ": 0 updates" in controller.member.said()
@@ -159,7 +149,7 @@ def test_the_switch_stops_and_comes_back_empty(lab: Lab, crew: Crew) -> None:
     with serving(crew) as controller:
         (pid,) = lab.switch_pids.values()
         lab.stop_switch("tor")
-        assert gone([pid])
+        await_end([pid])
         assert lab.switch_pids == {}
         crew.wait(lambda: "tor" in controller.member.complaints(), "controller to notice", 20)
         lab.restart_switch("tor")

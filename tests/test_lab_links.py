@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from topologies import lab as labs
+from tests.live import needs_bmv2, needs_clang, needs_root
 from topologies import namespaces
 from topologies.crew import Crew
 from topologies.describe import CABLES, BadDescription, load
@@ -22,20 +19,8 @@ from topologies.runner import Outcome, Traffic
 from topologies.serving import serving
 from topologies.traffic import Load
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
-]
-on_bmv2 = pytest.mark.skipif(shutil.which("simple_switch_grpc") is None, reason="no BMv2 on PATH")
+pytestmark = [needs_root, needs_clang]
 JITTER = 0.005
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    """A lab's name; what a failed test leaves of it is removed."""
-    unique = f"l{os.getpid()}_{random.randrange(10**6)}"
-    yield unique
-    labs.down(unique)
 
 
 def gather(lab: Lab, nbytes: int) -> Outcome:
@@ -106,7 +91,7 @@ def test_jitter_costs_no_stream_a_byte_and_nothing_of_it_stays(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["softswitch", pytest.param("bmv2", marks=on_bmv2)])
+@pytest.mark.parametrize("target", ["softswitch", pytest.param("bmv2", marks=needs_bmv2)])
 def test_jitter_and_loss_cost_no_stream_a_byte(name: str, target: Target) -> None:
     with Lab(load("single_tor"), target, name=name, jitter=JITTER, loss=0.01) as lab:
         assert gather(lab, 10_000_000).retransmitted > 0
@@ -139,7 +124,7 @@ def test_segments_of_64_kb_at_an_mtu_of_9000(name: str) -> None:
 
 
 @pytest.mark.slow
-@on_bmv2
+@needs_bmv2
 @pytest.mark.parametrize("topology", ["single_tor", "two_tor"])
 def test_frames_of_9000_bytes_on_bmv2(name: str, topology: str) -> None:
     with Lab(load(topology), "bmv2", name=name, mtu=9000) as lab:

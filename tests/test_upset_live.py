@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from topologies import lab as labs
+from tests.live import needs_clang, needs_root
 from topologies.crew import Crew
 from topologies.describe import load
 from topologies.lab import Lab
@@ -18,11 +15,7 @@ from topologies.runner import Traffic
 from topologies.serving import Controller, serving
 from topologies.traffic import Load
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
-    pytest.mark.timeout(240),
-]
+pytestmark = [needs_root, needs_clang, pytest.mark.timeout(240)]
 
 _NBYTES = 200_000_000
 
@@ -39,11 +32,9 @@ def restart_switch(controller: Controller) -> None:
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
-    name = f"u{os.getpid()}_{random.randrange(10**6)}"
+def lab(name: str) -> Iterator[Lab]:
     with Lab(load("single_tor"), "softswitch", name=name) as made:
         yield made
-    labs.down(name)
 
 
 @pytest.mark.parametrize("upset", [restart_controller, restart_switch])

@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pyroute2 import IPRoute, netns
@@ -93,24 +93,31 @@ def processes(names: Iterable[str]) -> list[int]:
 
 
 def end_processes(names: Iterable[str]) -> None:
-    """End every process in these namespaces: SIGTERM, and after a while SIGKILL.
+    """End every process in these namespaces: SIGTERM, and after a while SIGKILL till there are none.
 
-    Each is held by a pidfd and looked at again before it gets a signal, so no stranger that has come
-    by a process's number is ever hit.
+    Some start others meanwhile. Each is held by a pidfd and looked at again before it gets a signal, so no
+    stranger that has come by a process's number is ever hit.
     """
     chosen = list(names)
-    for number, seconds in ((signal.SIGTERM, _TERM_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
-        held = [fd for pid in processes(chosen) if (fd := _hold(pid, chosen)) is not None]
-        try:
-            for fd in held:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, number)
-            _wait_all(held, seconds)
-        finally:
-            for fd in held:
-                os.close(fd)
-    if left := processes(chosen):
-        raise TimeoutError(f"processes {', '.join(map(str, left))} don't end, not even by SIGKILL")
+    _signal(chosen, signal.SIGTERM, _TERM_SECONDS)
+    deadline = time.monotonic() + _KILL_SECONDS
+    while left := processes(chosen):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {', '.join(map(str, left))} don't end, not even by SIGKILL")
+        _signal(chosen, signal.SIGKILL, _KILL_SECONDS)
+
+
+def _signal(names: Sequence[str], number: signal.Signals, seconds: float) -> None:
+    """Send a signal to every process in these namespaces, and wait so long for them to end."""
+    held = [fd for pid in processes(names) if (fd := _hold(pid, names)) is not None]
+    try:
+        for fd in held:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, number)
+        _wait_all(held, seconds)
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def _all_processes() -> list[int]:

@@ -128,12 +128,15 @@ class Traffic:
         self.await_ready([joined])
         return joined
 
-    def finish(self) -> Outcome:
-        """Wait until the shadow nodes have read to the end, and end them; what both ends saw."""
+    def finish(self, quiet: float = _QUIET_SECONDS) -> Outcome:
+        """Wait until the shadow nodes have read to the end, and end them; what both ends saw.
+
+        Where copies are missing, it gives them up `quiet` seconds after the last that came.
+        """
         status: list[dict[str, Any]] = []
         if self.shadows:
             self._steps("shadow nodes read to the end")
-            self._await_end()
+            self._await_end(quiet)
             status = read_status(self.crew)  # counters go with the streams
         for member in self.shadows:
             self.crew.stop(member)
@@ -185,7 +188,7 @@ class Traffic:
 
         return look
 
-    def _await_end(self) -> None:
+    def _await_end(self, quiet: float) -> None:
         """Wait until all copies are read, or no more come: a ring ends when its switch has had everything."""
         read, since = -1, time.monotonic()
 
@@ -193,7 +196,7 @@ class Traffic:
             nonlocal read, since
             if (now := self.received()) != read:
                 read, since = now, time.monotonic()
-            return read >= self.copies or time.monotonic() - since > _QUIET_SECONDS
+            return read >= self.copies or time.monotonic() - since > quiet
 
         self.crew.wait(ended, "shadow nodes to read to the end", self.load.seconds)
 
