@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkmate.layout import Layout, LayoutError, from_json
+from checkmate.optimizers import SUPPORTED
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow.hold import Hold
@@ -64,6 +65,8 @@ def check_begin(job: Job, request: pb.BeginRequest) -> Layout:
         layout = from_json(request.layout)
     except LayoutError as error:
         raise Refused(str(error)) from None
+    if request.optimizer.name not in SUPPORTED:
+        raise Refused(f"the optimizer can't be followed: {request.optimizer.name or 'none is named'}")
     shards = job.shards(request.group)
     if layout.shards != shards:
         raise Refused(

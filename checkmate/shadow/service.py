@@ -119,11 +119,12 @@ class Server:
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         address = job.node(node.id).mgmt
+        credentials = server_credentials(job.mgmt_tls) if job.mgmt_tls is not None else None
         try:
-            if job.mgmt_tls is None:
+            if credentials is None:
                 self._server.add_insecure_port(address)
             else:
-                self._server.add_secure_port(address, server_credentials(job.mgmt_tls))
+                self._server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ServeError(
                 f"can't serve at {address}, the node's mgmt address: "

@@ -6,8 +6,9 @@ import json
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -60,12 +61,23 @@ def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool
 
 def data(seen: Seen) -> dict[str, object]:
     """What `--json` prints: the status as `shadow.proto` names its fields, and rates."""
-    said = MessageToDict(
-        seen.status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    said = plain(seen.status)
     for hold, of in zip(said["holds"], seen.status.holds, strict=True):
         hold["lag"] = lag(of)
     return {**said, "bytes_per_second": {ip: round(rate) for ip, rate in seen.rates.items()}}
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as data: every field, numbers as numbers (protobuf's own JSON has 64 bits as text)."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type:
+            value = [plain(one) for one in value] if field.is_repeated else plain(value)
+        elif field.is_repeated:
+            value = list(value)
+        found[field.name] = value
+    return found
 
 
 def lag(hold: pb.HoldStatus) -> int:

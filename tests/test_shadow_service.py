@@ -1,0 +1,352 @@
+"""Shadow nodes as processes and as services: the command, its exits, refusals, TLS, and nodes that die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import trustme
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from checkmate.layout import Parameter, make_layout
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import OPTIONS, TlsError, open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.schema import Job
+from checkmate.shadow.serve import Serving
+from checkmate.shadow.service import ServeError
+from tests.end_hosts import needs_root, wait_until
+from tests.small_training import Copies, Training, local_job
+
+pytestmark = needs_root  # SO_RCVBUFFORCE
+
+
+class Process:
+    """`checkmate shadow` as a process, with `--json`; its lines are read as they come."""
+
+    def __init__(self, file: Path, node: int, *arguments: str) -> None:
+        command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), "--id", str(node)]
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline()
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """Its exit status, and what it wrote to standard error."""
+        self.process.send_signal(number)
+        _, err = self.process.communicate(timeout=20)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def begin(job: Job, node: int, *arguments: str) -> Process:
+        file = tmp_path / "job.yaml"
+        file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
+        made.append(Process(file, node, *arguments))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+def status(job: Job, node: int) -> pb.NodeStatus:
+    with open_channel(job, node) as channel:
+        return ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_end(
+    start: Callable[..., Process], number: signal.Signals
+) -> None:
+    job = local_job(nodes=1)
+    process = start(job, 0, "--no-view")
+    assert process.line() == f"ready: shadow node 0 of job {job.job}; stop with Ctrl-C\n"
+    said = status(job, 0)
+    assert (said.node, said.holds_nothing, said.fenced) == (0, True, False)
+    with open_channel(job, 0) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service="checkmate.v1.Shadow"), timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert process.end(number) == (0, "")
+
+
+def test_json_says_where_the_node_stands_each_second(start: Callable[..., Process]) -> None:
+    job = local_job(nodes=1)
+    process = start(job, 0, "--json", "--threads", "1")
+    assert json.loads(process.line()) == {"ready": True, "job": job.job, "node": 0}
+    with ExitStack() as stack:
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = Training(job, copies)
+        stack.callback(training.close)
+        training.begin([0])
+        training.seed_all()
+        wait_until(lambda: status(job, 0).holds[0].live, "live")
+        training.iterate()
+        wait_until(lambda: status(job, 0).holds[0].stepped == 0, "stepped")
+    while not (said := json.loads(process.line()))["holds"]:
+        pass  # of seconds before that
+    said = json.loads(process.line())
+    hold = said["holds"][0]
+    assert (hold["stepped"], hold["live"], hold["lag"]) == (0, True, 0)
+    assert hold["bytes"] == sum(nic["bytes"] for nic in said["nics"])
+    assert set(said["bytes_per_second"]) == {nic["ip"] for nic in said["nics"]}
+    assert said["memory_bytes"] > 50_000_000
+    assert process.end(signal.SIGINT)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--id", "3"], "has no shadow node 3; there are 0"),
+        (["--id", "0", "--grace", "0"], "grace"),
+        (["--id", "0", "--threads", "0"], "threads"),
+    ],
+)
+def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(local_job(nodes=1).model_dump(mode="json", exclude_none=True)))
+    command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_address_that_is_taken_or_foreign_is_explained() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), pytest.raises(ServeError, match=r"can't serve at 127\.0\.3\.1:\d+.*taken"):
+        Serving(job, 0)
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
+    """A call in here ends with that status, and says that."""
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() == code
+    assert message in str(caught.value.details())
+
+
+def request_of(of: Job, **other: Any) -> pb.BeginRequest:
+    layout = make_layout([Parameter("w", (4,), "float32")], of.shards(0))
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=[0], options='{"lr": 0.1}')
+    fields = {
+        "job": of.job,
+        "ranks": len(of.dp_groups[0].ranks),
+        "layout": layout.to_json(),
+        "optimizer": spec,
+        **other,
+    }
+    return pb.BeginRequest(**fields)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"job": "another"}, "job another: this node belongs to job demo"),
+        ({"group": 1}, "no DP group 1: job demo has 1"),
+        ({"ranks": 7}, "7 ranks: DP group 0 of job demo has 3"),
+        ({"incarnation": 256}, "a number from 0 to 255"),
+        ({"first_iteration": 2, "next_iteration": 1}, "the next is not below the first"),
+        ({"layout": "{}"}, "no layout"),
+        (
+            {"layout": make_layout([Parameter("w", (4,), "float32")], 5).to_json()},
+            "a layout of 5 shards: DP group 0 of job demo has 1",
+        ),
+        ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "the optimizer can't be followed"),
+    ],
+)
+def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: str) -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
+            ShadowStub(channel).Begin(request_of(job, **other), timeout=5)
+        assert not status(job, 0).holds
+
+
+def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        calls: list[Callable[[], object]] = [
+            lambda: list(stub.Record(iter([pb.RecordPart(job=job.job)]), timeout=5)),
+            lambda: list(stub.Fetch(pb.FetchRequest(job=job.job), timeout=5)),
+            lambda: stub.Seed(iter([pb.Seeds(header=pb.SeedHeader(job=job.job))]), timeout=5),
+        ]
+        for call in calls:
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun"):
+                call()
+        stub.Begin(request_of(job), timeout=5)
+        with pytest.raises(grpc.RpcError, match="the node is not fenced: call Fence first"):
+            stub.Settle(pb.SettleRequest(job=job.job), timeout=5)
+        assert not stub.Reserve(pb.ReserveRequest(job=job.job, iteration=5, seconds=1), timeout=5).granted
+        stub.Release(pb.ReleaseRequest(job=job.job, iteration=5), timeout=5)
+
+
+def test_trainers_with_other_software_are_warned() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        request = request_of(job, torch="1.0", capability="ABACUS", device="cuda")
+        warnings = stub.Begin(request, timeout=5).warnings
+        assert len(warnings) == 3
+        assert f"trainers have torch 1.0, this node {torch.__version__}" in warnings[0]
+        assert "ABACUS" in warnings[1]
+        assert "GPU" in warnings[2]
+
+
+def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() -> None:
+    job = local_job(nodes=1)
+    with ExitStack() as stack:
+        stack.enter_context(Serving(job, 0))
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = Training(job, copies)
+        stack.callback(training.close)
+        training.begin([0])
+        header = pb.SeedHeader(job=job.job, iteration=-1, parameters=[0], shard=pb.Shard())
+        piece = pb.ParameterPiece(
+            parameter=0, tensor=pb.TensorPiece(dtype="float32", shape=[1], data=b"1234")
+        )
+        wrong = [pb.Seeds(header=header), pb.Seeds(piece=piece), pb.Seeds(checksum=b"no")]
+        with pytest.raises(grpc.RpcError, match="the checksum is wrong"):
+            training.stubs[0].Seed(iter(wrong), timeout=5)
+        assert status(job, 0).holds_nothing
+
+
+def certificates(folder: Path, name: str, ips: list[str]) -> dict[str, str]:
+    """An authority's files, and a host's certificate."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / f"{name}-ca.pem"))
+    host = authority.issue_cert(*ips)
+    host.private_key_pem.write_to_path(str(folder / f"{name}.key"))
+    for blob in host.cert_chain_pems:
+        blob.write_to_path(str(folder / f"{name}.pem"), append=True)
+    return {
+        part: str(folder / f"{name}{end}")
+        for part, end in (("ca", "-ca.pem"), ("cert", ".pem"), ("key", ".key"))
+    }
+
+
+def test_tls_lets_in_who_shows_a_certificate_of_the_jobs_authority(tmp_path: Path) -> None:
+    plain = local_job(nodes=2)
+    ips = [node.mgmt.rpartition(":")[0] for node in plain.shadow_nodes]
+    data = plain.model_dump(mode="json", exclude_none=True)
+    job = Job.model_validate({**data, "mgmt_tls": certificates(tmp_path, "host", ips)})
+    stranger = Job.model_validate({**data, "mgmt_tls": certificates(tmp_path, "stranger", ips)})
+    with ExitStack() as stack:
+        copies = Copies(job)
+        stack.callback(copies.close)
+        for node in (0, 1):
+            stack.enter_context(Serving(job, node))
+        training = Training(job, copies)
+        stack.callback(training.close)
+        training.begin([0, 1])
+        training.seed_all()
+        wait_until(lambda: all(status(job, n).holds[0].live for n in (0, 1)), "live")
+        training.iterate()
+        wait_until(lambda: all(status(job, n).holds[0].stepped == 0 for n in (0, 1)), "committed over TLS")
+        for other in (stranger, plain):
+            with refused(grpc.StatusCode.UNAVAILABLE):
+                status(other, 0)
+        bare = grpc.ssl_channel_credentials(Path(job.mgmt_tls.ca).read_bytes() if job.mgmt_tls else b"")
+        channel = stack.enter_context(grpc.secure_channel(job.node(0).mgmt, bare, options=OPTIONS))
+        with refused(grpc.StatusCode.UNAVAILABLE):
+            ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=5)
+
+
+def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+    files = certificates(tmp_path, "host", ["127.0.3.1"])
+    Path(files["key"]).unlink()
+    job = Job.model_validate({**data, "mgmt_tls": files})
+    with pytest.raises(TlsError, match="can't read the TLS file .*host.key: No such file"):
+        Serving(job, 0)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replicas(
+    start: Callable[..., Process], victim: int
+) -> None:
+    """The decider or a follower, with -9 and while iterations go on: the others' checkpoint is whole."""
+    job = local_job(nodes=3, ranks=2, replicas=2)
+    processes = {node: start(job, node, "--no-view") for node in range(3)}
+    for process in processes.values():
+        assert process.line().startswith("ready")
+    with ExitStack() as stack:
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = Training(job, copies)
+        stack.callback(training.close)
+        training.begin([0, 1, 2])
+        training.seed_all()
+        wait_until(lambda: all(h.live for n in range(3) for h in status(job, n).holds), "live")
+        for _ in range(3):
+            training.iterate()
+        processes[victim].end(signal.SIGKILL)
+        killed = time.monotonic()
+        left = [node for node in range(3) if node != victim]
+        for _ in range(10):
+            training.iterate()
+            time.sleep(0.01)
+        wait_until(lambda: all(h.stepped == 12 for n in left for h in status(job, n).holds), "stepped")
+        assert time.monotonic() - killed < 4, "waited for the dead"
+        reserved = pb.ReserveRequest(job=job.job, iteration=13, seconds=10)
+        assert all(training.stubs[node].Reserve(reserved, timeout=5).granted for node in left)
+        training.iterate()
+        for shard in range(3):
+            for node in set(training.holders(shard)) - {victim}:
+                training.check(node, shard, 13)
+
+
+def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it_has_caught_up(
+    start: Callable[..., Process],
+) -> None:
+    job = local_job(nodes=2, ranks=2)
+    processes = {node: start(job, node, "--no-view") for node in range(2)}
+    for process in processes.values():
+        assert process.line().startswith("ready")
+    with ExitStack() as stack:
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = Training(job, copies)
+        stack.callback(training.close)
+        training.begin([0, 1])
+        training.seed_all()
+        wait_until(lambda: all(h.live for n in range(2) for h in status(job, n).holds), "live")
+        training.iterate()
+        wait_until(lambda: status(job, 1).holds[0].stepped == 0, "stepped")
+        processes[0].process.send_signal(signal.SIGSTOP)
+        training.iterate()
+        training.iterate()
+        wait_until(lambda: status(job, 1).holds[0].stepped == 2, "the decider was silent", 15)
+        processes[0].process.send_signal(signal.SIGCONT)
+        wait_until(lambda: all(status(job, n).holds[0].stepped == 2 for n in range(2)), "caught up")
+        training.iterate()
+        wait_until(lambda: all(status(job, n).holds[0].stepped == 3 for n in range(2)), "together again")
+        for node in range(2):
+            request = pb.ReserveRequest(job=job.job, iteration=3, seconds=10)
+            assert training.stubs[node].Reserve(request, timeout=5).granted
+            training.check(node, node, 3)
