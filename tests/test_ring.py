@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -173,6 +174,27 @@ def test_a_rank_that_leaves_breaks_the_others_with_its_name() -> None:
     words = gathering(3, [Bucket(4_000_000, 4, 0)], work)
     assert "to rank 1" in words[0] or "from rank 2" in words[0]
     assert "from rank 1" in words[2] or "to rank 0" in words[2]
+
+
+def test_a_forked_child_does_not_keep_the_ring_open() -> None:
+    """A DataLoader's workers outlive a rank that is killed by some seconds."""
+    port = free_port()
+    rings = on_all_ranks(2, lambda rank: connect_ring(Place(rank, loopback(2), 1, port=port), timeout=20))
+    held, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(held, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        with rings[0]:
+            rings[0].receivers[0].settimeout(10)
+            rings[1].close()
+            assert rings[0].receivers[0].recv(1) == b""
+    finally:
+        os.close(end)
+        os.close(held)
+        os.waitpid(child, 0)
 
 
 def test_the_barrier_holds_everybody() -> None:

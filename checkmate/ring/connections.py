@@ -7,9 +7,11 @@ the ring, or one from an earlier start of training, is told apart before any gra
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -87,6 +89,7 @@ class Ring:
         self.place = place
         self.senders = senders
         self.receivers = receivers
+        _open_rings.add(self)
 
     def barrier(self) -> None:
         """Return when all ranks have called it: a token goes round twice on channel 0, untagged."""
@@ -132,6 +135,20 @@ class Ring:
 
     def _sockets(self) -> list[socket.socket]:
         return [*(sender.socket for sender in self.senders), *self.receivers]
+
+
+_open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child, such as a DataLoader's worker, must not keep a connection open that its parent's end
+    would close: the other ranks would wait for a rank that is dead.
+    """
+    for ring in _open_rings:
+        ring.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connect_ring(place: Place, tagger: Tagger | None = None, timeout: float = 30) -> Ring:
