@@ -54,13 +54,13 @@ class Run:
         """The iteration with which its last start began."""
         return int(self.lines(rank, "resumed")[-1]["iteration"])
 
-    def state(self, rank: int) -> dict[str, Any]:
-        """What a rank had in the end."""
-        return dict(torch.load(self.folder / f"rank{rank}.pt", weights_only=False))
+    def state(self, rank: int, what: str = "") -> dict[str, Any]:
+        """What a rank had in the end; or, with `keep_each`, `after{iteration}.` or `restored.`"""
+        return dict(torch.load(self.folder / f"rank{rank}.{what}pt", weights_only=False))
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self, what: str = "") -> list[dict[str, Any]]:
         """The same, of all ranks."""
-        return [self.state(rank) for rank in range(self.ranks)]
+        return [self.state(rank, what) for rank in range(self.ranks)]
 
 
 class TrainingLab:
@@ -100,6 +100,16 @@ class TrainingLab:
         """Wait until these shadow nodes serve."""
         self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", _SECONDS)
 
+    def await_live(self, number: int) -> None:
+        """Wait until a shadow node's holds are all live, since it was last started."""
+        member = self.shadows[number]
+        shards = member.complaints().count("begins at iteration") or 1
+        self.crew.wait(
+            lambda: member.complaints().count(": live at iteration") >= shards,
+            f"shadow node {number} to be live",
+            _SECONDS,
+        )
+
     def start(self, orders: Orders) -> Run:
         """Start all ranks."""
         folder = Path(orders.folder)
@@ -138,6 +148,15 @@ class TrainingLab:
     def await_iteration(self, run: Run, iteration: int) -> None:
         """Wait until rank 0 is through with an iteration."""
         self.crew.wait(lambda: iteration in run.losses(0), f"iteration {iteration} to end", _SECONDS)
+
+    def end(self, run: Run) -> int:
+        """Let a run with an open end come to it; how many iterations it will have had."""
+        end = max(run.losses(0), default=0) + 20  # no rank is that far
+        file = run.folder / "end.next"
+        file.write_text(str(end))
+        file.replace(run.folder / "end")
+        self.crew.finish(self.ranks, _SECONDS)
+        return end
 
     def kill_ranks(self) -> None:
         """SIGKILL to all ranks."""

@@ -10,7 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Orders:
-    """A training run. `kills`: (rank, iteration) pairs: it dies by SIGKILL as that iteration begins."""
+    """A training run. `kills`: (rank, iteration) pairs: it dies by SIGKILL as that iteration begins.
+
+    `open_end`: it goes on until the file `end` in its folder names the number of iterations.
+    `keep_each`: it saves what it has after each iteration, and what it has restored.
+    """
 
     folder: str
     iterations: int = 12
@@ -35,6 +39,8 @@ class Orders:
     timeout: float = 30.0
     fresh: bool = False
     only_restore: bool = False
+    keep_each: bool = False
+    open_end: bool = False
 
     def write(self, file: Path) -> Path:
         """As `read` takes it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import signal
@@ -98,6 +99,8 @@ class Rank:
         if resumed.extra is not None:
             self.sampler = resumed.extra
         self.say("resumed", iteration=resumed.iteration, sampler=dict(self.sampler))
+        if orders.keep_each:
+            self.save("restored.")
         if orders.only_restore:
             self.save()
             return
@@ -111,12 +114,23 @@ class Rank:
         )
         self.say("protected")
         with protection:
-            for iteration in range(resumed.iteration, orders.iterations):
+            iteration = resumed.iteration
+            while iteration < self.end():
                 self.die_if_due(iteration)
                 began = time.monotonic()
                 loss = self.iterate(iteration)
                 self.say("iteration", iteration=iteration, loss=loss, seconds=time.monotonic() - began)
+                if orders.keep_each:
+                    self.save(f"after{iteration}.")
+                iteration += 1
         self.save()
+
+    def end(self) -> float:
+        """How many iterations there are to be, as far as that is known."""
+        if not self.orders.open_end:
+            return self.orders.iterations
+        file = self.folder / "end"
+        return int(file.read_text()) if file.exists() else math.inf
 
     def iterate(self, iteration: int) -> float:
         """One iteration; its loss, of all micro-batches."""
@@ -162,8 +176,9 @@ class Rank:
         with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
             print(json.dumps({"event": event, **more}), file=log)
 
-    def save(self) -> None:
-        """All state, for a test to compare."""
+    def save(self, what: str = "") -> None:
+        """All state, for a test to compare; random numbers are drawn, and given back."""
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -174,7 +189,10 @@ class Rank:
             "numpy": float(np.random.rand()),
             "sampler": self.sampler,
         }
-        torch.save(state, self.folder / f"rank{self.rank}.pt")
+        torch.save(state, self.folder / f"rank{self.rank}.{what}pt")
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        np.random.set_state(generators[2])
 
     def _groups(self) -> list[dict[str, Any]]:
         decayed = [p for p in self.model.parameters() if p.dim() > 1]

@@ -22,8 +22,8 @@ from checkmate.schema import Job, ShadowNode
 _log: Final = logging.getLogger("checkmate")
 
 QUEUED: Final = 256
-BEGIN_SECONDS: Final = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+BEGIN_SECONDS: Final = 20.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 
 
 class Line:
@@ -90,12 +90,13 @@ class Line:
     def _run(self) -> None:
         pause = _FIRST_PAUSE
         while not self._closing.is_set():
+            why = "it ended the connection"
             try:
                 self._talk()
-                self._lost("it ended the connection")
             except grpc.RpcError as error:
-                self._lost(reason(error))
-            pause = _FIRST_PAUSE if self._complaint == "" else min(2 * pause, _LONGEST_PAUSE)
+                why = reason(error)
+            pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
+            self._lost(why)
             self._closing.wait(pause)
 
     def _talk(self) -> None:
@@ -162,8 +163,11 @@ class Line:
 def reason(error: grpc.RpcError) -> str:
     """What went wrong in a call, in one line."""
     if isinstance(error, grpc.Call):
-        detail = str(error.details() or "").splitlines()
-        return f"{error.code().name}{': ' + detail[0] if detail else ''}"
+        detail = str(error.details() or "").partition("\n")[0]
+        detail = detail.rpartition("Failed to connect to remote host: ")[
+            2
+        ]  # what gRPC says before is its own
+        return f"{error.code().name}: {detail}" if detail else error.code().name
     return str(error)
 
 

@@ -45,11 +45,11 @@ def to_part(author: Author, noted: Noted) -> pb.RecordPart:
         group=author.group,
         position=author.position,
         iteration=noted.iteration,
-        rng=state.dumps(noted.rng),
+        rng=state.dumps(noted.rng, known=True),
         extra=b"" if noted.extra is None else state.dumps(noted.extra),
     )
     if noted.buffers:
-        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()})
+        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()}, known=True)
     if author.side is not None:
         for (channel, shard), end in noted.ends.items():
             part.ends.add(side=author.side, channel=channel, shard=shard, end=end)
