@@ -176,7 +176,9 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
         listed = group.get("shadow_nodes") if isinstance(group, dict) else None
         path: Path = ("dp_groups", index, "shadow_nodes")
         for position, node in enumerate(listed if isinstance(listed, list) else []):
-            if ids and None not in ids and isinstance(node, int) and node not in ids:
+            if not isinstance(node, int):
+                continue  # reported with the file's structure
+            if ids and None not in ids and node not in ids:
                 known = ", ".join(map(str, ids))
                 yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; there are {known}")
             if node in (listed or [])[:position]:

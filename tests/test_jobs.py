@@ -287,7 +287,7 @@ def fault_paths(raw: Any) -> list[tuple[Any, ...]]:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_fault_hides_another_or_makes_one_up(data: st.DataObject) -> None:
     right = job_data(groups=2, nodes=2, switches=2, channels=2, replicas=2)
     right["dp_groups"][1]["shadow_nodes"] = [0, 1]
