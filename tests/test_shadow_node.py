@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 import grpc
 import pytest
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import Job
-from checkmate.shadow.serve import Serving
 from tests.end_hosts import needs_root, wait_until
-from tests.small_training import RUN, Copies, Training, local_job
+from tests.shadow_world import World, check_now, fence, going_on, settle
+from tests.small_training import RUN
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
-
-
-class World:
-    """A job's stubs, its shadow nodes in this process, and a training."""
-
-    def __init__(self, stack: ExitStack, **kwargs: Any) -> None:
-        self.job: Job = local_job(**kwargs)
-        self._stack = stack
-        self.copies = Copies(self.job)
-        stack.callback(self.copies.close)
-        self.nodes: dict[int, Serving] = {}
-        for node in self.job.shadow_nodes:
-            self.start(node.id)
-
-    def start(self, node: int) -> None:
-        serving = Serving(self.job, node, grace=0.5)
-        serving.__enter__()
-        self.nodes[node] = serving
-        self._stack.callback(lambda: self.stop(node))
-
-    def stop(self, node: int) -> None:
-        if (serving := self.nodes.pop(node, None)) is not None:
-            serving.__exit__()
-
-    def training(self, **kwargs: Any) -> Training:
-        made = Training(self.job, self.copies, **kwargs)
-        self._stack.callback(made.close)
-        return made
-
-    def started(self, **kwargs: Any) -> Training:
-        """A training whose nodes are connected and seeded."""
-        made = self.training(**kwargs)
-        made.begin(list(self.nodes))
-        made.seed_all()
-        self.ready()
-        return made
-
-    def status(self, node: int) -> pb.NodeStatus:
-        return self.nodes[node].node.status(self.job.job)
-
-    def ready(self) -> None:
-        wait_until(lambda: all(hold.live for node in self.nodes for hold in self.status(node).holds), "live")
-
-    def stepped(self, iteration: int) -> None:
-        """Wait until all live holds have stepped an iteration."""
-        wait_until(
-            lambda: all(hold.stepped >= iteration for node in self.nodes for hold in self.status(node).holds),
-            f"stepped {iteration}",
-        )
 
 
 @pytest.fixture
@@ -98,16 +46,6 @@ def test_every_iteration_is_the_trainers_own(
                 ]
     for node in here.nodes:
         assert [(hold.run, hold.trouble) for hold in here.status(node).holds] == [(RUN, "")] * replicas
-
-
-def fence(here: World, training: Training) -> dict[int, pb.NodeStatus]:
-    request = pb.FenceRequest(job=here.job.job, timeout=5)
-    return {node: training.stubs[node].Fence(request, timeout=10) for node in here.nodes}
-
-
-def settle(here: World, training: Training, iteration: int) -> dict[int, pb.NodeStatus]:
-    request = pb.SettleRequest(job=here.job.job, iteration=iteration, run=RUN)
-    return {node: training.stubs[node].Settle(request, timeout=10) for node in here.nodes}
 
 
 def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
@@ -235,42 +173,3 @@ def test_a_restarted_node_is_seeded_by_the_other_holder(world: Callable[..., Wor
         here.ready()
     here.stepped(training.iteration)
     check_now(here, training)
-
-
-@contextmanager
-def going_on(training: Training, *, seeds: bool = True) -> Iterator[None]:
-    """Iterations go on in the background, one after another."""
-    stop = threading.Event()
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            while not stop.wait(0.02):
-                training.iterate()
-                if seeds:
-                    training.give_wanted()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if failed:
-        raise failed[0]
-
-
-def check_now(here: World, training: Training) -> None:
-    """One more iteration, reserved before: every holder has the trainers' state after it."""
-    iteration = training.iteration + 1
-    for node in here.nodes:
-        request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=10)
-        assert training.stubs[node].Reserve(request, timeout=5).granted
-    training.iterate()
-    here.stepped(iteration)
-    for shard in range(here.job.shards(0)):
-        for node in training.holders(shard):
-            training.check(node, shard, iteration)

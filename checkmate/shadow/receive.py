@@ -241,7 +241,7 @@ class Reader:
         self._lock = threading.Lock()
         self._new: list[Inlet] = []
         self._inlets: dict[int, Inlet] = {}
-        self._stopping = False
+        self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -253,7 +253,9 @@ class Reader:
 
     def wake(self) -> None:
         """A set of buckets was released, or a stream closed: look at all of them."""
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if not self._ended:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """End, and close all sockets."""
@@ -262,8 +264,10 @@ class Reader:
         self._thread.join()
         for inlet in list(self._inlets.values()):
             self._drop(inlet)
-        self._epoll.close()
-        os.close(self._wake)
+        with self._lock:
+            self._ended = True
+            self._epoll.close()
+            os.close(self._wake)
 
     def _run(self) -> None:
         while not self._stopping:

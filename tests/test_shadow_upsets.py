@@ -1,0 +1,248 @@
+"""What goes wrong around a shadow node, and what it makes of it: nothing that it serves is ever wrong."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+import torch
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from tests.end_hosts import needs_root, wait_until
+from tests.shadow_world import World, check_now, fence, going_on, settle
+from tests.small_training import RUN
+
+pytestmark = needs_root  # SO_RCVBUFFORCE
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+        yield lambda **kwargs: World(stack, **kwargs)
+
+
+def test_streams_that_break_between_iterations_go_on_where_they_stood(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=3, channels=2)
+    training = here.started()
+    for _ in range(2):
+        training.iterate()
+    here.stepped(1)
+    before = len(here.copies.hellos)
+    here.copies.cut(0)
+    streams = len(here.nodes[0].node.plans[0].streams)
+    wait_until(lambda: len(here.copies.hellos) == before + streams, "all streams again")
+    for node, hello in here.copies.hellos[before:]:
+        key = (hello.boundary, hello.channel, hello.shadow_id)
+        assert (node, hello.base) == (0, 2 * training.layouts[key].nbytes)
+    check_now(here, training)
+    assert here.status(0).holds[0].live
+
+
+def test_a_stub_that_refuses_at_first_is_tried_again(world: Callable[..., World]) -> None:
+    here = world(nodes=1, ranks=2)
+    here.copies.refusing = True
+    training = here.training()
+    training.begin([0])
+    training.seed_all()
+    wait_until(lambda: bool(here.status(0).holds[0].seeded), "seeded")
+    assert not here.status(0).holds[0].live
+    here.copies.refusing = False
+    here.ready()
+    check_now(here, training)
+
+
+def test_streams_that_are_connected_too_late_are_joined_later(world: Callable[..., World]) -> None:
+    """Training has gone on without them: the node joins some iterations ahead, and is seeded."""
+    here = world(nodes=1, ranks=2)
+    here.copies.refusing = True
+    training = here.training()
+    training.begin([0])
+    for _ in range(5):
+        training.iterate()
+    here.copies.refusing = False
+    with going_on(training):
+        here.ready()
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+def test_two_dp_groups_are_committed_together(world: Callable[..., World]) -> None:
+    """A pipeline of two stages on two nodes: neither stage is stepped before both have an iteration."""
+    here = world(nodes=2, ranks=2, groups=2)
+    stages = [here.training(group=group, seed=group) for group in range(2)]
+    for stage in stages:
+        stage.begin([0, 1])
+        stage.seed_all()
+    here.ready()
+    stages[0].iterate()
+    wait_until(
+        lambda: all(h.in_full == 0 for n in (0, 1) for h in here.status(n).holds if not h.shard.group),
+        "one stage has all",
+    )
+    assert {hold.stepped for n in (0, 1) for hold in here.status(n).holds} == {-1}
+    stages[1].iterate()
+    here.stepped(0)
+    for node in here.nodes:
+        for stage in stages:
+            request = pb.ReserveRequest(job=here.job.job, iteration=0, seconds=10)
+            assert stage.stubs[node].Reserve(request, timeout=5).granted
+            stage.check(node, node, 0)
+
+
+def test_a_shard_without_parameters_follows_too(world: Callable[..., World]) -> None:
+    here = world(nodes=3, ranks=2)
+    training = here.started(shapes=((50,),))
+    assert sorted(len(training.layout.of_shard(shard)) for shard in range(3)) == [0, 0, 1]
+    for _ in range(3):
+        check_now(here, training)
+    fence(here, training)
+    for status in settle(here, training, 2).values():
+        assert [(hold.seeded, hold.stepped) for hold in status.holds] == [(True, 2)]
+
+
+def test_a_wrong_gradient_is_found_by_comparing_and_nothing_is_offered_any_more(
+    world: Callable[..., World],
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    with torch.no_grad():
+        for parameter in training.parameters:
+            parameter.add_(1)  # behind everybody's back
+    for _ in range(len(training.parameters)):
+        training.iterate()
+    here.stepped(training.iteration)
+    (hold,) = here.status(0).holds
+    assert hold.doubtful
+    assert not hold.offered
+    assert "parameter p" in hold.trouble
+    request = pb.ReserveRequest(job=here.job.job, iteration=training.iteration + 1, seconds=10)
+    if training.stubs[0].Reserve(request, timeout=5).granted:
+        training.iterate()
+        with pytest.raises(grpc.RpcError, match="doubtful"):
+            training.fetch(0, 0, training.iteration)
+    fence(here, training)
+    assert not settle(here, training, training.iteration)[0].holds
+
+
+def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    training.iterate(records=[1])  # node 0 never gets this one
+    with going_on(training):
+        wait_until(lambda: not here.status(0).holds[0].live, "the gap")
+        assert "passed over its record of iteration 1" in here.status(0).holds[0].trouble
+        here.ready()
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+def test_a_node_comes_back_in_the_midst_and_again_in_the_midst_of_that(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2, replicas=2, channels=2)
+    training = here.started()
+    with going_on(training):
+        for node in (1, 0, 1):
+            here.stop(node)
+            here.start(node)
+            training.begin([node])
+            wait_until(lambda: len(here.status(1 - node).holds) == 2, "the other")  # noqa: B023
+        here.ready()
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+def test_reading_goes_on_while_a_step_takes_long(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that hangs until told: the next iteration is received in full meanwhile, the one after waits."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    go_on, stepping = threading.Event(), threading.Event()
+    hold = here.nodes[0].node.groups[0].holds[0]
+    real = hold.replica.step
+
+    def slow(*arguments: object) -> list[str]:
+        stepping.set()
+        assert go_on.wait(20)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hold.replica, "step", slow)
+    training.iterate()
+    assert stepping.wait(10)
+    training.iterate()
+    training.iterate()
+    wait_until(lambda: hold.in_full == 1, "the next iteration")
+    wait_until(lambda: any(inlet.paused for inlet in hold.inlets), "the pause")
+    assert here.status(0).holds[0].stepped == -1
+    assert hold.in_full == 1
+    go_on.set()
+    here.stepped(2)
+    check_now(here, training)
+
+
+def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    hold = here.nodes[0].node.groups[0].holds[0]
+    with caplog.at_level(logging.INFO, "checkmate"):
+        with hold.lock:  # as a step that takes long does
+            for _ in range(4):
+                training.iterate()
+            wait_until(lambda: hold.lag_said, "the lag")
+            assert "4 iterations behind the trainers" in hold.trouble
+        here.stepped(3)
+        wait_until(lambda: not hold.trouble, "that it is over")
+    said = [record.getMessage() for record in caplog.records]
+    assert any("a restart would repeat as many" in line for line in said)
+    assert any("no more than an iteration behind again" in line for line in said)
+
+
+def test_two_fences_and_two_settles_are_as_one(world: Callable[..., World]) -> None:
+    """Rank 0 dies in the midst of a restart, and another start does it all again."""
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    first = fence(here, training)
+    assert {n: s.holds[0].in_full for n, s in fence(here, training).items()} == {
+        n: s.holds[0].in_full for n, s in first.items()
+    }
+    settle(here, training, 0)
+    fence(here, training)
+    for node, status in settle(here, training, 0).items():
+        assert [(hold.stepped, hold.run) for hold in status.holds] == [(0, RUN)]
+        training.check(node, node, 0)
+
+
+def test_a_hold_of_another_run_or_beyond_the_target_is_emptied(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    for _ in range(2):
+        check_now(here, training)
+    fence(here, training)
+    other = pb.SettleRequest(job=here.job.job, iteration=1, run="another")
+    assert not training.stubs[0].Settle(other, timeout=10).holds
+    beyond = pb.SettleRequest(job=here.job.job, iteration=0, run=RUN)
+    assert not training.stubs[1].Settle(beyond, timeout=10).holds
+
+
+def test_a_record_given_with_seeds_is_served_with_them(world: Callable[..., World]) -> None:
+    """A node that was seeded with a restored iteration can give all of it back."""
+    here = world(nodes=1, ranks=2)
+    training = here.training()
+    training.begin([0])
+    part = pb.RecordPart(iteration=-1, position=0, rng=b"then")
+    record = pb.IterationRecord(iteration=-1, parts=[part], buffers={"mean": state.dumps(torch.ones(2))})
+    header = pb.SeedHeader(job=here.job.job, iteration=-1, shard=pb.Shard(), record=record)
+    now = training.states[-1]
+    header.parameters.extend(now)
+    training.stubs[0].Seed(state.to_seeds(header, ((n, *v) for n, v in now.items())), timeout=5)
+    here.ready()
+    fence(here, training)
+    settle(here, training, -1)
+    assert training.check(0, 0, -1).record == record
