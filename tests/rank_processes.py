@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_SECONDS = 60.0
+_SECONDS = 100.0
 
 
 class RankProcesses:

@@ -278,5 +278,26 @@ def test_wrong_use_is_refused() -> None:
         assert reducing.allreduce.ends() == {}
         assert reducing.allreduce.passed({})
         reducing.allreduce.close()
+        with pytest.raises(RingError, match=rf"rank {ring.place.rank}: closed"):
+            reducing.allreduce.submit(0)
+
+    with_rings(2, 1, work)
+
+
+def test_a_bucket_that_is_under_way_is_not_taken_again() -> None:
+    release = threading.Event()
+
+    def work(ring: Ring) -> None:
+        reducing = Reducing(ring, [torch.zeros(4)])
+        with reducing.allreduce:
+            if ring.place.rank == 0:
+                reducing.allreduce.submit(0)
+                with pytest.raises(ValueError, match="bucket 0 submitted again before it was done"):
+                    reducing.allreduce.submit(0)
+                release.set()
+            else:
+                assert release.wait(20)
+                reducing.allreduce.submit(0)
+            assert reducing.done.get(timeout=20) == 0
 
     with_rings(2, 1, work)

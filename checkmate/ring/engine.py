@@ -80,16 +80,18 @@ class Engine:
         expected = self._submitted.value % len(self._buckets)
         if index != expected:
             raise ValueError(f"bucket {index} submitted, where bucket {expected} is next")
+        if self._submitted.value - self._done == len(self._buckets):
+            raise ValueError(f"bucket {index} submitted again before it was done")
         self._submitted.advance()
 
     def close(self) -> None:
         """End the threads. Buckets that are under way are given up, and that breaks the ring."""
         with self._lock:
             left = self._submitted.value - self._done
-        closed = RingError(f"rank {self._ring.place.rank}: closed with {left} buckets under way")
+        closed = f"rank {self._ring.place.rank}: closed"
         if left:
-            self._fail(closed)
-        self._error = self._error or closed
+            self._fail(RingError(f"{closed} with {left} buckets under way"))
+        self._error = self._error or RingError(closed)
         self._end()
         for thread in self._threads:
             thread.join()
