@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -9,6 +10,7 @@ import grpc
 import pytest
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.commit import SILENCE_MIN
 from tests.end_hosts import needs_root, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
@@ -67,6 +69,29 @@ def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
         assert [(hold.stepped, hold.connected) for hold in status.holds] == [(2, 0)]
         training.check(node, node, 2)  # as often as it is asked for
         training.check(node, node, 2)
+
+
+@pytest.mark.parametrize("fenced", [0, 1])
+def test_once_one_node_is_fenced_nobody_commits_what_it_lacks(
+    world: Callable[..., World], fenced: int
+) -> None:
+    """The fence reaches the decider or a follower first; the other node has more, and waits."""
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    here.nodes[fenced].node.grace = 60  # the gap is not noticed
+    request = pb.FenceRequest(job=here.job.job, timeout=5)
+    training.stubs[fenced].Fence(request, timeout=10)
+    training.iterate(records=[1 - fenced])
+    wait_until(lambda: here.status(1 - fenced).holds[0].in_full == 1, "in full")
+    time.sleep(2 * SILENCE_MIN)
+    assert here.status(1 - fenced).holds[0].stepped == 0
+    fence(here, training)
+    settle(here, training, 0)
+    time.sleep(0.3)
+    for node in (0, 1):
+        training.check(node, node, 0)
 
 
 def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[..., World]) -> None:

@@ -121,6 +121,10 @@ def test_a_wrong_gradient_is_found_by_comparing_and_nothing_is_offered_any_more(
     assert hold.doubtful
     assert not hold.offered
     assert "parameter p" in hold.trouble
+    told = [reply.trouble for reply in training.lines[0, 0].replies if reply.trouble]
+    training.iterate()  # the reply to this one tells, at the latest
+    wait_until(lambda: any("parameter p" in r.trouble for r in training.lines[0, 0].replies), "told")
+    assert len(told) <= 1
     request = pb.ReserveRequest(job=here.job.job, iteration=training.iteration + 1, seconds=10)
     if training.stubs[0].Reserve(request, timeout=5).granted:
         training.iterate()

@@ -1100,7 +1100,7 @@ class Decision(google.protobuf.message.Message):
     step_to: builtins.int
     """all live holds step up to this iteration"""
     active: builtins.bool
-    """it is live and not fenced: if none with a lower id is, it decides"""
+    """it is live: if none with a lower id is, it decides (a fenced one, that nothing more is stepped)"""
     def __init__(
         self,
         *,

@@ -54,6 +54,7 @@ class Hold:
         self.lock = threading.Lock()
         self.live = False
         self.doubtful = False
+        self.told = False  # trainers were told that it is
         self.settled = False
         self.trouble = ""
         self.ahead = AHEAD

@@ -96,14 +96,16 @@ class Node:
             self.refresh()
 
     def refresh(self) -> None:
-        """See what has come in full, who is live, and what that lets us decide. The caller has the lock."""
+        """See what has come in full, who is live, and what that lets us decide. The caller has the lock.
+
+        A fenced node goes on telling what it has: so nobody who isn't fenced yet commits what it lacks.
+        """
         live = []
         for group, hold in self.holds:
-            if hold.settled:
-                continue
-            hold.update(group.records)
-            if not self.fenced and hold.may_go_live(self.committee.committed):
-                hold.go_live()
+            if not hold.settled:
+                hold.update(group.records)
+                if not self.fenced and hold.may_go_live(self.committee.committed):
+                    hold.go_live()
             if hold.live:
                 live.append(hold)
         self.committee.report(
@@ -111,7 +113,7 @@ class Node:
                 self.committee.incarnation,
                 min((hold.in_full for hold in live), default=NEVER),
                 max((hold.released for hold in live), default=NEVER),
-                bool(live) and not self.fenced,
+                bool(live),
                 self.committee.mine.patience,
             )
         )

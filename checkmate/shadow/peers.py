@@ -144,7 +144,7 @@ class Peers:
         return pb.Decision(
             incarnation=committee.incarnation % 256,
             step_to=committee.committed,
-            active=committee.active and not self._node.fenced,
+            active=committee.active,
         )
 
 

@@ -54,7 +54,9 @@ def record(node: Node, part: pb.RecordPart) -> pb.RecordReply:
             for hold in group.holds
             if hold.plan.shard % group.begin.ranks == part.position and (numbers := _to_ask(hold, now))
         ]
-    return pb.RecordReply(iteration=part.iteration, wanted=wanted)
+        trouble = [_to_tell(hold) for hold in group.holds] if part.position == 0 else []
+    said = "; ".join(filter(None, trouble))
+    return pb.RecordReply(iteration=part.iteration, wanted=wanted, trouble=said)
 
 
 def _to_ask(hold: Hold, now: float) -> list[int]:
@@ -63,6 +65,14 @@ def _to_ask(hold: Hold, now: float) -> list[int]:
         return []
     hold.asked = now
     return hold.wanted()
+
+
+def _to_tell(hold: Hold) -> str:
+    """What the group's first rank is to say to its user, once."""
+    if not hold.doubtful or hold.told:
+        return ""
+    hold.told = True
+    return f"{hold}: {hold.trouble}"
 
 
 class Copier:

@@ -55,7 +55,8 @@ class Watcher:
     def _look(self, group: Group, hold: Hold, now: float) -> None:
         lost = hold.gap(group.records, now, self._node.grace)
         if lost is not None:
-            self._join_again(group, hold, lost)
+            if not hold.lock.locked():  # else after its step: waiting for that would stop the reading
+                self._join_again(group, hold, lost)
         elif hold.live:
             self._lag(group, hold, now)
 
