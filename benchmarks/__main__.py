@@ -19,7 +19,10 @@ from rich.console import Console
 from benchmarks.figures import Result, markdown, table
 from topologies.signals import unwinding
 
-SUITES = ("goodput", "packets", "copies", "faults", "control_plane", "allreduce", "shadow_receive")
+SUITES = (
+    *("goodput", "packets", "copies", "faults", "control_plane"),
+    *("allreduce", "shadow_receive", "iteration", "recovery"),
+)
 
 
 def main() -> int:

@@ -116,10 +116,17 @@ def job(
     topology: str | Topology = "single_tor",
     loss: float = 0.0,
     jitter: float = 0.0,
+    shadow_options: tuple[str, ...] = (),
     shadow_programs: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Faulty]:
     """A job whose ranks are ready to train, or train already where it isn't `gated`."""
-    plan = Plan(("--iterations", str(ITERATIONS), *SMALL), kills=kills, gated=gated, reduce=reduce)
+    plan = Plan(
+        ("--iterations", str(ITERATIONS), *SMALL),
+        kills=kills,
+        gated=gated,
+        reduce=reduce,
+        shadow_options=shadow_options,
+    )
     described = load(topology) if isinstance(topology, str) else topology
     with (
         Lab(described, name=name, loss=loss, jitter=jitter) as lab,
@@ -131,7 +138,11 @@ def job(
             training.start_shadow_nodes(shadow_programs)
         training.start()
         training.await_ready(SECONDS)
-        yield Faulty(lab, crew, controller, training)
+        try:
+            yield Faulty(lab, crew, controller, training)
+        except BaseException:
+            shutil.copytree(lab.directory, folder / "lab")  # its logs go with the lab
+            raise
 
 
 @functools.cache

@@ -10,8 +10,10 @@ with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +28,7 @@ from topologies.serving import CHECKMATE
 from topologies.training_record import Record, read_events, read_losses
 
 SCRIPT: Final = "examples.gpt.train"
+_SCRIPT_ERROR: Final = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 _READY_SECONDS: Final = 60.0
 _ENVIRONMENT: Final = {**torchrun.ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Each start gets a store of its own: ranks that died at different times don't wait for each other's keys."""
@@ -41,6 +44,7 @@ class Plan:
     kills: tuple[Kill, ...] = ()
     restarts: int = 3
     gated: bool = False
+    shadow_options: tuple[str, ...] = ()
     extension: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -133,7 +137,8 @@ class Training:
 
     def await_iterations(self, iterations: int, seconds: float) -> None:
         """Wait until each rank is through with this many iterations."""
-        self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
+        with self._explained():
+            self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
 
     def await_ready(self, seconds: float) -> None:
         """Wait until each rank is protected, and about to begin."""
@@ -147,7 +152,8 @@ class Training:
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the ranks have ended well."""
-        self.crew.finish(list(self.ranks.values()), seconds, tick)
+        with self._explained():
+            self.crew.finish(list(self.ranks.values()), seconds, tick)
 
     def stop(self) -> None:
         """End ranks that still train, by SIGKILL, then the shadow nodes as Ctrl-C does."""
@@ -178,10 +184,20 @@ class Training:
 
     def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
         job = str(self.crew.lab.job_file)
-        argv = [*program, "shadow", job, "--id", str(host.number), "--json"]
+        argv = [*program, "shadow", job, "--id", str(host.number), "--json", *self.plan.shadow_options]
         self.shadows[host.name] = self.crew.start(
             host.name, host.name, argv, cpus=self._shadow_cpus, environment={"OMP_NUM_THREADS": "1"}
         )
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A `LabError` also says with what each rank's script has failed: torchrun doesn't."""
+        try:
+            yield
+        except LabError as error:
+            said = {name: _SCRIPT_ERROR.findall(member.complaints()) for name, member in self.ranks.items()}
+            words = [f"{name} said last: {errors[-1]}" for name, errors in said.items() if errors]
+            raise LabError("; ".join([str(error), *words])) from None
 
     def _last_iteration(self, rank: Host) -> int:
         lines = _lines(self.folder / f"rank{rank.number}.jsonl")

@@ -98,7 +98,7 @@ def perform(story: Story, console: Console) -> Ending:
         steps(f"torchrun starts {len(story.topology.ranks)} ranks in each")
         side_by_side.start((reference, protected))
         _train(story, reference, protected, steps)
-        steps("checkmate consolidate: the last iteration, from the shadow nodes")
+        steps("checkmate consolidate, from the shadow nodes")
         states: dict[str, object] = {
             "the uninterrupted run": reference.state(),
             "the protected run": protected.state(),
@@ -114,7 +114,7 @@ def _arguments(story: Story) -> tuple[str, ...]:
 
 def _train(story: Story, reference: Training, protected: Training, steps: Steps) -> None:
     killed = story.kill.iteration
-    steps(f"both train, in turns; rank {story.kill.rank} is killed in iteration {killed}, {story.kill.phase}")
+    steps(f"both train in turns; kill -9 of rank {story.kill.rank} in iteration {killed}")
 
     def tick(done: int) -> None:
         loss = protected.record().curve[done - 1]

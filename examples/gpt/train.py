@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from examples.gpt.model import Gpt, Shape
 def main() -> None:
     """Train, and leave each rank's losses and the final state in --out."""
     options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(options.seed)  # all ranks begin with the same model
@@ -37,17 +37,15 @@ def main() -> None:
     start, _ = checkmate.restore(ddp, optimizer, scheduler=scheduler)
     protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
 
-    with protection, options.out.joinpath(f"rank{rank}.jsonl").open("a") as log:
+    with protection, Path(options.out, f"rank{rank}.jsonl").open("a") as log:
         for iteration in range(start, options.iterations):
-            began = time.monotonic()
             loss = ddp(*data.batch(options.batch, options.context))
             loss.backward()
             checkmate.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            said = {"iteration": iteration, "loss": loss.item(), "began": began, "ended": time.monotonic()}
-            print(json.dumps(said), file=log, flush=True)
+            print(json.dumps({"iteration": iteration, "loss": loss.item()}), file=log, flush=True)
 
     if rank == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

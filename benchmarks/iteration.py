@@ -1,0 +1,122 @@
+"""Iteration time with Checkmate, without, and with checkpoints that training saves itself.
+
+Three jobs in labs of their own take turns, block by block: Checkmate; the same ring untagged, without shadow
+nodes; DDP over gloo on the same kind of links, which in some blocks saves its state. Trainers share one core;
+switches, controllers and shadow nodes another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from rich.progress import Progress
+
+from benchmarks import saving
+from benchmarks.figures import Figure, Result, Skipped, ratios
+from topologies.describe import load
+from topologies.side_by_side import cores, start, training_lab
+from topologies.training import Plan, Training
+
+TITLE: Final = "Iteration time: a GPT of 5 million parameters on 4 ranks that share one core; block by block"
+ROUNDS: Final = 6
+PAIRS: Final = 4
+"""Of short blocks of Checkmate and of the untagged ring, in each round."""
+SHORT, LONG = 5, 20
+"""Iterations of a block: in a long one, even what is saved every 20 iterations is saved once."""
+SAVES: Final = tuple(f"{what} {every}" for what in ("torch.save", "async_save") for every in (1, 5, 20))
+_BLOCK_SECONDS: Final = 300.0
+
+Times = Mapping[str, list[float]]
+"""Seconds an iteration, by what was measured; those of one round, or pair, have the same index."""
+
+
+def measure() -> list[Result]:
+    """Every figure of this module; the blocks of one round follow each other directly."""
+    if os.geteuid() != 0:
+        return [Skipped("iteration time", "needs root, for network namespaces")]
+    with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder, _jobs(Path(folder)) as jobs:
+        return _figures(_race(jobs))
+
+
+@contextlib.contextmanager
+def _jobs(folder: Path) -> Iterator[dict[str, Training]]:
+    """The three jobs, ready to begin."""
+    # DDP averages over the same links as the ring: gloo takes the training network, not mgmt.
+    gloo = {"GLOO_SOCKET_IFNAME": "data0", saving.FOLDER: str(folder)}
+    endless = ("--iterations", "1000000")
+    plans = {
+        "checkmate": Plan(endless, gated=True),
+        "untagged": Plan(endless, gated=True, reduce="untagged"),
+        "gloo": Plan(endless, gated=True, reduce="gloo", extension="benchmarks.saving", environment=gloo),
+    }
+    with contextlib.ExitStack() as labs:
+        jobs = {
+            name: labs.enter_context(
+                training_lab(
+                    load("single_tor"), "softswitch", f"bench_{name}", plan, folder / name, cores(), _quietly
+                )
+            )
+            for name, plan in plans.items()
+        }
+        start(jobs.values())
+        for job in jobs.values():
+            _block(job, LONG)  # DDP builds its buckets anew, windows open
+        yield jobs
+
+
+def _race(jobs: Mapping[str, Training]) -> Times:
+    found: dict[str, list[float]] = defaultdict(list)
+    with Progress(transient=True) as bar:
+        task = bar.add_task("iteration", total=ROUNDS * (2 * PAIRS + 1 + len(SAVES)))
+        for number in range(ROUNDS):
+            for pair in range(PAIRS):
+                order = ("checkmate", "untagged")
+                for name in order if pair % 2 == 0 else order[::-1]:
+                    found[name].append(_block(jobs[name], SHORT))
+                    bar.advance(task)
+            modes = ("nothing", *SAVES)
+            for mode in modes if number % 2 == 0 else modes[::-1]:
+                found[mode].append(_block(jobs["gloo"], LONG, mode))
+                bar.advance(task)
+    return found
+
+
+def _block(job: Training, iterations: int, mode: str = "") -> float:
+    """Train so many iterations; seconds an iteration, without the first, which waits for its turn."""
+    first = job.next_iteration()
+    job.let(first + iterations, mode)
+    job.await_iterations(first + iterations, _BLOCK_SECONDS)
+    seconds: list[float] = []
+
+    def timed() -> bool:
+        found = job.record().block_seconds(first + 1, first + iterations)
+        seconds[:] = [] if found is None else [found]
+        return found is not None
+
+    job.crew.wait(timed, "the ranks' notes", _BLOCK_SECONDS)
+    return seconds[0]
+
+
+def _figures(found: Times) -> list[Result]:
+    ours, untagged, plain = found["checkmate"], found["untagged"], found["nothing"]
+    rounds = [statistics.fmean(ours[i : i + PAIRS]) for i in range(0, len(ours), PAIRS)]
+    results: list[Result] = [
+        Figure("Checkmate / the same ring untagged", ratios(ours, untagged), "", 1.01, 1.03, smaller=True),
+        Figure("Checkmate / gloo without checkpoints", ratios(rounds, plain), "", smaller=True),
+    ]
+    for mode in SAVES:
+        what, _, every = mode.partition(" ")
+        name = f"gloo with {what} every {every} / gloo without checkpoints"
+        results.append(Figure(name, ratios(found[mode], plain), "", smaller=True))
+    return results + [Figure(f"absolute: {name}", tuple(times), "s") for name, times in found.items()]
+
+
+def _quietly(_: str) -> None:
+    """Nothing is said of each lab's steps."""
