@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import grpc
 import pytest
+from rich.console import Console
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.commit import SILENCE_MIN
+from checkmate.shadow.view import Watch, picture
 from tests.end_hosts import needs_root, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
@@ -69,6 +72,26 @@ def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
         assert [(hold.stepped, hold.connected) for hold in status.holds] == [(2, 0)]
         training.check(node, node, 2)  # as often as it is asked for
         training.check(node, node, 2)
+
+
+def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2, replicas=2)
+    training = here.started()
+    watch = Watch(here.nodes[1].node)
+    for _ in range(2):
+        training.iterate()
+    here.stepped(1)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(picture(watch.see()))
+    said = console.export_text()
+    assert "shadow node 1, job demo" in said
+    assert said.count("live") == 2
+    assert "127.0.4.2" in said
+    assert " B/s" in said or " kB/s" in said
+    assert "memory" in said
+    fence(here, training)
+    console.print(picture(watch.see()))
+    assert "fenced" in console.export_text()
 
 
 @pytest.mark.parametrize("fenced", [0, 1])

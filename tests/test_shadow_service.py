@@ -24,6 +24,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import OPTIONS, TlsError, open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import Job
+from checkmate.shadow.connect import StreamError
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.service import ServeError
 from tests.end_hosts import needs_root, wait_until
@@ -120,6 +121,7 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., Proces
         (["--id", "3"], "has no shadow node 3; there are 0"),
         (["--id", "0", "--grace", "0"], "grace"),
         (["--id", "0", "--threads", "0"], "threads"),
+        (["--id", "0", "--receive-buffer", "2000"], "receive-buffer"),
     ],
 )
 def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -146,6 +148,13 @@ def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
     assert isinstance(caught.value, grpc.Call)
     assert caught.value.code() == code
     assert message in str(caught.value.details())
+
+
+def test_a_nic_that_is_not_this_machines_is_named() -> None:
+    data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+    data["shadow_nodes"][0]["nics"][1]["ip"] = "192.0.2.7"
+    with pytest.raises(StreamError, match=r"192\.0\.2\.7 is no address of this machine"):
+        Serving(Job.model_validate(data), 0)
 
 
 def request_of(of: Job, **other: Any) -> pb.BeginRequest:

@@ -29,7 +29,7 @@ def shadow(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON each second, no view.")] = False,
     receive_buffer: Annotated[
-        int, typer.Option("--receive-buffer", min=1, help="Socket buffer of each stream, in MB.")
+        int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of a stream, in MB.")
     ] = 64,
     grace: Annotated[
         float,

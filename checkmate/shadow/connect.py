@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from checkmate import tcp
@@ -17,6 +18,8 @@ _TCP_MEM = Path("/proc/sys/net/ipv4/tcp_mem")
 
 class StreamError(RuntimeError):
     """A stream can't be connected, and why."""
+
+    exit_code = 1
 
 
 def connect_stream(
@@ -59,6 +62,13 @@ def connect_stream(
     except BaseException:
         sock.close()
         raise
+
+
+def check_host(nic_ips: Sequence[str], receive_buffer: int = RECEIVE_BUFFER) -> None:
+    """`StreamError` where this machine can't have streams: not its addresses, no right to buffers."""
+    for ip in nic_ips:
+        with socket.socket() as sock:
+            _prepare(sock, ip, None, receive_buffer)
 
 
 def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> str | None:

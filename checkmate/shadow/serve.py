@@ -6,7 +6,7 @@ import logging
 
 from checkmate.rpc.channels import open_channel
 from checkmate.schema import Job
-from checkmate.shadow.connect import RECEIVE_BUFFER, tcp_memory_shortfall
+from checkmate.shadow.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.seeding import Copier
@@ -17,7 +17,7 @@ log = logging.getLogger("checkmate")
 
 
 class Serving:
-    """A running shadow node; it serves from `__enter__` on. `ServeError`, `TlsError` where it can't."""
+    """A running shadow node, from `__enter__` on. `StreamError`, `ServeError`, `TlsError` where it can't."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Serving:
         grace: float = GRACE,
         threads: int | None = None,
     ) -> None:
+        check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
         streams = sum(len(plan.streams) for plan in self.node.plans)
         if shortfall := tcp_memory_shortfall(streams, receive_buffer):
