@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from checkmate.cli.main import app
 from tests.jobs_made import job_data
 
-COMMANDS = ["validate", "plan", "run", "status", "remove", "shell"]
+COMMANDS = ["validate", "plan", "run", "status", "remove", "shell", "consolidate"]
 COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli import lab, plan, remove, run, shadow, shell, status, validate
+from checkmate.cli import consolidate, lab, plan, remove, run, shadow, shell, status, validate
 
 app = typer.Typer(
     name="checkmate",
@@ -26,6 +26,7 @@ for command in (
     remove.remove,
     shell.shell,
     shadow.shadow,
+    consolidate.consolidate,
 ):
     app.command()(command)
 app.add_typer(lab.app, name="lab")

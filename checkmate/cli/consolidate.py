@@ -1,0 +1,118 @@
+"""`checkmate consolidate`: a checkpoint on disk, from the shadow nodes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from checkmate.cli.common import AsJson, JobArgument, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.shadow import stopping
+from checkmate.jobs import read_job
+from checkmate.schema import Job
+from topologies.signals import unwinding
+
+if TYPE_CHECKING:
+    from checkmate.consolidate.follow import Saved
+    from checkmate.consolidate.nodes import Nodes
+
+
+class Kind(StrEnum):
+    """What is written."""
+
+    dcp = "dcp"
+    torch = "torch"
+
+
+@says_errors
+def consolidate(
+    job: JobArgument,
+    to: Annotated[
+        Path,
+        typer.Option("--out", help="The checkpoint to write; with --every, the folder to keep them in."),
+    ],
+    kind: Annotated[
+        Kind, typer.Option("--format", help="dcp: a folder, PyTorch Distributed Checkpoint; torch: one file.")
+    ] = Kind.dcp,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds within which all shards must be had.")
+    ] = 60.0,
+    every: Annotated[
+        int | None, typer.Option("--every", min=1, help="Go on, with a checkpoint every so many iterations.")
+    ] = None,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="With --every: how many stay.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Write the newest iteration that the shadow nodes have, as plain PyTorch loads it.
+
+    It reads, while training goes on or after its end, and stops nothing. A checkpoint is written whole or
+    not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again. Exit status 8 where
+    no iteration is whole within --timeout; the message names what is missing.
+
+    Example: checkmate consolidate jobs/gpt.yaml --out checkpoint/
+    """
+    loaded = read_job(job)
+    if every is None and to.is_dir() and (kind is Kind.torch or any(to.iterdir())):
+        raise UsageFault(f"{to} is a folder that is there already; name another, or give --every")
+    from checkmate.consolidate import follow  # noqa: PLC0415 - torch takes a second
+
+    with unwinding():
+        if every is None:
+            with _nodes(loaded) as nodes:
+                saved = follow.take(nodes, to, kind.value, timeout)
+            print_json(_data(saved)) if as_json else _say(saved)
+            return
+        with stopping() as stopped, _quiet_nodes(loaded, stopped) as nodes:
+            follow.follow(
+                nodes,
+                to,
+                kind.value,
+                timeout,
+                every,
+                keep,
+                stopped,
+                (lambda saved: print(json.dumps(_data(saved)), flush=True)) if as_json else _say,
+                lambda text: err.print(f"[yellow]waiting:[/yellow] {text.replace('[', '(')}", soft_wrap=True),
+            )
+
+
+@contextmanager
+def _nodes(job: Job) -> Iterator[Nodes]:
+    """The job's nodes, with progress on a terminal."""
+    from checkmate.consolidate.nodes import Nodes  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(f"reading job {job.job}", total=None)
+        with Nodes(job, lambda nbytes: progress.advance(task, nbytes)) as nodes:
+            yield nodes
+
+
+@contextmanager
+def _quiet_nodes(job: Job, stopped: threading.Event) -> Iterator[Nodes]:
+    from checkmate.consolidate.nodes import Nodes  # noqa: PLC0415
+
+    with Nodes(job, stopped=stopped) as nodes:
+        yield nodes
+
+
+def _data(saved: Saved) -> dict[str, object]:
+    return {**asdict(saved), "path": str(saved.path), "seconds": round(saved.seconds, 3)}
+
+
+def _say(saved: Saved) -> None:
+    shards = "1 shard" if saved.shards == 1 else f"{saved.shards} shards"
+    out.print(
+        f"{saved.path}: iteration {saved.iteration} of job {saved.job}, {shards}, "
+        f"{saved.nbytes / 1e6:.1f} MB in {saved.seconds:.1f} s",
+        soft_wrap=True,
+        markup=False,
+    )

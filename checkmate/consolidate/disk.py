@@ -1,0 +1,239 @@
+"""Checkpoints on disk: each is whole or not there; the newest is found and read back.
+
+A checkpoint is written under a hidden name, flushed to the disk with its folder, and renamed. So an
+interrupted or failed write, on a full disk say, leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch.distributed.checkpoint import default_planner, filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkmate import state
+
+Format = Literal["dcp", "torch"]
+"""PyTorch Distributed Checkpoint, a folder; or one `torch.save` file."""
+
+_NAME: Final = re.compile(r"iteration-(\d{8,})(\.pt)?")
+_METADATA: Final = ".metadata"  # which DCP writes last
+_UNFINISHED: Final = ".unfinished-"
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2  # renameat2(2): no moment without a checkpoint
+
+
+class DiskError(RuntimeError):
+    """A checkpoint can't be written or read; what was there before is as it was."""
+
+    exit_code = 1
+
+
+def path_of(folder: Path, iteration: int, kind: Format) -> Path:
+    """Where a following process keeps an iteration: `iteration-00000041`, or with `.pt`."""
+    return folder / f"iteration-{iteration:08}{'.pt' if kind == 'torch' else ''}"
+
+
+def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bool = False) -> None:
+    """Write a checkpoint so that `path` is it, whole, or is what it was before. Makes the folder.
+
+    A file is replaced, a folder only if told to `replace` it. `DiskError` for a folder that isn't empty, and
+    where the disk is full or refuses.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not replace:
+            _check_free(path, kind)
+        with _unfinished(path) as temporary:
+            if kind == "torch":
+                _save_file(checkpoint, temporary)
+            else:
+                _save_folder(checkpoint, temporary)
+            _put(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise DiskError(f"can't write {path}: {_reason(error)}") from None
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in a folder, or the folder itself if it is one; `None`: there is none."""
+    if is_checkpoint(folder):
+        return folder
+    return next(iter(checkpoints(folder)), None)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints that a following process has left in a folder, the newest first.
+
+    The newest is what was written last: training that began anew counts its iterations anew.
+    """
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_checkpoint(path)]
+    return sorted(found, key=lambda path: (_written(path), path.name), reverse=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path looks like a checkpoint: DCP's folder, or a file of torch.save."""
+    if path.is_dir():
+        return (path / _METADATA).is_file()
+    return path.is_file() and path.suffix == ".pt"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A checkpoint as `assemble.checkpoint` makes it, parameters and ranks by number, on the CPU.
+
+    `DiskError` where it is none.
+    """
+    try:
+        if not path.is_dir():
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            found = _load_folder(path)
+        if "model" in found:
+            return _by_number(found)
+        return {f"group{i}": _by_number(found[f"group{i}"]) for i in range(max(len(found), 1))}
+    except (CheckpointException, Exception) as error:  # noqa: BLE001 - pickle and torch raise anything
+        raise DiskError(f"can't read {path} as a checkpoint: {_reason(error)}") from None
+
+
+def group_of(checkpoint: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """One DP group's part of a checkpoint. `KeyError` where it has no such group."""
+    if "model" in checkpoint and index == checkpoint["group"]:
+        return dict(checkpoint)
+    return dict(checkpoint[f"group{index}"])
+
+
+def keep(folder: Path, count: int) -> None:
+    """Remove all but the newest `count` checkpoints of a folder."""
+    for old in checkpoints(folder)[count:]:
+        _remove(old)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what writers that were killed have left in a folder. Nobody may be writing there."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.glob(f"{_UNFINISHED}*"):
+            _remove(path)
+
+
+def _check_free(path: Path, kind: Format) -> None:
+    if path.is_dir() and (kind == "torch" or any(path.iterdir())):
+        raise OSError("there is a folder already; name another, or remove it")
+    if path.exists() and not path.is_dir() and kind == "dcp":
+        raise OSError("there is a file already; name another, or remove it")
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """A hidden name beside `path`; what is left there in the end is removed."""
+    temporary = path.with_name(f"{_UNFINISHED}{path.name}-{os.getpid()}")
+    _remove(temporary)
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Rename, in place of what is there; `temporary` then names that, to be removed."""
+    if not path.is_dir() or not any(path.iterdir()):
+        os.rename(temporary, path)
+        return
+    arguments = (_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE)
+    if ctypes.CDLL(None, use_errno=True).renameat2(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}, to put it in place of a folder")
+
+
+def _save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(dict(checkpoint), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        writer = filesystem.FileSystemWriter(path, sync_files=True)
+        state_dict_saver.save(dict(checkpoint), storage_writer=writer, no_dist=True)
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    _sync_folder(path)
+
+
+def _load_folder(path: Path) -> dict[str, Any]:
+    """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` reads it: all that is there."""
+    found: dict[str, Any] = {}
+    planner = default_planner._EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    reader = filesystem.FileSystemReader(path)
+    state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    return found
+
+
+def _by_number(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as `optimizer.state_dict()` has them, ranks as numbers; and what DCP has changed."""
+    optimizer = {"state": {}, **group["optimizer"]}  # DCP drops what is empty
+    keys = [key for one in optimizer["param_groups"] for key in one["params"]]
+    number = {key: index for index, key in enumerate(keys)}
+    found = {
+        **group,
+        "optimizer": {
+            "state": {number[key]: values for key, values in optimizer["state"].items()},
+            "param_groups": [
+                {**one, "params": [number[key] for key in one["params"]]} for one in optimizer["param_groups"]
+            ],
+        },
+    }
+    if "rank_buffers" in found:
+        found["rank_buffers"] = {int(rank): value for rank, value in found["rank_buffers"].items()}
+    found.setdefault("buffers", {})
+    exact = found.pop("exact", None)
+    return found if exact is None else {**found, **state.loads(exact)}
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _written(path: Path) -> int:
+    there = path / _METADATA if path.is_dir() else path
+    return there.stat().st_mtime_ns
+
+
+def _remove(path: Path) -> None:
+    """A file or a folder; a folder first loses what makes it a checkpoint."""
+    if path.is_dir():
+        (path / _METADATA).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The root of it: DCP wraps what a disk says in its own exceptions."""
+    if isinstance(error, CheckpointException):
+        inner, _ = next(iter(error.failures.values()))
+        return _reason(inner)
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, OSError) and not isinstance(error, OSError):
+        error = cause
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,98 @@
+"""Takes a checkpoint, once or every so many iterations, and keeps the last few on disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkmate.consolidate import disk
+from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.choose import Lacking
+from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
+from checkmate.state import StateError
+
+POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on disk now. `nbytes`: of parameters and optimizer state."""
+
+    path: Path
+    job: str
+    run: str
+    iteration: int
+    shards: int
+    nbytes: int
+    seconds: float
+
+
+def take(nodes: Nodes, path: Path, kind: disk.Format, timeout: float) -> Saved:
+    """Save the newest iteration as `path`. `Missing` where there is none in time, `DiskError`."""
+    start = time.monotonic()
+    return _write(nodes.read(timeout), path, kind, start, replace=False)
+
+
+def follow(
+    nodes: Nodes,
+    folder: Path,
+    kind: disk.Format,
+    timeout: float,
+    every: int,
+    keep: int,
+    stopped: threading.Event,
+    saved: Callable[[Saved], None],
+    trouble: Callable[[str], None],
+) -> None:
+    """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had.
+
+    The last `keep` stay in `folder`. Until `stopped`: what can't be had or written now is told to `trouble`,
+    once, and tried again.
+    """
+    disk.clear_unfinished(folder)
+    due, told = -1, ""
+    while not stopped.is_set():
+        try:
+            stepped = nodes.stepped()
+            if not stepped - every < due <= stepped + every:
+                due = next_due(stepped, every)  # the first time, or training went back
+            if stepped >= due - 1:
+                start = time.monotonic()
+                snapshot = nodes.read(timeout, at_least=due)
+                path = disk.path_of(folder, snapshot.iteration, kind)
+                saved(_write(snapshot, path, kind, start, replace=True))
+                disk.keep(folder, keep)
+                due = next_due(snapshot.iteration + 1, every)
+            told = ""
+        except (Lacking, Missing, StateError, disk.DiskError) as error:
+            if str(error) != told:
+                trouble(str(error))
+            told = str(error)
+        stopped.wait(POLL_SECONDS)
+
+
+def next_due(iteration: int, every: int) -> int:
+    """The first iteration from this one on (and 0) after which so many more are done."""
+    return (max(iteration, 0) // every + 1) * every - 1
+
+
+def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, replace: bool) -> Saved:
+    disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind, replace=replace)
+    states = [values for group in snapshot.groups for values in group.states.values()]
+    tensors = [
+        t for tensor, values in states for t in (tensor, *values.values()) if isinstance(t, torch.Tensor)
+    ]
+    return Saved(
+        path,
+        snapshot.job.job,
+        snapshot.run,
+        snapshot.iteration,
+        sum(group.layout.shards for group in snapshot.groups),
+        sum(tensor.nbytes for tensor in tensors),
+        time.monotonic() - start,
+    )

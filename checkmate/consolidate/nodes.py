@@ -1,0 +1,279 @@
+"""Reads a job's state from its shadow nodes at one iteration: all shards at once, verified; never fences.
+
+The iteration is reserved on every node before anything is read, so all of them serve the same one however
+training goes on meanwhile (design, section 7, *Commit*).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import grpc
+import torch
+
+from checkmate import state
+from checkmate.consolidate.choose import Lacking, Shard, Source, choose, lacking, name
+from checkmate.layout import Layout, LayoutError, from_json
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.schema import Job
+
+T = TypeVar("T")
+States = dict[int, tuple[torch.Tensor, dict[str, object]]]
+
+ANSWER_SECONDS: Final = 5.0
+"""A node that takes longer for a short answer is taken to be away."""
+STEP_SECONDS: Final = 10.0
+"""An iteration that isn't stepped so soon may never be: another one is named."""
+AGAIN_SECONDS: Final = 0.2
+_MARGINS: Final = (0, 1, 2, 4, 8)
+"""How far ahead of the newest iteration to name one, where training was faster."""
+
+
+class Missing(RuntimeError):
+    """No iteration could be had whole within the timeout; the message names shards and nodes."""
+
+    exit_code = 8
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One DP group's state after an iteration, from all of its shards."""
+
+    layout: Layout
+    optimizer: pb.OptimizerSpec
+    record: pb.IterationRecord
+    names: Mapping[str, str]
+    states: States
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job's state after one iteration, all DP groups."""
+
+    job: Job
+    run: str
+    iteration: int
+    groups: tuple[GroupState, ...]
+
+
+class Nodes:
+    """A job's shadow nodes, asked over gRPC. Context manager; `TlsError` for the job's files."""
+
+    def __init__(
+        self,
+        job: Job,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        """`progress` is told of bytes as they come, from several threads; `stopped` ends attempts early."""
+        self.job = job
+        self._stopped = stopped or threading.Event()
+        self._progress = progress
+        self._channels = {node.id: open_channel(job, node.id) for node in job.shadow_nodes}
+        self._stubs = {node: ShadowStub(channel) for node, channel in self._channels.items()}
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def read(self, timeout: float, at_least: int = 0) -> Snapshot:
+        """The newest iteration that all can give, not below `at_least`; `Missing` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._attempt(deadline, at_least)
+            except Lacking as error:
+                left = deadline - time.monotonic() > AGAIN_SECONDS
+                if not left or self._stopped.wait(AGAIN_SECONDS):
+                    raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from None
+
+    def stepped(self) -> int:
+        """The newest iteration that any node has stepped, -1 none; `Lacking` where some shard has no node."""
+        return self._source(time.monotonic() + ANSWER_SECONDS).stepped
+
+    def _attempt(self, deadline: float, at_least: int) -> Snapshot:
+        source = self._source(deadline)
+        with self._reserved(source, deadline, at_least) as (iteration, granted):
+            return self._fetch_all(source, iteration, granted, deadline)
+
+    def _source(self, deadline: float) -> Source:
+        request = pb.StatusRequest(job=self.job.job)
+        return choose(self.job, self._ask(self._stubs, lambda stub: stub.Status.future, request, deadline))
+
+    @contextmanager
+    def _reserved(
+        self, source: Source, deadline: float, at_least: int
+    ) -> Iterator[tuple[int, Mapping[int, str | None]]]:
+        """An iteration, and for each node that it is reserved there (`None`) or why not."""
+        newest = source.stepped
+        for margin in _MARGINS:
+            iteration = max(newest + margin, at_least, 0)
+            answers = self._reserve(source, iteration, deadline)
+            granted = {
+                node: answer for node, answer in answers.items() if answer is None or isinstance(answer, str)
+            }
+            if all(any(granted.get(n, "") is None for n in nodes) for nodes in source.holders.values()):
+                try:
+                    yield iteration, granted
+                finally:
+                    self._release(iteration, [n for n, a in granted.items() if a is None], source)
+                return
+            self._release(iteration, [node for node, answer in granted.items() if answer is None], source)
+            newest = max([newest, *(a for a in answers.values() if isinstance(a, int))])
+        raise lacking(
+            self.job,
+            {
+                shard: [
+                    (n, granted.get(n) or "goes on faster than iterations can be reserved") for n in nodes
+                ]
+                for shard, nodes in source.holders.items()
+                if all(granted.get(n, "") is not None for n in nodes)
+            },
+        )
+
+    def _reserve(self, source: Source, iteration: int, deadline: float) -> dict[int, int | str | None]:
+        """For each node: `None`, granted; a number, what it has stepped instead; a text, no answer."""
+        left = deadline - time.monotonic()
+        request = pb.ReserveRequest(job=self.job.job, iteration=iteration, seconds=left + ANSWER_SECONDS)
+        asked = {node: self._stubs[node] for node in source.nodes if node not in source.fenced}
+        answers = self._ask(asked, lambda stub: stub.Reserve.future, request, deadline)
+        found: dict[int, int | str | None] = dict.fromkeys(source.fenced)
+        for node, answer in answers.items():
+            found[node] = answer if isinstance(answer, str) else None if answer.granted else answer.stepped
+        return found
+
+    def _release(self, iteration: int, nodes: Sequence[int], source: Source) -> None:
+        request = pb.ReleaseRequest(job=self.job.job, iteration=iteration)
+        stubs = {node: self._stubs[node] for node in nodes if node not in source.fenced}
+        self._ask(stubs, lambda stub: stub.Release.future, request, time.monotonic() + ANSWER_SECONDS)
+
+    def _fetch_all(
+        self, source: Source, iteration: int, granted: Mapping[int, str | None], deadline: float
+    ) -> Snapshot:
+        able = {
+            shard: [n for n in nodes if granted.get(n, "") is None] for shard, nodes in source.holders.items()
+        }
+        found: dict[Shard, _Fetched] = {}
+        troubles: dict[Shard, list[tuple[int, str]]] = {}
+
+        def fetch(shard: Shard) -> None:
+            for node in able[shard]:
+                try:
+                    found[shard] = self._fetch(node, shard, source, iteration, deadline)
+                    return
+                except (state.StateError, LayoutError, grpc.RpcError) as error:
+                    troubles.setdefault(shard, []).append((node, _reason(error)))
+
+        with ThreadPoolExecutor(len(able), thread_name_prefix="fetch") as pool:
+            for done in [pool.submit(fetch, shard) for shard in able]:
+                done.result()
+        failed = {shard: troubles.get(shard, []) for shard in able if shard not in found}
+        if failed:
+            raise lacking(self.job, failed)
+        groups = tuple(
+            _one_group(group, [found[shard] for shard in sorted(found) if shard[0] == group])
+            for group in range(len(self.job.dp_groups))
+        )
+        return Snapshot(self.job, source.run, iteration, groups)
+
+    def _fetch(self, node: int, shard: Shard, source: Source, iteration: int, deadline: float) -> _Fetched:
+        """A shard from one node; `StateError` where it is another one, or damaged."""
+        request = pb.FetchRequest(
+            job=self.job.job, shard=pb.Shard(group=shard[0], shard=shard[1]), iteration=iteration
+        )
+        stream = self._stubs[node].Fetch(request, timeout=max(deadline - time.monotonic(), 0.1))
+        stepped = threading.Timer(STEP_SECONDS, stream.cancel)
+        stepped.start()
+        try:
+            reader = state.from_seeds(stream)
+        finally:
+            stepped.cancel()
+        _check(reader.header, self.job, shard, source, iteration)
+        states: States = {}
+        for number, tensor, values in reader:
+            states[number] = (tensor, values)
+            self._progress(sum(v.nbytes for v in (tensor, *values.values()) if isinstance(v, torch.Tensor)))
+        return _Fetched(reader.header, states)
+
+    def _ask(
+        self,
+        stubs: Mapping[int, ShadowStub],
+        method: Callable[[ShadowStub], Any],
+        request: Any,
+        deadline: float,
+    ) -> dict[int, Any]:
+        """All of them at once; a text where one gives no answer."""
+        timeout = max(min(ANSWER_SECONDS, deadline - time.monotonic()), 0.1)
+        calls = {node: method(stub)(request, timeout=timeout) for node, stub in stubs.items()}
+        found: dict[int, Any] = {}
+        for node, call in calls.items():
+            try:
+                found[node] = call.result()
+            except grpc.RpcError as error:
+                found[node] = _reason(error)
+        return found
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    header: pb.SeedHeader
+    states: States
+
+
+def _check(header: pb.SeedHeader, job: Job, shard: Shard, source: Source, iteration: int) -> None:
+    """`StateError` where a stream is of another job, shard, run, incarnation or iteration."""
+    said = (
+        header.job,
+        header.run,
+        header.incarnation,
+        header.iteration,
+        header.shard.group,
+        header.shard.shard,
+    )
+    asked = (job.job, source.run, source.incarnation, iteration, *shard)
+    if said != asked:
+        raise state.StateError(
+            f"it sent {said}, not {asked} (job, run, incarnation, iteration, DP group, shard)"
+        )
+    if sorted(header.parameters) != sorted(from_json(header.layout).of_shard(shard[1])):
+        raise state.StateError("it announced other parameters than the shard has")
+    ranks = len(job.dp_groups[shard[0]].ranks)
+    record = header.record
+    parts = [(part.position, part.iteration) for part in record.parts]
+    if header.parameters and parts != [(position, iteration) for position in range(ranks)]:
+        raise state.StateError(f"it has no whole step record of iteration {iteration}")
+
+
+def _one_group(group: int, shards: Sequence[_Fetched]) -> GroupState:
+    """A DP group's shards together; `Lacking` where they are of different models."""
+    first = max(shards, key=lambda shard: len(shard.header.record.parts))
+    for shard in shards:
+        same = (shard.header.layout, shard.header.optimizer) == (first.header.layout, first.header.optimizer)
+        if not same:
+            here, there = (name((group, one.header.shard.shard)) for one in (shard, first))
+            trouble = f"{here} is of another model or optimizer than {there}"
+            raise Lacking({(group, shard.header.shard.shard): [trouble]})
+    states = {number: values for shard in shards for number, values in shard.states.items()}
+    header = first.header
+    return GroupState(from_json(header.layout), header.optimizer, header.record, header.names, states)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, grpc.Call):
+        detail = str(error.details() or "").splitlines()
+        if error.code() == grpc.StatusCode.CANCELLED:
+            return f"the iteration was not stepped within {STEP_SECONDS:g} s"
+        return f"{error.code().name}{': ' + detail[0] if detail else ''}"
+    return str(error) or type(error).__name__

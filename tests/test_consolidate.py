@@ -1,0 +1,420 @@
+"""Checkpoints from real shadow nodes over real gRPC: right for their iteration, or not written at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate import state
+from checkmate.consolidate import disk
+from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.choose import Lacking, choose, newest_incarnation
+from checkmate.consolidate.follow import next_due
+from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
+from checkmate.optimizers import options_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.rpc.channels import OPTIONS
+from checkmate.schema import Job
+from tests.end_hosts import needs_root, wait_until
+from tests.jobs_made import job
+from tests.shadow_world import World
+from tests.small_training import RUN, Training
+
+pytestmark = needs_root  # SO_RCVBUFFORCE
+
+
+class Trained(Training):
+    """A training with a schedule, and records as real ranks make them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.options: list[str] = []
+
+    def record(self, nodes: Any = None) -> None:
+        self.options = [options_of(group) for group in self.optimizer.param_groups]
+        self.scheduler.step()
+        super().record(nodes)
+
+    def part(self, position: int) -> pb.RecordPart:
+        part = super().part(position)
+        part.rng = state.dumps({"torch": torch.tensor([self.iteration, position])})
+        part.extra = state.dumps({"at": 10 * self.iteration + position})
+        if position == 0:
+            part.buffers = state.dumps({"seen": torch.tensor(self.iteration)})
+            part.step.options[:] = self.options
+            part.step.next_options.extend(options_of(group) for group in self.optimizer.param_groups)
+            part.step.scheduler = state.dumps(self.scheduler.state_dict())
+        return part
+
+    def check_group(self, found: dict[str, Any], iteration: int) -> None:
+        """A group of a checkpoint is what this training had after an iteration."""
+        assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, self.group)
+        expected = self.states[iteration]
+        for number, (tensor, values) in expected.items():
+            assert torch.equal(found["model"][f"p{number}"], tensor), f"p{number} after {iteration}"
+            theirs = found["optimizer"]["state"][number]
+            assert {name: torch.equal(theirs[name], values[name]) for name in values} == dict.fromkeys(
+                values, True
+            )
+        ranks = [rank.rank for rank in self.job.dp_groups[self.group].ranks]
+        assert {r: v["torch"].tolist() for r, v in found["rng"].items()} == {
+            rank: [iteration, position] for position, rank in enumerate(ranks)
+        }
+        assert [v["at"] for v in found["extra"].values()] == [10 * iteration + i for i in range(len(ranks))]
+        assert found["buffers"]["seen"].item() == iteration
+        assert found["scheduler"]["last_epoch"] == iteration + 1
+        assert found["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.01 * 0.9 ** (iteration + 1))
+
+
+class Place:
+    """Shadow nodes, and a training of each DP group."""
+
+    def __init__(self, stack: ExitStack, **kwargs: Any) -> None:
+        self.world = World(stack, **kwargs)
+        self.job: Job = self.world.job
+        self.trainings = [
+            Trained(self.job, self.world.copies, group=group) for group in range(len(self.job.dp_groups))
+        ]
+        for training in self.trainings:
+            stack.callback(training.close)
+            training.begin(list(self.world.nodes))
+        for training in self.trainings:
+            training.seed_all()
+        self.world.ready()
+
+    def iterate(self, count: int = 1) -> None:
+        for _ in range(count):
+            for training in self.trainings:
+                training.iterate()
+        self.world.stepped(self.trainings[0].iteration)
+
+    def check(self, found: dict[str, Any], iteration: int) -> None:
+        for index, training in enumerate(self.trainings):
+            training.check_group(disk.group_of(found, index), iteration)
+
+    def read(self, timeout: float = 20, at_least: int = 0) -> Snapshot:
+        with Nodes(self.job) as nodes:
+            return nodes.read(timeout, at_least)
+
+    @contextmanager
+    def going_on(self, most: int = 2000) -> Iterator[None]:
+        """Trains in the background, as fast as the nodes follow."""
+        done = threading.Event()
+
+        def train() -> None:
+            for _ in range(most):
+                if done.is_set():
+                    return
+                self.iterate()
+
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(train)
+            try:
+                yield
+            finally:
+                done.set()
+                training.result()
+
+    def file(self, folder: Path) -> Path:
+        data = self.job.model_dump(mode="json", exclude_none=True)
+        path = folder / "job.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+
+@pytest.fixture
+def place() -> Iterator[Callable[..., Place]]:
+    with ExitStack() as stack:
+        yield lambda **kwargs: Place(stack, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "replicas"), [(1, 1, 1), (1, 2, 1), (1, 3, 2), (2, 2, 1), (2, 2, 2)]
+)
+def test_after_training_ended(place: Callable[..., Place], groups: int, nodes: int, replicas: int) -> None:
+    """The last iteration, at once, and as often as it is asked for."""
+    here = place(groups=groups, nodes=nodes, replicas=replicas, ranks=2)
+    here.iterate(3)
+    for _ in range(2):
+        snapshot = here.read(timeout=5)
+        assert (snapshot.iteration, snapshot.run) == (2, RUN)
+        here.check(checkpoint(snapshot), 2)
+    here.iterate()
+    here.check(checkpoint(here.read()), 3)
+    assert [node.node.reserved for node in here.world.nodes.values()] == [{}] * nodes
+
+
+@pytest.mark.parametrize(("groups", "replicas"), [(1, 1), (2, 2)])
+def test_while_training_goes_on(place: Callable[..., Place], groups: int, replicas: int) -> None:
+    """All shards and stages at one iteration, the newest; training is not held up by it."""
+    here = place(groups=groups, nodes=2, replicas=replicas, ranks=2)
+    here.iterate()
+    with here.going_on():
+        seen = []
+        for _ in range(5):
+            before = here.trainings[0].iteration
+            snapshot = here.read()
+            assert snapshot.iteration >= before - 1
+            here.check(checkpoint(snapshot), snapshot.iteration)
+            seen.append(snapshot.iteration)
+        assert here.read(at_least=seen[-1] + 5).iteration >= seen[-1] + 5
+    assert seen == sorted(seen)
+    wait_until(lambda: not any(n.node.reserved for n in here.world.nodes.values()), "released")
+
+
+def test_from_fenced_nodes(place: Callable[..., Place]) -> None:
+    """Between a crash and the restart's first iteration."""
+    here = place(nodes=2, ranks=2)
+    here.iterate(2)
+    training = here.trainings[0]
+    for node in here.world.nodes:
+        training.stubs[node].Fence(pb.FenceRequest(job=here.job.job, timeout=2), timeout=5)
+    for node in here.world.nodes:
+        training.stubs[node].Settle(pb.SettleRequest(job=here.job.job, iteration=1, run=RUN), timeout=5)
+    here.check(checkpoint(here.read()), 1)
+
+
+def test_with_a_holder_gone(place: Callable[..., Place]) -> None:
+    here = place(nodes=2, replicas=2, ranks=2)
+    here.iterate()
+    here.world.stop(1)
+    here.check(checkpoint(here.read()), 0)
+
+
+def test_what_is_missing_is_named(place: Callable[..., Place]) -> None:
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    here.world.stop(1)
+    address = here.job.node(1).mgmt
+    with pytest.raises(Missing) as caught:
+        here.read(timeout=1)
+    words = str(caught.value)
+    assert words.startswith("no iteration is whole within 1 s: shard 1 of DP group 0: shadow node 1 (")
+    assert f"({address}): UNAVAILABLE" in words
+    assert "shard 0" not in words
+
+
+def test_nodes_that_have_forgotten_everything(place: Callable[..., Place]) -> None:
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    for node in list(here.world.nodes):
+        here.world.stop(node)
+        here.world.start(node)
+    with pytest.raises(Missing, match="shard 0 of DP group 0: shadow node 0 .*: holds nothing; shard 1 of"):
+        here.read(timeout=1)
+
+
+class Liar(rpc.ShadowServicer):
+    """In a node's place; has what another holder of the same shards gives, and changes it."""
+
+    def __init__(self, truth: rpc.ShadowStub, node: int, change: Callable[[list[pb.Seeds]], object]) -> None:
+        self._truth, self._node, self._change = truth, node, change
+        self.asked = 0
+
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        found = self._truth.Status(request)
+        found.node = self._node
+        return found
+
+    def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
+        return self._truth.Reserve(request)
+
+    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
+        return self._truth.Release(request)
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
+        self.asked += 1
+        messages = list(self._truth.Fetch(request))
+        self._change(messages)
+        yield from messages
+
+
+def spoil_header(messages: list[pb.Seeds], **changes: Any) -> None:
+    """Another header, with a checksum that is right for it."""
+    header = messages[0].header
+    for name, value in changes.items():
+        if name == "shard":
+            header.shard.shard = value
+        elif name == "record":
+            del header.record.parts[:value]
+        else:
+            setattr(header, name, value)
+    checksum = state.Checksum(header)
+    for message in messages[1:-1]:
+        checksum.add(message.piece)
+    messages[-1].checksum = checksum.digest()
+
+
+def flip(messages: list[pb.Seeds]) -> None:
+    data = bytearray(messages[3].piece.tensor.data)
+    data[0] ^= 1
+    messages[3].piece.tensor.data = bytes(data)
+
+
+LIES: dict[str, Callable[[list[pb.Seeds]], object]] = {
+    "another job": lambda m: spoil_header(m, job="other"),
+    "another run": lambda m: spoil_header(m, run="second"),
+    "another incarnation": lambda m: spoil_header(m, incarnation=1),
+    "another iteration": lambda m: spoil_header(m, iteration=0),
+    "another shard": lambda m: spoil_header(m, shard=7),
+    "half a record": lambda m: spoil_header(m, record=1),
+    "damaged": flip,
+    "cut short": lambda m: m.pop(),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Place], lie: str) -> None:
+    """It is had from the other holder; without one, it is missing, and the reason named."""
+    here = place(nodes=2, replicas=2, ranks=2)
+    here.iterate(2)
+    here.world.stop(1)
+    truth = here.trainings[0].stubs[0]
+    liar = Liar(truth, 1, LIES[lie])  # type: ignore[abstract]
+    server = grpc.server(ThreadPoolExecutor(8), options=OPTIONS)
+    rpc.add_ShadowServicer_to_server(liar, server)
+    assert server.add_insecure_port(here.job.node(1).mgmt)
+    server.start()
+    try:
+        here.check(checkpoint(here.read()), 1)
+        assert liar.asked
+        alone = here.job.model_copy(update={"replicas": 1})
+        with Nodes(alone) as nodes, pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1"):
+            nodes.read(1)
+    finally:
+        server.stop(0).wait()
+
+
+CHECKMATE = [sys.executable, "-m", "checkmate.cli.entry"]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_the_command_writes_a_checkpoint(place: Callable[..., Place], kind: str, tmp_path: Path) -> None:
+    here = place(groups=2, nodes=2, ranks=2)
+    here.iterate(2)
+    out = tmp_path / "checkpoint"
+    argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    assert (said["iteration"], said["shards"], said["path"]) == (1, 4, str(out))
+    here.check(disk.load(out), 1)
+    again = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if kind == "dcp":
+        assert again.returncode == 2
+        assert "is a folder that is there already" in again.stderr.replace("\n", " ")
+    else:
+        assert again.returncode == 0
+        assert "iteration 1 of job demo, 4 shards" in again.stdout
+    for node in list(here.world.nodes):
+        here.world.stop(node)
+    other = [*argv[:-3], str(tmp_path / "other"), *argv[-2:], "--timeout", "1"]
+    done = subprocess.run([*other, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 8
+    assert json.loads(done.stdout)["exit"] == 8
+    assert "shard 1 of DP group 1" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_the_command_keeps_the_last_few(place: Callable[..., Place], kind: str, tmp_path: Path) -> None:
+    """Beside training, until it is told to stop."""
+    here = place(nodes=2, ranks=2)
+    folder = tmp_path / "kept"
+    argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(folder)]
+    argv += ["--format", kind, "--every", "5", "--keep", "2", "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            with here.going_on():
+                said = [json.loads(process.stdout.readline()) for _ in range(4)]
+        finally:
+            process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait() == 0
+    said += [json.loads(line) for line in rest.splitlines()]
+    iterations = [one["iteration"] for one in said]
+    assert iterations == sorted(set(iterations))
+    assert all((b + 1) // 5 > (a + 1) // 5 for a, b in itertools.pairwise(iterations))
+    left = disk.checkpoints(folder)
+    assert [path.name.removesuffix(".pt") for path in left] == [
+        f"iteration-{i:08}" for i in iterations[:-3:-1]
+    ]
+    for path, iteration in zip(left, reversed(iterations), strict=False):
+        here.check(disk.load(path), iteration)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in left)
+
+
+@given(st.integers(-1, 1000), st.integers(1, 50))
+def test_when_one_is_due(iteration: int, every: int) -> None:
+    due = next_due(iteration, every)
+    assert due >= max(iteration, 0)
+    assert (due + 1) % every == 0
+    assert due - max(iteration, 0) < every
+
+
+@given(st.integers(0, 255), st.lists(st.integers(0, 127), min_size=1, max_size=5))
+def test_the_newest_incarnation_counts_round(last: int, before: list[int]) -> None:
+    assert newest_incarnation([(last - b) % 256 for b in [*before, 0]]) == last
+    assert newest_incarnation([]) is None
+
+
+def status(*holds: tuple[int, int], **changes: Any) -> pb.NodeStatus:
+    found = pb.NodeStatus(job="demo")
+    for group, shard in holds:
+        hold = found.holds.add(incarnation=3, run="r", stepped=7, seeded=True, live=True, offered=True)
+        hold.shard.CopyFrom(pb.Shard(group=group, shard=shard))
+        for name, value in changes.items():
+            setattr(hold, name, value)
+    return found
+
+
+def test_who_is_asked() -> None:
+    made = job(nodes=2, replicas=2)
+    both = status((0, 0), (0, 1))
+    source = choose(made, {0: both, 1: both})
+    assert dict(source.holders) == {(0, 0): (0, 1), (0, 1): (1, 0)}
+    assert (source.run, source.incarnation, source.stepped, source.nodes) == ("r", 3, 7, (0, 1))
+    source = choose(made, {0: both, 1: "gone"})
+    assert dict(source.holders) == {(0, 0): (0,), (0, 1): (0,)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("UNAVAILABLE: no route", "UNAVAILABLE: no route"),
+        (pb.NodeStatus(holds_nothing=True), "holds nothing"),
+        (status((0, 0)), "does not hold it"),
+        (status((0, 1), incarnation=2, run="old"), "is still in incarnation 2, not 3"),
+        (status((0, 1), offered=False, doubtful=True, trouble="p3 differs"), "p3 differs"),
+        (status((0, 1), offered=False, live=False), "is not live yet, at iteration 7"),
+        (status((0, 1), offered=False, live=False, seeded=False), "is not seeded yet"),
+    ],
+)
+def test_why_nobody_gives_a_shard(answer: Any, words: str) -> None:
+    made = job(nodes=2)
+    with pytest.raises(Lacking) as caught:
+        choose(made, {0: status((0, 0)), 1: answer})
+    assert str(caught.value) == f"shard 1 of DP group 0: shadow node 1 ({made.node(1).mgmt}): {words}"
+    behind = status((0, 1), trouble="5 iterations behind")
+    assert choose(made, {0: status((0, 0)), 1: behind}).holders[0, 1] == (1,)
