@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -17,8 +17,10 @@ from checkmate.state import from_seeds
 class RecordingNode(rpc.ShadowServicer):
     """Serves at an address until `stop`; can be started again there, as a node that has forgotten all."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, address: str = "127.0.0.1:0", shards: Sequence[int] = ()) -> None:
+        """`shards`: those that it says it holds, all seeded, once told to begin."""
         self.address = address
+        self.shards = shards
         self.begins: list[pb.BeginRequest] = []
         self.records: list[pb.RecordPart] = []
         self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
@@ -47,6 +49,11 @@ class RecordingNode(rpc.ShadowServicer):
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         self.begins.append(request)
+        del self.status.holds[:]
+        for shard in self.shards:
+            self.status.holds.add(
+                shard=pb.Shard(group=request.group, shard=shard), incarnation=request.incarnation, seeded=True
+            )
         return pb.BeginReply()
 
     def Record(

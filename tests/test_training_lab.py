@@ -123,3 +123,22 @@ def test_training_goes_on_without_any_shadow_node(tmp_path: Path) -> None:
         lab.await_iteration(run, max(run.losses(0)) + 5)
         lab.end(run)
         assert lab.ranks[0].complaints().count("training goes on") == 4  # each node, twice
+
+
+@pytest.mark.slow
+def test_when_every_shadow_node_was_lost_training_resumes_from_disk(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with training_lab(TWO_RANKS) as lab:
+        reference = lab.train(Orders(str(tmp_path / "reference"), iterations=12))
+        lab.train(Orders(str(tmp_path / "run"), iterations=6, fresh=True))
+        lab.consolidate("--out", checkpoints / "iteration-00000005")
+        for member in list(lab.shadows.values()):
+            lab.crew.restart(member)
+        lab.await_ready(list(lab.shadows.values()))
+        orders = Orders(str(tmp_path / "run"), iterations=12, seed=99, checkpoints=str(checkpoints))
+        resumed = lab.train(orders)
+        assert resumed.resumed() == 6
+        assert same_training(resumed, reference)
+        again = lab.train(Orders(str(tmp_path / "again"), only_restore=True, seed=98))
+        assert again.resumed() == 12
+        assert equal(again.state(0), reference.state(0))

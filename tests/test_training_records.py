@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
@@ -20,7 +22,7 @@ from checkmate.shadow.replica import Replica
 from checkmate.training import session
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Noted, Recorder, RefusedError, Watched
-from checkmate.training.slices import Buffers, Slices, kept_beside
+from checkmate.training.slices import Buffers, Rotation, Slices, fitting, kept_beside
 from checkmate.training.steps import Steps
 from tests.training_alone import alone
 
@@ -332,3 +334,39 @@ def test_without_protection_clipping_is_torchs() -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
+
+
+def test_buffers_that_no_record_can_hold_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Module()
+    for name, size in (("small", 10), ("large", 1000), ("middle", 100)):
+        model.register_buffer(name, torch.zeros(size))
+    find = fitting(lambda: dict(model.named_buffers()), most=4 * 200)
+    assert list(find()) == ["small", "middle"]
+    assert "to make them itself: large" in caplog.text
+    assert list(fitting(lambda: dict(model.named_buffers()))()) == ["small", "large", "middle"]
+
+
+def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
+    """Where DDP doesn't share them, each record has all that ever changed: a node keeps only that record."""
+    model = nn.BatchNorm1d(3)
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=False, changed=["running_var"])
+    assert set(buffers.take()) == {"running_var"}
+    dict(model.named_buffers())["running_mean"].add_(1)
+    assert set(buffers.take()) == {"running_mean", "running_var"}
+    assert set(buffers.take()) == {"running_mean", "running_var"}
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([2, 4, 8])), max_size=6), st.integers(8, 100))
+def test_windows_go_round_every_element_once(sizes: list[tuple[int, int]], nbytes: int) -> None:
+    every = [(number, elements, itemsize) for number, (elements, itemsize) in enumerate(sizes)]
+    rotation = Rotation(every, nbytes)
+    seen: list[tuple[int, int]] = []
+    total = sum(elements for elements, _ in sizes)
+    while len(seen) < total:
+        windows = list(rotation.next())
+        assert windows
+        assert sum((w.stop - w.start) * sizes[w.parameter][1] for w in windows) <= nbytes
+        seen += [(w.parameter, i) for w in windows for i in range(w.start, w.stop)]
+    assert seen == [(number, i) for number, elements, _ in every for i in range(elements)]
+    again = list(rotation.next())
+    assert not sizes or (again[0].parameter, again[0].start) == (0, 0)

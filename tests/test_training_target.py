@@ -10,7 +10,6 @@ from checkmate.training.target import (
     Missing,
     Target,
     choose,
-    newest,
     next_incarnation,
     settled,
     spread,
@@ -131,13 +130,7 @@ def test_a_stale_node_does_not_hold_back_the_others() -> None:
     assert choose([(0, 0)], [node(0, stale), node(1, now)]) == Target(8, "a", {(0, 0): (1,)})
 
 
-@given(st.integers(0, 255), st.sets(st.integers(0, 100)))
-def test_the_newest_incarnation_also_where_they_wrap(last: int, behind: set[int]) -> None:
-    assert newest([last, *((last - back) % 256 for back in behind)]) == last
-
-
 def test_no_incarnation() -> None:
-    assert newest([]) is None
     assert next_incarnation([], 256 * 7 + 5.5) == 5
     assert next_incarnation([node(0, hold(incarnation=255))], 0) == 0
 

@@ -27,7 +27,7 @@ from topologies.crew import Crew, Member
 from topologies.describe import LabError, Topology
 from topologies.lab import Lab
 from topologies.links import MGMT_INTERFACE
-from topologies.serving import CHECKMATE, Controller, serving
+from topologies.serving import CHECKMATE, Controller, checkmate, serving
 
 _PORT = 29500
 _SECONDS = 90.0
@@ -157,6 +157,10 @@ class TrainingLab:
         file.replace(run.folder / "end")
         self.crew.finish(self.ranks, _SECONDS)
         return end
+
+    def consolidate(self, *options: str | Path) -> str:
+        """Run `checkmate consolidate` beside the controller; its output."""
+        return checkmate(self.crew, "consolidate", self.lab.job_file, *options)
 
     def kill_ranks(self) -> None:
         """SIGKILL to all ranks."""

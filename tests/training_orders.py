@@ -13,7 +13,8 @@ class Orders:
     """A training run. `kills`: (rank, iteration) pairs: it dies by SIGKILL as that iteration begins.
 
     `open_end`: it goes on until the file `end` in its folder names the number of iterations.
-    `keep_each`: it saves what it has after each iteration, and what it has restored.
+    `keep_each`: it saves what it has after each iteration, and what it has restored. `plain`: it leaves the
+    closing of the protection to the interpreter's exit. `fail_at`: it raises as that iteration begins.
     """
 
     folder: str
@@ -38,8 +39,12 @@ class Orders:
     wait: float = 30.0
     timeout: float = 30.0
     fresh: bool = False
+    checkpoints: str | None = None
     only_restore: bool = False
     keep_each: bool = False
+    plain: bool = False
+    fail_at: int | None = None
+    restore: bool = True
     open_end: bool = False
 
     def write(self, file: Path) -> Path:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
+from checkmate import Restored
 from tests.training_orders import Orders
 
 
@@ -88,14 +89,7 @@ class Rank:
     def run(self) -> None:
         """Restore, protect, train, and save what came of it."""
         orders = self.orders
-        resumed = checkmate.restore(
-            self.ddp,
-            self.optimizer,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            fresh=orders.fresh,
-            timeout=orders.timeout,
-        )
+        resumed = self.restore() if orders.restore else Restored(0)
         if resumed.extra is not None:
             self.sampler = resumed.extra
         self.say("resumed", iteration=resumed.iteration, sampler=dict(self.sampler))
@@ -113,10 +107,12 @@ class Rank:
             wait=orders.wait,
         )
         self.say("protected")
-        with protection:
+        with nullcontext() if orders.plain else protection:
             iteration = resumed.iteration
             while iteration < self.end():
                 self.die_if_due(iteration)
+                if iteration == orders.fail_at:
+                    raise ArithmeticError("as ordered")
                 began = time.monotonic()
                 loss = self.iterate(iteration)
                 self.say("iteration", iteration=iteration, loss=loss, seconds=time.monotonic() - began)
@@ -124,6 +120,18 @@ class Rank:
                     self.save(f"after{iteration}.")
                 iteration += 1
         self.save()
+
+    def restore(self) -> Restored:
+        """What a script does first."""
+        return checkmate.restore(
+            self.ddp,
+            self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            fresh=self.orders.fresh,
+            timeout=self.orders.timeout,
+            checkpoints=self.orders.checkpoints,
+        )
 
     def end(self) -> float:
         """How many iterations there are to be, as far as that is known."""

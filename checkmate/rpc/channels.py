@@ -9,9 +9,12 @@ import grpc
 
 from checkmate.schema import Job, MgmtTls
 
+MESSAGE_BYTES: Final = 256 << 20
+"""A record has all of a model's buffers; parameters go in pieces of 1 MiB."""
+
 OPTIONS: Final = (
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import grpc
@@ -109,7 +109,10 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> Plan:
     fence.close()
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s; it will be seeded when it answers", _failure(job, node, why))
-    return _anew("nothing", list(fence.answers.values()))
+    answers = _given(fence)
+    held = [hold.stepped for answer in answers if not answer.holds_nothing for hold in answer.holds]
+    trouble = f"the shadow nodes held iteration {max(held)}, which is given up" if held else ""
+    return _anew("nothing", answers, trouble)
 
 
 def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
@@ -133,13 +136,18 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
     return Plan("nodes", incarnation, chosen.run, chosen.iteration, holders)
 
 
+def plan_anew(incarnation: int, trouble: str) -> Plan:
+    """A plan without the shadow nodes' state, in an incarnation that is agreed on: `trouble` says why."""
+    return Plan("none", incarnation, uuid.uuid4().hex, trouble=trouble)
+
+
 def _given(fence: Fence) -> list[pb.NodeStatus]:
     return list(fence.answers.values())
 
 
 def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = "") -> Plan:
     incarnation = target.next_incarnation(answers, time.time())
-    return Plan(kind, incarnation, uuid.uuid4().hex, trouble=trouble)
+    return replace(plan_anew(incarnation, trouble), kind=kind)
 
 
 def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> list[pb.NodeStatus]:

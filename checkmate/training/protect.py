@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -71,6 +72,8 @@ def protect(
     start = restore.take_start()
     if start is None:
         start = Start(restore.plan_fresh(place, stubs, wait))
+        if start.plan.trouble and place.rank == 0:
+            _log.warning("%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble)
     return Protection(place, watched, stubs, start, deadline)
 
 
@@ -116,6 +119,7 @@ class Protection:
         self._recorder = self._new_recorder(names)
         self._hook.on_reduced = self._recorder.reduced
         self._closed = False
+        self._pid = os.getpid()
         _protected.add(id(watched.ddp))
         atexit.register(self._at_exit)
         self._bring_up(deadline)
@@ -218,22 +222,22 @@ class Protection:
             time.sleep(_POLL_SECONDS)
 
     def _lacking(self) -> list[str]:
-        found = []
-        for node in self.session.nodes:
+        """What keeps the group's nodes from following, if anything does."""
+        place, found = self.session, []
+        for node in place.nodes:
             try:
-                status = self._stubs.to(node.id).Status(pb.StatusRequest(job=self.session.job.job), timeout=2)
+                status = self._stubs.to(node.id).Status(pb.StatusRequest(job=place.job.job), timeout=2)
             except grpc.RpcError as error:
                 found.append(f"shadow node {node.id} ({node.mgmt}): {reason(error)}")
                 continue
-            for hold in status.holds:
-                if hold.shard.group == self.session.group and hold.incarnation == self.incarnation:
-                    if not hold.seeded:
-                        found.append(f"shadow node {node.id} is not seeded with shard {hold.shard.shard}")
-                    elif hold.connected < hold.streams:
-                        found.append(
-                            f"shadow node {node.id} has {hold.connected} of {hold.streams} streams of shard "
-                            f"{hold.shard.shard} connected"
-                        )
+            held = {
+                hold.shard.shard: hold
+                for hold in status.holds
+                if (hold.shard.group, hold.incarnation) == (place.group, self.incarnation)
+            }
+            for shard in range(place.shards):
+                if node in place.holders(shard) and (trouble := _not_ready(held.get(shard))):
+                    found.append(f"shadow node {node.id}, shard {shard}: {trouble}")
         return found
 
     def _begin_request(self) -> pb.BeginRequest:
@@ -279,8 +283,18 @@ class Protection:
         self._recorder.fault = error
 
     def _at_exit(self) -> None:
-        """The script ends: the last iteration, unless it ends by an error."""
-        self.close(last=getattr(sys, "last_value", None) is None)
+        """The script ends: the last iteration, unless it ends by an error. A forked child's end is not it."""
+        if os.getpid() == self._pid:
+            self.close(last=getattr(sys, "last_value", None) is None)
+
+
+def _not_ready(hold: pb.HoldStatus | None) -> str:
+    """Why a hold can't follow yet; empty where it can."""
+    if hold is None:
+        return "not begun"
+    if hold.connected < hold.streams:
+        return f"{hold.connected} of {hold.streams} streams are connected"
+    return "" if hold.seeded else "not seeded"
 
 
 def _connect(place: Session, layout: Layout, start: Start) -> tuple[Tagger | None, Ring]:
@@ -307,4 +321,9 @@ def _connect(place: Session, layout: Layout, start: Start) -> tuple[Tagger | Non
         if tagger is not None:
             tagger.close()
         raise TaggerUnavailable(*found)
-    return tagger, connect_ring(where, tagger)
+    try:
+        return tagger, connect_ring(where, tagger)
+    except BaseException:
+        if tagger is not None:
+            tagger.close()
+        raise

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.consolidate.disk import DiskError
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training import fence, session
+from checkmate.state import StateError
+from checkmate.training import disk, fence, session
 from checkmate.training.client import Stubs
 from checkmate.training.fence import Plan
 from checkmate.training.fetch import FetchError, Wanted, fetch
@@ -28,6 +31,8 @@ from checkmate.training.install import (
 )
 from checkmate.training.records import Watched
 from checkmate.training.session import Session
+
+T = TypeVar("T")
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -87,44 +92,43 @@ def restore(
     watched = Watched(ddp, optimizer, scheduler, scaler)
     stubs = Stubs(place.job)
     try:
-        start, extra = _begin(place, watched, stubs, timeout, fresh)
+        start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)
     finally:
         stubs.close()
     _starts[:] = [start]
     return Restored(start.next_iteration, extra)
 
 
-def _begin(place: Session, watched: Watched, stubs: Stubs, timeout: float, fresh: bool) -> tuple[Start, Any]:
-    plan = _agree(place, lambda: _plan(place, stubs, timeout, fresh))
-    if plan.kind == "nothing":
-        if place.rank == 0:
-            why = "fresh=True" if fresh else "the shadow nodes hold nothing"
-            _log.info("%s: training begins with iteration 0", why)
-        return Start(plan), None
-    if plan.kind == "none":
-        raise RestoreError(f"{plan.trouble}; fresh=True starts anew")
-    return _from_nodes(place, watched, stubs, plan, timeout)
-
-
-def _plan(place: Session, stubs: Stubs, timeout: float, fresh: bool) -> Plan:
+def _begin(
+    place: Session,
+    watched: Watched,
+    stubs: Stubs,
+    timeout: float,
+    fresh: bool,
+    checkpoints: str | Path | None,
+) -> tuple[Start, Any]:
     if fresh:
-        return fence.plan_fresh(place.job, stubs, min(timeout, FRESH_SECONDS))
-    return fence.plan_restore(place.job, stubs, timeout)
-
-
-def _agree(place: Session, make: Callable[[], Plan]) -> Plan:
-    """Rank 0's plan, on all ranks; its exception too."""
-    box: list[Any] = [None]
-    if place.rank == 0:
-        try:
-            box = [make()]
-        except Exception as error:  # noqa: BLE001 - others would wait for ever
-            box = [RestoreError(f"rank 0: {error}")]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    plan: Plan = box[0]
-    return plan
+        plan = plan_fresh(place, stubs, min(timeout, FRESH_SECONDS))
+        _say(place, "fresh=True: training begins with iteration 0")
+        return Start(plan), None
+    plan = _agree(place, lambda: fence.plan_restore(place.job, stubs, timeout))
+    if plan.kind == "nodes":
+        start = Start(plan, plan.iteration + 1, keep=True)
+        extra, trouble = _together(place, lambda: _from_nodes(place, watched, stubs, start, timeout))
+        if not trouble:
+            _say(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
+            return start, extra
+        trouble = f"iteration {plan.iteration} can't be had from the shadow nodes: {trouble}"
+        plan = _agree(place, partial(fence.plan_anew, plan.incarnation, trouble))
+    path = _agree(place, lambda: disk.newest(checkpoints))
+    if path is not None:
+        if plan.trouble:
+            _say(place, plan.trouble)
+        return _from_disk(place, watched, plan, path)
+    if plan.kind == "none":
+        raise RestoreError(f"{plan.trouble}; no checkpoint is on disk; fresh=True starts anew")
+    _say(place, "the shadow nodes hold nothing: training begins with iteration 0")
+    return Start(plan), None
 
 
 def plan_fresh(place: Session, stubs: Stubs, timeout: float) -> Plan:
@@ -132,27 +136,50 @@ def plan_fresh(place: Session, stubs: Stubs, timeout: float) -> Plan:
     return _agree(place, lambda: fence.plan_fresh(place.job, stubs, timeout))
 
 
-def _from_nodes(
-    place: Session, watched: Watched, stubs: Stubs, plan: Plan, timeout: float
-) -> tuple[Start, Any]:
-    """Fetch and install on every rank; where one fails, all do."""
-    trouble: str | None = None
-    start, extra = Start(plan, plan.iteration + 1, keep=True), None
+def _say(place: Session, what: str) -> None:
+    if place.rank == 0:
+        _log.info("%s", what)
+
+
+def _agree(place: Session, make: Callable[[], T]) -> T:
+    """What rank 0 makes, on all ranks; its exception too."""
+    box: list[Any] = [None, None]
+    if place.rank == 0:
+        try:
+            box = [make(), None]
+        except Exception as error:  # noqa: BLE001 - others would wait for ever
+            box = [None, f"rank 0: {type(error).__name__}: {error}"]
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise RestoreError(box[1])
+    made: T = box[0]
+    return made
+
+
+def _together(place: Session, do: Callable[[], Any]) -> tuple[Any, str]:
+    """What this rank's `do` returns, and the troubles of all ranks."""
+    result, trouble = None, None
     try:
-        extra = _fetch_and_install(place, watched, stubs, start, timeout)
-    except (FetchError, InstallError, ValueError) as error:
+        result = do()
+    except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
         trouble = f"rank {place.rank}: {error}"
     troubles: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(troubles, trouble)
-    if any(troubles):
-        found = "; ".join(one for one in troubles if one)
-        raise RestoreError(f"iteration {plan.iteration} can't be had from the shadow nodes: {found}")
-    if place.rank == 0:
-        _log.info("resumed from the shadow nodes: iteration %d comes next", start.next_iteration)
-    return start, extra
+    return result, "; ".join(one for one in troubles if one)
 
 
-def _fetch_and_install(place: Session, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
+def _from_disk(place: Session, watched: Watched, plan: Plan, path: Path) -> tuple[Start, Any]:
+    found, trouble = _together(place, lambda: disk.resume(path, place, watched))
+    if trouble:
+        raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, "fresh=True starts anew"])))
+    record, extra = found
+    _say(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
+    own = own_buffers(record, place.position)
+    return Start(plan, record.iteration + 1, record=record, own_buffers=own), extra
+
+
+def _from_nodes(place: Session, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
+    """Fetch and install the planned iteration; the user's `extra`."""
     layout = session.lay_out(watched.ddp, place.shards)
     parameters = list(session.trained(watched.ddp).values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,11 +15,15 @@ from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import bytes_of
 
+_log: Final = logging.getLogger("checkmate")
+
 SLICE_BYTES: Final = 64 * 1024
 EXACT_BYTES: Final = 1 << 20
 """Buffers up to this size are compared byte by byte: BatchNorm changes its own without counting a version."""
 FIRST_BYTES: Final = 4 << 20
 """So much of what has never been sent goes with one record."""
+ALL_BYTES: Final = 200 << 20
+"""Buffers and frozen parameters of more than this don't fit into a record: the largest are left out."""
 
 Later = Callable[[], torch.Tensor]
 """A CPU copy, once it has arrived."""
@@ -124,6 +129,28 @@ def synchronised(ddp: DistributedDataParallel) -> bool:
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
 
 
+Find = Callable[[], Mapping[str, torch.Tensor]]
+
+
+def fitting(find: Find, most: int = ALL_BYTES) -> Find:
+    """`find` without the largest, where all would have more than `most` bytes; those are named in the log."""
+    sizes = {name: tensor.nbytes for name, tensor in find().items()}
+    without: set[str] = set()
+    for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+        if sum(sizes.values()) - sum(sizes[one] for one in without) <= most:
+            break
+        without.add(name)
+    if not without:
+        return find
+    _log.warning(
+        "buffers and frozen parameters have more than %d MiB: shadow nodes don't keep these, the script has "
+        "to make them itself: %s",
+        most >> 20,
+        ", ".join(sorted(without)),
+    )
+    return lambda: {name: tensor for name, tensor in find().items() if name not in without}
+
+
 class Buffers:
     """Which buffers have changed since they were last sent.
 
@@ -133,15 +160,15 @@ class Buffers:
 
     def __init__(
         self,
-        find: Callable[[], Mapping[str, torch.Tensor]],
+        find: Find,
         *,
         everything: bool,
         changed: Sequence[str] = (),
     ) -> None:
-        self._find = find
+        self._find = fitting(find)
         self._everything = everything
         self._ever = set(changed)
-        self._seen = {name: _Seen(tensor) for name, tensor in find().items()}
+        self._seen = {name: _Seen(tensor) for name, tensor in self._find().items()}
         self._unsent = list(self._seen) if everything else []
 
     def take(self) -> dict[str, Later]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from checkmate.consolidate.choose import INCARNATIONS, newest_incarnation
 from checkmate.rpc import shadow_pb2 as pb
-
-INCARNATIONS = 256
 
 Shard = tuple[int, int]
 """A DP group's index, and a shadow id in it."""
@@ -37,19 +36,9 @@ class _Hold:
     in_full: int
 
 
-def newest(incarnations: Iterable[int]) -> int | None:
-    """The newest of some incarnations, which count mod 256; `None` where there are none.
-
-    As serial numbers do (RFC 1982): the one that no other is less than 128 ahead of.
-    """
-    seen = sorted(set(incarnations))
-    ahead = {i: sum(0 < (other - i) % INCARNATIONS < INCARNATIONS // 2 for other in seen) for i in seen}
-    return min(seen, key=lambda i: ahead[i], default=None)
-
-
 def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
     """The one after the newest that any node has seen; the clock's seconds mod 256 where none has."""
-    last = newest(answer.incarnation for answer in answers if not answer.holds_nothing)
+    last = newest_incarnation(answer.incarnation for answer in answers if not answer.holds_nothing)
     return int(clock if last is None else last + 1) % INCARNATIONS
 
 
@@ -75,7 +64,7 @@ def choose(shards: Sequence[Shard], answers: Sequence[pb.NodeStatus]) -> Target 
 def _beginning(answers: Sequence[pb.NodeStatus]) -> pb.HoldStatus | None:
     """A hold of the newest incarnation, which says where that began and in which run."""
     all_holds = [hold for answer in answers for hold in answer.holds]
-    last = newest(hold.incarnation for hold in all_holds)
+    last = newest_incarnation(hold.incarnation for hold in all_holds)
     return next((hold for hold in all_holds if hold.incarnation == last), None)
 
 

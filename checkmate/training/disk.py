@@ -1,0 +1,88 @@
+"""Resumes from a checkpoint on disk, as `checkmate consolidate` writes them, where no shadow node has one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from checkmate import state
+from checkmate.consolidate import disk
+from checkmate.optimizers import options_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training import rng
+from checkmate.training.install import InstallError, install_buffers
+from checkmate.training.records import Watched
+from checkmate.training.session import Session, trained
+
+CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
+
+
+def newest(folder: str | Path | None) -> Path | None:
+    """The newest whole checkpoint in a folder, by default the one that CHECKMATE_CHECKPOINTS names."""
+    chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
+    found = disk.newest(Path(chosen)) if chosen else None
+    return None if found is None else found.absolute()
+
+
+def resume(path: Path, place: Session, watched: Watched) -> tuple[pb.IterationRecord, Any]:
+    """Install a checkpoint, bit for bit; its iteration's record, and this rank's `extra`.
+
+    `DiskError` where it can't be read, `InstallError` where it is of another job or doesn't fit the script.
+    """
+    checkpoint = disk.load(path)
+    try:
+        found = disk.group_of(checkpoint, place.group)
+    except KeyError:
+        raise InstallError(f"{path} has no DP group {place.group}") from None
+    if found["job"] != place.job.job:
+        raise InstallError(f"{path} is of the job {found['job']}, not of {place.job.job}")
+    try:
+        _install(found, place, watched)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
+    return record_of(found, place, watched.optimizer), found["extra"].get(place.rank)
+
+
+def _install(found: dict[str, Any], place: Session, watched: Watched) -> None:
+    model = watched.ddp.module
+    missing, unexpected = model.load_state_dict(found["model"], strict=False)
+    lacking = set(missing) & trained(watched.ddp).keys()
+    if lacking or unexpected:
+        raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
+    install_buffers(watched.ddp, found["buffers"])
+    install_buffers(watched.ddp, found.get("rank_buffers", {}).get(place.rank, {}))
+    watched.optimizer.load_state_dict(found["optimizer"])
+    for name, thing in (("scheduler", watched.scheduler), ("scaler", watched.scaler)):
+        if found[name] is not None:
+            if thing is None:
+                raise InstallError(f"it has a {name}: give checkmate.restore its {name}=")
+            thing.load_state_dict(found[name])
+    if place.rank in found["rng"]:
+        rng.install(found["rng"][place.rank])
+
+
+def record_of(found: dict[str, Any], place: Session, optimizer: torch.optim.Optimizer) -> pb.IterationRecord:
+    """The record of a checkpoint's iteration, so that shadow nodes that are seeded with it have that too."""
+    record = pb.IterationRecord(iteration=found["iteration"])
+    for position, member in enumerate(place.job.dp_groups[place.group].ranks):
+        part = record.parts.add(
+            job=place.job.job, group=place.group, position=position, iteration=found["iteration"]
+        )
+        for name in ("rng", "extra"):
+            if member.rank in found[name]:
+                setattr(part, name, state.dumps(found[name][member.rank]))
+        own = found.get("rank_buffers", {}).get(member.rank)
+        if own:
+            part.buffers = state.dumps(own)
+    options = [options_of(group) for group in optimizer.param_groups]
+    step = pb.Step(options=options, next_options=options)
+    for name in ("scheduler", "scaler"):
+        if found[name] is not None:
+            setattr(step, name, state.dumps(found[name]))
+    record.parts[0].step.CopyFrom(step)
+    for name, tensor in found["buffers"].items():
+        record.buffers[name] = state.dumps(tensor)
+    return record

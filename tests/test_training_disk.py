@@ -1,0 +1,156 @@
+"""Resuming from a checkpoint on disk: what consolidation wrote, in a new process's model, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+from checkmate import state
+from checkmate.consolidate import disk as on_disk
+from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.nodes import GroupState, Snapshot
+from checkmate.optimizers import spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training import disk, session
+from checkmate.training.install import InstallError
+from checkmate.training.publish import Author, to_part
+from checkmate.training.records import Recorder, Watched
+from checkmate.training.slices import Buffers, Slices, kept_beside, state_names
+from checkmate.training.steps import Steps
+from tests.jobs_made import job
+from tests.training_alone import alone
+from topologies.digest import digest
+
+JOB = job(ranks=2)
+PLACE = session.place(JOB, 0, 2, [0, 1])
+
+
+class Script:
+    """A model with what trains it, in some state."""
+
+    def __init__(self, seed: int, width: int = 6) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        self.model.register_buffer("scratch", torch.randn(3), persistent=False)
+        self.model[2].bias.requires_grad_(False)
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.scheduler = OneCycleLR(self.optimizer, max_lr=0.2, total_steps=50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 * seed)
+
+    @property
+    def watched(self) -> Watched:
+        return Watched(self.ddp, self.optimizer, self.scheduler, self.scaler, lambda: {"seen": 7})
+
+    def train(self, iterations: int) -> pb.IterationRecord:
+        """Its last iteration's record, as two ranks would have sent it."""
+        emitted: list[Any] = []
+        names = session.trained(self.ddp)
+        layout = session.lay_out(self.ddp, 1)
+        recorder = Recorder(
+            self.watched,
+            names,
+            Steps(0),
+            emitted.append,
+            lambda _: {},
+            slices=Slices(layout, list(names.values())),
+            buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
+        )
+        buffers: dict[str, bytes] = {}
+        for iteration in range(iterations):
+            self.scaler.scale(self.ddp(torch.randn(4, 6)).sum()).backward()
+            recorder.reduced(iteration)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        recorder.close(last=True)
+        parts = [to_part(Author(JOB.job, 1, 0, 0, 0), noted) for noted in emitted]
+        for part in parts:
+            if part.buffers:
+                changed = state.loads(part.buffers)
+                buffers |= {name: state.dumps(tensor) for name, tensor in changed.items()}
+        second = pb.RecordPart(position=1, iteration=iterations - 1, rng=parts[-1].rng)
+        return pb.IterationRecord(iteration=iterations - 1, parts=[parts[-1], second], buffers=buffers)
+
+    def snapshot(self, record: pb.IterationRecord) -> Snapshot:
+        """What shadow nodes have of it."""
+        parameters = list(session.trained(self.ddp).values())
+        numbers = {p: i for i, p in enumerate(parameters)}
+        states = {i: (p.detach().clone(), dict(self.optimizer.state[p])) for p, i in numbers.items()}
+        spec = spec_of(self.optimizer, numbers)
+        group = GroupState(session.lay_out(self.ddp, 1), spec, record, state_names(self.ddp), states)
+        return Snapshot(JOB, "run", record.iteration, (group,))
+
+    def everything(self) -> dict[str, Any]:
+        beside = {name: tensor.clone() for name, tensor in kept_beside(self.ddp).items()}
+        return {
+            "model": self.model.state_dict(),
+            "beside": beside,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "draws": [torch.rand(2).tolist(), random.random(), float(np.random.rand())],
+        }
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_new_process_goes_on_from_the_newest(
+    kind: on_disk.Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(1)
+    record = script.train(5)
+    made = checkpoint(script.snapshot(record), by_name=kind == "dcp")
+    on_disk.save(made, on_disk.path_of(tmp_path, 4, kind), kind)
+    expected = script.everything()
+    monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
+    path = disk.newest(None)
+    assert path is not None
+    other = Script(2)
+    again, extra = disk.resume(path, PLACE, other.watched)
+    assert extra == {"seen": 7}
+    found = other.everything()
+    for name in expected:
+        assert digest(found[name]) == digest(expected[name]), name
+    assert again.iteration == 4
+    first = again.parts[0].step
+    assert list(first.next_options) == list(record.parts[0].step.next_options)
+    assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)
+    assert set(again.buffers) == set(record.buffers)
+    assert [part.position for part in again.parts] == [0, 1]
+
+
+def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHECKMATE_CHECKPOINTS", raising=False)
+    assert disk.newest(None) is None
+    assert disk.newest(tmp_path / "none") is None
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    script = Script(1)
+    made = checkpoint(script.snapshot(script.train(2)))
+    path = on_disk.path_of(tmp_path, 1, "torch")
+    on_disk.save({**made, "job": "another"}, path, "torch")
+    with pytest.raises(InstallError, match="is of the job another, not of demo"):
+        disk.resume(path, PLACE, script.watched)
+    on_disk.save(made, path, "torch", replace=True)
+    with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
+        disk.resume(path, PLACE, Script(1, width=7).watched)
+    bare = Watched(script.ddp, script.optimizer)
+    with pytest.raises(InstallError, match="it has a scheduler: give checkmate.restore its scheduler="):
+        disk.resume(path, PLACE, bare)

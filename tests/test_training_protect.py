@@ -1,0 +1,156 @@
+"""Two ranks on this machine, and what they send to shadow nodes that only note it: from start to exit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from checkmate import layout as layouts
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.schedule import stream_layout
+from tests.jobs_made import job_data
+from tests.recording_node import RecordingNode
+from tests.training_lab import Run
+from tests.training_orders import Orders
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 90.0
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="the tagger needs root"),
+    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+]
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[RecordingNode]]:
+    served = [RecordingNode(shards=[0]), RecordingNode(shards=[1])]
+    yield served
+    for node in served:
+        node.stop()
+
+
+def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
+    data = job_data(ranks=2, nodes=2, channels=2)
+    for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
+        rank["ip"] = f"127.0.9.{number + 1}"
+    for described, node in zip(data["shadow_nodes"], nodes, strict=True):
+        described["mgmt"] = node.address
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[Run, list[tuple[int, str]]]:
+    """Both ranks to their end: what they left, and each one's status and errors."""
+    file = Orders(str(folder), layers=1, width=32, **orders).write(folder / "orders.json")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    common = {
+        **os.environ,
+        "CHECKMATE_JOB": str(job_file(folder, nodes)),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training_script", str(file)],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [(process.communicate(timeout=SECONDS)[1], process.returncode) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return Run(folder, 2), [(code, errors) for errors, code in ends]
+
+
+def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
+    return [part for part in node.records if part.position == position]
+
+
+def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    run, ends = train(tmp_path, nodes, iterations=4, plain=True)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert run.resumed() == 0
+    (begin,) = nodes[0].begins
+    assert [(b.incarnation, b.run) for b in nodes[1].begins] == [(begin.incarnation, begin.run)]
+    assert (begin.job, begin.group, begin.ranks, begin.device) == ("demo", 0, 2, "cpu")
+    assert (begin.first_iteration, begin.next_iteration, begin.keep) == (0, 0, False)
+    assert begin.torch == torch.__version__
+    layout = layouts.from_json(begin.layout)
+    for shard, node in enumerate(nodes):
+        seeded = [number for header, found in node.seeds for number in found]
+        assert sorted(seeded) == sorted(layout.of_shard(shard))
+        assert {header.iteration for header, _ in node.seeds} == {-1}
+        for position in range(2):
+            sent = records(node, position)
+            assert [part.iteration for part in sent] == [0, 1, 2, 3]
+            assert {part.incarnation for part in sent} == {begin.incarnation}
+            assert [state.loads(part.extra) for part in sent] == [{"seen": n + 1} for n in range(4)]
+            check_ends(sent, layout, position)
+        assert [part.step.last for part in records(node, 0)] == [False, False, False, True]
+        assert not any(part.HasField("step") for part in records(node, 1))
+
+
+def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> None:
+    """Each stream's end is where the schedule says that iteration ends."""
+    for part in sent:
+        found = {(end.side, end.channel, end.shard): end.end for end in part.ends}
+        expected = {}
+        for channel in range(2):
+            for shard in range(2):
+                stream = stream_layout(layout.schedule, 2, channel, 2, side=side, shadow_id=shard)
+                expected[side, channel, shard] = stream.nbytes * (part.iteration + 1)
+        assert found == expected
+
+
+def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    _, ends = train(tmp_path, nodes, iterations=4, plain=True, fail_at=2, restore=False)
+    assert [code for code, _ in ends] == [1, 1]
+    assert all("ArithmeticError: as ordered" in errors for _, errors in ends)
+    for node in nodes:
+        assert [(part.iteration, part.step.last) for part in records(node, 0)] == [(0, False), (1, False)]
+
+
+def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
+    nodes: list[RecordingNode], tmp_path: Path
+) -> None:
+    for node in nodes:
+        node.stop()
+    run, ends = train(tmp_path, nodes, iterations=4, fresh=True, wait=0.5, timeout=0.5)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert list(run.losses(0)) == [0, 1, 2, 3]
+    assert "training begins without all shadow nodes: shadow node 0" in ends[0][1]
+    assert ends[0][1].count("training goes on") == 2
+    for node in nodes:
+        node.start()
+
+
+@pytest.mark.slow
+def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    nodes[1].stop()
+    _, ends = train(tmp_path, nodes, iterations=4, timeout=1.0)
+    assert [code for code, _ in ends] == [1, 1]
+    for _, errors in ends:
+        assert f"shadow node 1 ({nodes[1].address}): UNAVAILABLE" in errors
+        assert "no checkpoint is on disk; fresh=True starts anew" in errors
+    nodes[1].start()
