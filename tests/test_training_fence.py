@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from checkmate.training import fence
 from checkmate.training.client import Stubs
 from tests.jobs_made import job_data
 from tests.recording_node import RecordingNode
+from tests.small_training import local_job
 from tests.test_training_target import hold, node
 
 TIMEOUT = 20.0
@@ -49,12 +49,7 @@ def job_at(addresses: list[str]) -> Job:
 
 def test_nothing_is_held() -> None:
     """By real nodes: what they answer before any training."""
-    ports = []
-    with ExitStack() as stack:
-        for _ in range(2):
-            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            ports.append(taken.getsockname()[1])
-    job = job_at([f"127.0.0.1:{port}" for port in ports])
+    job = local_job(ranks=2, nodes=2)
     with ExitStack() as stack:
         for number in range(2):
             stack.enter_context(Serving(job, number, receive_buffer=1 << 16))
@@ -150,9 +145,7 @@ def test_beginning_anew_whatever_they_hold(served: list[RecordingNode], job: Job
 
 def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
     """Real nodes refuse a job that isn't theirs."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    other = job_at([f"127.0.0.1:{port}"])
+    other = local_job(ranks=2, nodes=1)
     theirs = other.model_copy(update={"job": "another"})
     with Serving(theirs, 0, receive_buffer=1 << 16):
         stubs = Stubs(other)
