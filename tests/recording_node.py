@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,6 +29,7 @@ class RecordingNode(rpc.ShadowServicer):
         self.again: Callable[[pb.SeedHeader], list[int]] = lambda header: []
         self.status = pb.NodeStatus(holds_nothing=True)
         self.settled = pb.NodeStatus(holds_nothing=True)
+        self.hanging = False
         self.answering = threading.Event()
         self.answering.set()
         self.start()
@@ -49,6 +51,8 @@ class RecordingNode(rpc.ShadowServicer):
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         self.begins.append(request)
+        while self.hanging and not self._stopping:
+            time.sleep(0.05)
         del self.status.holds[:]
         for shard in self.shards:
             self.status.holds.add(

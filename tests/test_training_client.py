@@ -114,6 +114,16 @@ def test_a_node_that_is_away_costs_nothing(
     node.start()
 
 
+def test_closing_does_not_wait_for_a_node_that_hangs(node: RecordingNode, stub: ShadowStub) -> None:
+    node.hanging = True
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    await_true(lambda: bool(node.begins))
+    start = time.monotonic()
+    line.close()
+    assert time.monotonic() - start < 5
+
+
 def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, stub: ShadowStub) -> None:
     line = Line(shadow_node(node), stub, None, lambda *_: None)
     line.start()

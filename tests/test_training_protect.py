@@ -88,7 +88,8 @@ def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
 
 
 def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
-    run, ends = train(tmp_path, nodes, iterations=4, plain=True)
+    """With a DataLoader whose workers are forked while all of it runs."""
+    run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=1)
     assert [code for code, _ in ends] == [0, 0], ends
     assert run.resumed() == 0
     (begin,) = nodes[0].begins

@@ -15,6 +15,7 @@ class Orders:
     `open_end`: it goes on until the file `end` in its folder names the number of iterations.
     `keep_each`: it saves what it has after each iteration, and what it has restored. `plain`: it leaves the
     closing of the protection to the interpreter's exit. `fail_at`: it raises as that iteration begins.
+    `workers`: a DataLoader forks so many in each iteration.
     """
 
     folder: str
@@ -45,6 +46,7 @@ class Orders:
     plain: bool = False
     fail_at: int | None = None
     restore: bool = True
+    workers: int = 0
     open_end: bool = False
 
     def write(self, file: Path) -> Path:

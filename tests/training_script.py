@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import checkmate
 from checkmate import Restored
@@ -170,6 +171,8 @@ class Rank:
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows from all the random generators, so that each of them counts."""
         self.sampler["seen"] += 1
+        if self.orders.workers:
+            list(DataLoader(TensorDataset(torch.arange(8)), num_workers=self.orders.workers))
         x = torch.randn(self.orders.batch, self.orders.width)
         x[0, 0] += random.random() + float(np.random.rand())
         return x, x.sum(1) * 0.1

@@ -95,6 +95,8 @@ class Line:
                 self._talk()
             except grpc.RpcError as error:
                 why = reason(error)
+            except grpc.FutureCancelledError:
+                return  # closed
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
             self._lost(why)
             self._closing.wait(pause)
@@ -102,7 +104,8 @@ class Line:
     def _talk(self) -> None:
         """One connection, to its end."""
         if self._begin is not None:
-            for warning in self.stub.Begin(self._begin(), timeout=BEGIN_SECONDS).warnings:
+            self._call = self.stub.Begin.future(self._begin(), timeout=BEGIN_SECONDS)
+            for warning in self._call.result().warnings:
                 _log.warning("shadow node %d: %s", self.node.id, warning)
         self.begun.set()
         with self._changed:

@@ -31,7 +31,7 @@ from checkmate.training.publish import Author, Publisher
 from checkmate.training.records import Recorder, Watched
 from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder, Source
-from checkmate.training.session import Session, SessionError
+from checkmate.training.session import Session
 from checkmate.training.slices import Buffers, Slices, kept_beside, state_names, synchronised
 from checkmate.training.steps import Steps
 
@@ -40,9 +40,8 @@ _log: Final = logging.getLogger("checkmate")
 WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
 """How long `close` waits until the shadow nodes have the last record."""
+HASTE_SECONDS: Final = 0.5
 _POLL_SECONDS: Final = 0.1
-
-_protected: Final[set[int]] = set()  # ids of DDP modules
 
 
 def protect(
@@ -64,8 +63,6 @@ def protect(
     """
     deadline = time.monotonic() + wait
     place = session.join(ddp)
-    if id(ddp) in _protected:
-        raise SessionError("this model is protected already; close that Protection first")
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     _check_kept(watched)
     stubs = Stubs(place.job)
@@ -118,9 +115,10 @@ class Protection:
         self._publisher = Publisher(author, self._lines, self._hook.passed, self._fault)
         self._recorder = self._new_recorder(names)
         self._hook.on_reduced = self._recorder.reduced
+        self._troubles: dict[int, str] = {}
         self._closed = False
         self._pid = os.getpid()
-        _protected.add(id(watched.ddp))
+        session.protected.add(id(watched.ddp))
         atexit.register(self._at_exit)
         self._bring_up(deadline)
 
@@ -137,16 +135,18 @@ class Protection:
     def close(self, last: bool = True) -> None:
         """End the protection; backward fails from then on. `last`: training has come to its end.
 
-        Waits up to `FLUSH_SECONDS` until the nodes have the last record. Calling it again does nothing.
+        Waits up to `FLUSH_SECONDS` until the nodes have the last record; after an error not for long, since
+        the job starts again then. Calling it again does nothing.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        _protected.discard(id(self._watched.ddp))
-        deadline = time.monotonic() + FLUSH_SECONDS
+        session.protected.discard(id(self._watched.ddp))
+        patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
+        deadline = time.monotonic() + patience
         self._recorder.close(last)
-        self._publisher.close(FLUSH_SECONDS)
+        self._publisher.close(patience)
         for line in self._lines:
             if line.connected:
                 line.flush(deadline - time.monotonic())
@@ -276,8 +276,9 @@ class Protection:
             if wanted.shard % self.session.ranks == self.session.position:
                 numbers = wanted.parameters or self._layout.of_shard(wanted.shard)
                 self._seeders[node].want(wanted.shard, numbers)
-        if reply.trouble:
-            _log.warning("shadow node %d: %s", node, reply.trouble)
+        if reply.trouble != self._troubles.get(node, ""):
+            self._troubles[node] = reply.trouble
+            _log.warning("shadow node %d: %s", node, reply.trouble or "all is well again")
 
     def _fault(self, error: Exception) -> None:
         self._recorder.fault = error

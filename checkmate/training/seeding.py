@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import torch
@@ -87,6 +87,7 @@ class Seeder:
         self._wanted: dict[int, dict[int, None]] = {}  # by shard: parameters in order
         self._changed = threading.Condition()
         self._ended = threading.Event()
+        self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f"seeds for {node}", daemon=True)
         self._thread.start()
 
@@ -106,6 +107,8 @@ class Seeder:
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
+        if self._call is not None:
+            self._call.cancel()
         self._thread.join()
 
     def _run(self) -> None:
@@ -126,7 +129,12 @@ class Seeder:
         header = self._header(shard, iteration)
         header.parameters.extend(sent)
         try:
-            reply = self._stub.Seed(state.to_seeds(header, copies), timeout=SEED_SECONDS)
+            self._call = self._stub.Seed.future(state.to_seeds(header, copies), timeout=SEED_SECONDS)
+            if self._ended.is_set():
+                self._call.cancel()
+            reply = self._call.result()
+        except grpc.FutureCancelledError:
+            return  # closed
         except grpc.RpcError as error:
             _log.info("seeds for shadow node %d, shard %d: %s", self._node, shard, reason(error))
             self._forget(shard, numbers)  # it asks again when it is back

@@ -19,6 +19,9 @@ from checkmate.schema import Job, ShadowNode
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
+protected: Final[set[int]] = set()
+"""The ids of DDP modules that a Protection has."""
+
 
 class SessionError(RuntimeError):
     """Job, environment and process groups don't fit together: the message says what would."""
@@ -124,6 +127,8 @@ def _checked(module: object) -> DistributedDataParallel:
         raise SessionError(
             f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model, then pass that"
         )
+    if id(module) in protected:
+        raise SessionError("this model is protected already: close that Protection first")
     if not dist.is_initialized():
         raise SessionError("torch.distributed.init_process_group() comes first")
     if module.mixed_precision is not None:
