@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import dying_shadow, faulty
+from tests import faulty
 from tests.faulty import Faulty
 from topologies.describe import build
 
@@ -104,4 +104,3 @@ def test_a_shadow_node_dies_while_it_is_restored_from(name: str, tmp_path: Path)
         run.crew.kill(run.training.shadows["shadow0"])
         found = run.finish()
     faulty.same(found)
-    assert dying_shadow.STOPPED in run.training.shadows["shadow0"].said()

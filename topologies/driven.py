@@ -39,6 +39,7 @@ class Driven:
         self.mode = ""
         self._next = 0
         self._began: float | None = None
+        self._used = 0.0
         self._state: Callable[[], object] = dict
 
     @property
@@ -96,7 +97,7 @@ class Driven:
         while not self._may_begin():
             time.sleep(_POLL_SECONDS)
         self._next += 1
-        self._began = time.monotonic()
+        self._began, self._used = time.monotonic(), time.process_time()
 
     def _may_begin(self) -> bool:
         if self._gate is None:
@@ -106,7 +107,8 @@ class Driven:
 
     def _note_iteration(self) -> None:
         if self._began is not None:
-            self.note("iteration", iteration=self.iteration, began=self._began)
+            used = time.process_time() - self._used  # by all threads
+            self.note("iteration", iteration=self.iteration, began=self._began, processor=used)
 
     def _kills(self, *phases: str) -> list[Kill]:
         """Those of this rank, in this start of the job."""
