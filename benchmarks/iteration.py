@@ -96,8 +96,8 @@ def _block(job: Training, iterations: int, mode: str = "") -> float:
     seconds: list[float] = []
 
     def timed() -> bool:
-        found = job.record().block_seconds(first + 1, first + iterations)
-        seconds[:] = [] if found is None else [found]
+        found = job.record().block(first + 1, first + iterations)
+        seconds[:] = [] if found is None else [found.seconds]
         return found is not None
 
     job.crew.wait(timed, "the ranks' notes", _BLOCK_SECONDS)

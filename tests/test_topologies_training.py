@@ -34,7 +34,7 @@ def run(iterations: int, seconds: float, begin: float = 0.0, waits: float = 0.0,
         for i in range(iterations):
             began = now
             now += seconds + (waits if i % block == 0 else 0.0)
-            events[rank].append(event("iteration", now, iteration=i, began=began))
+            events[rank].append(event("iteration", now, iteration=i, began=began, processor=seconds / 4))
         events[rank].append(event("ended", now, digest="d"))
     losses = [Loss(i, 1 / (i + 1)) for i in range(iterations)]
     return Record(events, dict.fromkeys(range(RANKS), losses))
@@ -109,9 +109,10 @@ def test_the_cost_is_the_difference_without_what_blocks_wait(
     seconds: float, factor: float, waits: float
 ) -> None:
     found = cost(run(30, seconds, waits=waits), run(30, seconds * factor, 1e3), 30, 5)
-    assert len(found.reference) == 4  # of six blocks, all but the first and the last
-    assert found.ratio.mean == pytest.approx(factor)
-    assert found.difference.mean == pytest.approx(seconds * (factor - 1), abs=1e-9)
+    assert len(found.seconds.reference) == 4  # of six blocks, all but the first and the last
+    assert found.seconds.ratio.mean == pytest.approx(factor)
+    assert found.seconds.difference.mean == pytest.approx(seconds * (factor - 1), abs=1e-9)
+    assert found.processor.difference.mean == pytest.approx(RANKS / 4 * seconds * (factor - 1), abs=1e-9)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=40))

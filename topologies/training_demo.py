@@ -65,14 +65,11 @@ class Ending:
     def data(self) -> dict[str, Any]:
         """Plain data for `--json`."""
         recoveries = [asdict(recovery) for recovery in self.protected.recoveries()]
-        intervals = {}
-        if len(self.cost.reference) > 1:
-            intervals = {"seconds": asdict(self.cost.difference), "ratio": asdict(self.cost.ratio)}
         return {
             "good": self.good,
             "promises": [asdict(promise) for promise in self.promises],
             "recoveries": recoveries,
-            "cost": {**asdict(self.cost), **intervals},
+            "cost": {"seconds": self.cost.seconds.data(), "processor": self.cost.processor.data()},
             "losses": {"uninterrupted": self.reference.curve, "protected": self.protected.curve},
             "picture": str(self.picture),
         }

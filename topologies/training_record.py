@@ -32,6 +32,23 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """An iteration of a rank: from when to when, and the seconds of processor time that it used."""
+
+    began: float
+    ended: float
+    processor: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """What an iteration takes in a block: seconds, and seconds of processor time of all ranks together."""
+
+    seconds: float
+    processor: float
+
+
+@dataclass(frozen=True)
 class Recovery:
     """From a kill to the end of the next iteration that was trained; parts in seconds, in order of time."""
 
@@ -96,21 +113,24 @@ class Record:
         return {rank: str(event.more["digest"]) for rank, event in ends if event}
 
     @cached_property
-    def seconds(self) -> dict[int, list[tuple[float, float]]]:
-        """When each iteration began and ended on each rank, by iteration; of repeated ones the last."""
-        found: dict[int, dict[int, tuple[float, float]]] = {}
+    def timed(self) -> dict[int, list[Timed]]:
+        """Each iteration on each rank, by iteration; of repeated ones the last."""
+        found: dict[int, dict[int, Timed]] = {}
         for rank, events in self.events.items():
             for event in events:
                 if event.name == "iteration":
-                    found.setdefault(event.more["iteration"], {})[rank] = (event.more["began"], event.at)
+                    said = Timed(event.more["began"], event.at, event.more["processor"])
+                    found.setdefault(event.more["iteration"], {})[rank] = said
         return {one: [ranks[rank] for rank in sorted(ranks)] for one, ranks in sorted(found.items())}
 
-    def block_seconds(self, first: int, stop: int) -> float | None:
-        """An iteration's mean time over [first, stop) and all ranks; `None` where not all are timed."""
-        if any(len(self.seconds.get(one, [])) != len(self.events) for one in range(first, stop)):
+    def block(self, first: int, stop: int) -> Block | None:
+        """An iteration's means over [first, stop); `None` where not all are timed on all ranks."""
+        if any(len(self.timed.get(one, [])) != len(self.events) for one in range(first, stop)):
             return None
-        spans = zip(self.seconds[first], self.seconds[stop - 1], strict=True)
-        return statistics.fmean(end - begin for (begin, _), (_, end) in spans) / (stop - first)
+        spans = zip(self.timed[first], self.timed[stop - 1], strict=True)
+        seconds = statistics.fmean(last.ended - begin.began for begin, last in spans)
+        processor = sum(rank.processor for one in range(first, stop) for rank in self.timed[one])
+        return Block(seconds / (stop - first), processor / (stop - first))
 
     def recoveries(self, kills: Sequence[tuple[float, int, int, str]] = ()) -> list[Recovery]:
         """For each kill that a rank noted, or that the driver tells (at, rank, iteration, phase)."""

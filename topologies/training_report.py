@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from topologies.training_record import Record, Recovery
+from topologies.training_record import Interval, Record, Recovery
 from topologies.training_verdict import Cost, Promise
 
 _ROWS: Final = 12
@@ -23,7 +24,7 @@ def show(
     console.print(losses(reference, protected))
     for recovery in protected.recoveries():
         console.print(parts(recovery))
-    console.print(cost_line(cost) + "\n", highlight=False)
+    console.print(costs(cost))
     for promise in promises:
         mark = "[bold green]yes[/bold green]" if promise.kept else "[bold red]NO [/bold red]"
         console.print(f"{mark}  {promise.what}\n     {promise.seen}", highlight=False)
@@ -60,18 +61,27 @@ def parts(recovery: Recovery) -> Table:
     return table
 
 
-def cost_line(cost: Cost) -> str:
-    """The paired difference of iteration times."""
-    if len(cost.reference) < 2:
+def costs(cost: Cost) -> Table | str:
+    """The paired differences of an iteration."""
+    pairs = len(cost.seconds.reference)
+    if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
-    seconds, ratio = cost.difference, cost.ratio
-    mean = sum(cost.reference) / len(cost.reference)
-    return (
-        f"cost to the trainers: {1e3 * seconds.mean:+.1f} ms an iteration of {1e3 * mean:.0f} ms "
-        f"(95% interval {1e3 * seconds.low:+.1f} to {1e3 * seconds.high:+.1f} ms), "
-        f"{100 * (ratio.mean - 1):+.1f}% ({100 * (ratio.low - 1):+.1f}% to {100 * (ratio.high - 1):+.1f}%), "
-        f"over {seconds.samples} pairs of blocks, against the same ring without tags and shadow nodes"
-    )
+    table = _table(f"cost to the trainers, an iteration: mean of {pairs} pairs of blocks (95% interval)")
+    for column in ("", "untagged", "protected: ms more", "% more"):
+        table.add_column(column, no_wrap=True, justify="right" if column else "left")
+    for name, found in (("time", cost.seconds), ("processor, all ranks", cost.processor)):
+        row = (_milliseconds(found.difference), _percent(found.ratio))
+        table.add_row(name, f"{1e3 * statistics.fmean(found.reference):.0f}", *row)
+    return table
+
+
+def _milliseconds(found: Interval) -> str:
+    return f"{1e3 * found.mean:+.1f} ({1e3 * found.low:+.1f} to {1e3 * found.high:+.1f})"
+
+
+def _percent(ratio: Interval) -> str:
+    mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def _table(title: str) -> Table:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from topologies.training_record import Interval, Record, interval
+from topologies.training_record import Block, Interval, Record, interval
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,35 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Iteration times of blocks of both runs, pair by pair, in seconds."""
+class Pairs:
+    """Seconds an iteration in blocks of both runs, pair by pair."""
 
     reference: tuple[float, ...]
     protected: tuple[float, ...]
 
     @property
     def difference(self) -> Interval:
-        """Seconds that the protected run takes longer."""
+        """Seconds that the protected run takes more."""
         return interval([b - a for a, b in zip(self.reference, self.protected, strict=True)])
 
     @property
     def ratio(self) -> Interval:
-        """How many times as long it takes."""
+        """How many times as much it takes."""
         return interval([b / a for a, b in zip(self.reference, self.protected, strict=True)])
+
+    def data(self) -> dict[str, Any]:
+        """Plain data, with the intervals where there are pairs enough."""
+        enough = len(self.reference) > 1
+        found = {"difference": asdict(self.difference), "ratio": asdict(self.ratio)} if enough else {}
+        return {**asdict(self), **found}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What protection costs the trainers: time, and processor time of all ranks together."""
+
+    seconds: Pairs
+    processor: Pairs
 
 
 def cost(reference: Record, protected: Record, iterations: int, block: int) -> Cost:
@@ -43,13 +57,16 @@ def cost(reference: Record, protected: Record, iterations: int, block: int) -> C
     last and those in which a rank died. A block's first iteration, which waits for its turn, isn't counted.
     """
     broken = {recovery.iteration for recovery in protected.recoveries()} | set(protected.repeated)
-    pairs = []
+    pairs: list[tuple[Block, Block]] = []
     for first in range(block, iterations - block, block):
         if broken.isdisjoint(range(first, first + block)):
-            times = [run.block_seconds(first + 1, first + block) for run in (reference, protected)]
-            if times[0] is not None and times[1] is not None:
-                pairs.append((times[0], times[1]))
-    return Cost(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+            ours, theirs = (run.block(first + 1, first + block) for run in (protected, reference))
+            if ours is not None and theirs is not None:
+                pairs.append((theirs, ours))
+    return Cost(
+        Pairs(tuple(a.seconds for a, _ in pairs), tuple(b.seconds for _, b in pairs)),
+        Pairs(tuple(a.processor for a, _ in pairs), tuple(b.processor for _, b in pairs)),
+    )
 
 
 def promises(
