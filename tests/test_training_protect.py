@@ -89,8 +89,9 @@ def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
 
 def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
     """With a DataLoader whose workers are forked while all of it runs."""
-    run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=1)
+    run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=2)
     assert [code for code, _ in ends] == [0, 0], ends
+    assert not any("fork" in errors for _, errors in ends)
     assert run.resumed() == 0
     (begin,) = nodes[0].begins
     assert [(b.incarnation, b.run) for b in nodes[1].begins] == [(begin.incarnation, begin.run)]
