@@ -22,7 +22,7 @@ from topologies.describe import Topology, load
 from topologies.lab import Lab
 from topologies.orders import Kill
 from topologies.serving import Controller, serving
-from topologies.training import Plan, Training
+from topologies.training import SCRIPT, Plan, Training
 from topologies.training_record import Record
 from topologies.training_verdict import differences, tensors
 
@@ -116,12 +116,14 @@ def job(
     topology: str | Topology = "single_tor",
     loss: float = 0.0,
     jitter: float = 0.0,
+    script: str = SCRIPT,
     shadow_options: tuple[str, ...] = (),
     shadow_programs: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Faulty]:
     """A job whose ranks are ready to train, or train already where it isn't `gated`."""
     plan = Plan(
         ("--iterations", str(ITERATIONS), *SMALL),
+        script,
         kills=kills,
         gated=gated,
         reduce=reduce,

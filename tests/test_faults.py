@@ -67,5 +67,15 @@ def test_a_rank_is_killed_again_when_it_has_restored(name: str, tmp_path: Path, 
     }
 
 
+@pytest.mark.slow
+def test_all_is_restored_every_second_iteration(name: str, tmp_path: Path) -> None:
+    """Twenty times, from twenty models of noise: the run is the undisturbed one's, bit for bit."""
+    with faulty.job(name, tmp_path, script="tests.restoring_script") as run:
+        found = faulty.check(run)
+    assert found.record.repeated == {}
+    restored = [e.more["iteration"] for e in found.record.events[3] if e.name == "restored"]
+    assert restored == list(range(0, faulty.ITERATIONS, 2))
+
+
 def _killed(run: faulty.Faulty) -> bool:
     return any(event.name == "killed" for event in run.training.record().events[3])

@@ -67,7 +67,7 @@ def costs(cost: Cost) -> Table | str:
     if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
     table = _table(f"cost to the trainers, an iteration: mean of {pairs} pairs of blocks (95% interval)")
-    for column in ("", "untagged", "protected: ms more", "% more"):
+    for column in ("", "untagged, ms", "protected: ms more", "% more"):
         table.add_column(column, no_wrap=True, justify="right" if column else "left")
     for name, found in (("time", cost.seconds), ("processor, all ranks", cost.processor)):
         row = (_milliseconds(found.difference), _percent(found.ratio))

@@ -22,7 +22,7 @@ from examples.gpt.model import Gpt, Shape
 
 def main() -> None:
     """Train, and leave each rank's losses and the final state in --out."""
-    options = _options()
+    options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -30,7 +30,7 @@ def main() -> None:
     model = Gpt(Shape(options.layers, options.width, options.heads, options.context, options.dropout))
     ddp = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
-    scheduler = LambdaLR(optimizer, lambda step: _warm_up_then_cosine(step, options.iterations))
+    scheduler = LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
     data = text.read(options.text)
     torch.manual_seed(options.seed + 1 + rank)  # each rank its own batches and dropout
 
@@ -53,14 +53,14 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
+def warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
     """The learning rate's factor at a step."""
     if step < warm_up:
         return (step + 1) / warm_up
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1)))
 
 
-def _options() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.gpt.train",
         description=__doc__,
