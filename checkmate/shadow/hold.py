@@ -67,6 +67,7 @@ class Hold:
         self.in_full = joined - 1
         self.inlets = self._new_inlets()
         self._record_since = 0.0
+        self._loaded = False
 
     def __str__(self) -> str:
         return f"DP group {self.plan.group}, shard {self.plan.shard}"
@@ -181,7 +182,13 @@ class Hold:
                     late.append(number)
                 else:
                     self.replica.load(number, tensor, values, iteration)
+                    self._loaded = True
         return late
+
+    def take_loaded(self) -> bool:
+        """Whether parameters were loaded since this was last asked."""
+        loaded, self._loaded = self._loaded, False
+        return loaded
 
     def wanted(self) -> list[int]:
         """The parameters that must be seeded: not there, or their next gradients are gone."""

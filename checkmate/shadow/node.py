@@ -8,7 +8,6 @@ what a hold's own lock does; nobody steps, receives or talks to the network whil
 from __future__ import annotations
 
 import logging
-import resource
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
+from checkmate.shadow import memory
 from checkmate.shadow.commit import NEVER, Committee, Progress
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from checkmate.shadow.connecting import Connector
@@ -167,7 +167,7 @@ class Node:
                 capability=torch.backends.cpu.get_cpu_capability(),
                 trouble=self.troubles,
                 step_seconds=self.step_seconds,
-                memory_bytes=resident(),
+                memory_bytes=memory.resident(),
                 nics=[
                     pb.NicStatus(ip=ip, bytes=reader.bytes)
                     for ip, reader in zip(self.nics, self.readers, strict=True)
@@ -210,6 +210,8 @@ class Node:
             for group, hold, iteration in due:
                 self.step(group, hold, iteration)
             self.step_seconds = time.monotonic() - start
+            if any(hold.take_loaded() for _, hold, _ in due):
+                memory.trim()
             with self.changed:
                 self._stepping = False
                 self.forget()
@@ -224,9 +226,3 @@ class Node:
             group = self.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
                 self.connector.connect(inlet, group.begin.incarnation)
-
-
-def resident() -> int:
-    """This process's resident memory, in bytes."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()

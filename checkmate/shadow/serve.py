@@ -6,6 +6,7 @@ import logging
 
 from checkmate.rpc.channels import open_channel
 from checkmate.schema import Job
+from checkmate.shadow import memory
 from checkmate.shadow.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
@@ -29,6 +30,7 @@ class Serving:
         threads: int | None = None,
     ) -> None:
         check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
+        memory.load_optimizers()
         self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
         streams = sum(len(plan.streams) for plan in self.node.plans)
         if shortfall := tcp_memory_shortfall(streams, receive_buffer):
