@@ -1,0 +1,117 @@
+"""A shadow node's memory: what it takes beyond parameters, optimizer state and two iterations of gradients.
+
+A `checkmate shadow` process follows a small training of 25 million parameters on this machine's loopback,
+while nobody reads from it. Socket buffers are the kernel's, and not in a process's resident memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+import yaml
+from rich.progress import track
+
+from benchmarks.figures import Figure, Result, Skipped, number
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.schema import Job
+from tests.small_training import Copies, Training, local_job
+
+TITLE: Final = "Shadow node, memory: 25 million fp32 parameters, AdamW, 2 NICs, while nobody reads"
+SHAPES: Final = ((1024, 2048),) * 12
+ITERATIONS: Final = 8
+_WAIT_SECONDS: Final = 120.0
+
+
+class Forgetful(Training):
+    """Keeps only its newest state."""
+
+    def _note(self) -> None:
+        self.states.clear()
+        super()._note()
+
+
+def measure() -> list[Result]:
+    """One node, once."""
+    if os.geteuid() != 0:
+        return [Skipped("shadow_memory", "needs root, for receive buffers")]
+    job = local_job(nodes=1, ranks=2)
+    with node(job), open_channel(job, 0) as channel, contextlib.ExitStack() as stack:
+        stub = ShadowStub(channel)
+        empty = status(stub, job).memory_bytes
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = Forgetful(job, copies, shapes=SHAPES)
+        stack.callback(training.close)
+        training.begin([0])
+        for parameter in training.layout.of_shard(0):
+            training.seed(0, 0, [parameter])
+        wait(lambda: status(stub, job).holds[0].live)
+        peaks = []
+        for iteration in track(range(ITERATIONS), "iterations", transient=True):
+            training.iterate()
+            wait(lambda: status(stub, job).holds[0].stepped == iteration)  # noqa: B023
+            peaks.append(status(stub, job).memory_bytes)
+        parameters = sum(parameter.nbytes for parameter in training.parameters)
+        state = sum(
+            value.nbytes
+            for values in training.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        )
+    needed = parameters + state + 2 * parameters
+    beyond = [100 * (peak - empty - needed) / needed for peak in peaks]
+    note = f"of {number(needed / 1e6, 'MB')}; an empty node takes {number(empty / 1e6, 'MB')}"
+    return [
+        Figure(
+            "beyond parameters, optimizer state and two iterations of gradients",
+            tuple(beyond),
+            "%",
+            10.0,
+            10.0,
+            smaller=True,
+            note=note,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def node(job: Job) -> Iterator[None]:
+    """The job's shadow node 0, as a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "job.yaml")
+        file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
+        command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), "--id", "0", "--no-view"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            assert process.stdout
+            if not process.stdout.readline().startswith("ready"):
+                raise RuntimeError("the shadow node did not start")
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def status(stub: ShadowStub, job: Job) -> pb.NodeStatus:
+    """The node's word."""
+    return stub.Status(pb.StatusRequest(job=job.job), timeout=10)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """Poll; `TimeoutError` after two minutes."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the shadow node does not follow")
+        time.sleep(0.02)
