@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from checkmate.training.slices import SLICE_BYTES
 from tests.training_lab import Run, TrainingLab, equal, training_lab
 from tests.training_orders import Orders
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(300),  # several starts of all ranks, on machines of any kind
 ]
 
 TWO_RANKS: dict[str, Any] = {
@@ -71,6 +75,75 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
 def test_all_ranks_are_killed(tmp_path: Path) -> None:
     with training_lab("single_tor") as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8)
+
+
+def optimizer(kind: str, implementation: str) -> dict[str, Any]:
+    """An optimizer with foreach, fused or neither."""
+    chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    rate = {"lr": 0.05, "momentum": 0.9} if kind == "SGD" else {"lr": 0.01}
+    return {"optimizer": kind, "options": {**rate, **chosen}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size of ring and shadow, an optimizer, and what else training does."""
+
+    ranks: int
+    channels: int
+    nodes: int
+    kind: str
+    implementation: str
+    more: dict[str, Any]
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        return {
+            "title": "ranks and shadow nodes on one switch",
+            "switches": ["tor"],
+            "channels": self.channels,
+            "dp_groups": [{"ranks": ["tor"] * self.ranks}],
+            "shadow_nodes": [["tor"] * (1 + number % 2) for number in range(self.nodes)],
+        }
+
+    def __str__(self) -> str:
+        return f"{self.ranks}-{self.channels}-{self.nodes}-{self.kind}-{self.implementation}"
+
+
+CASES = [
+    Case(3, 2, 3, "Adam", "fused", {"accumulate": 2}),
+    Case(2, 1, 1, "SGD", "foreach", {"amp": True, "infinite": (2,)}),
+    Case(2, 2, 2, "AdamW", "neither", {"batch_norm": False}),
+    Case(3, 1, 2, "SGD", "fused", {"clip": 0.0}),
+    Case(3, 1, 1, "AdamW", "foreach", {"autocast": True}),
+    Case(4, 2, 1, "Adam", "neither", {"amp": True, "accumulate": 2}),
+    Case(4, 1, 3, "AdamW", "fused", {"dropout": 0.5}),
+    Case(4, 2, 2, "SGD", "foreach", {"infinite": (3,), "amp": True, "autocast": True}),
+    Case(7, 1, 3, "SGD", "neither", {}),
+    Case(7, 2, 1, "AdamW", "fused", {"amp": True, "infinite": (0, 4)}),
+    Case(7, 2, 2, "Adam", "foreach", {"batch_norm": False}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
+)
+def test_shadow_nodes_have_what_trainers_have(case: Case, tmp_path: Path) -> None:
+    """All parameters after each iteration, as the nodes compare; in the end the optimizer's state as well."""
+    options = {**optimizer(case.kind, case.implementation), **case.more}
+    with training_lab(case.topology) as lab:
+        run = lab.train(Orders(str(tmp_path), iterations=7, layers=2, width=40, **options))
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+        for number in range(case.nodes):
+            assert "differ" not in lab.shadows[number].complaints()
+    found = torch.load(file, weights_only=True)
+    trained = run.state(0)
+    assert found["iteration"] == 6
+    assert sum(tensor.nbytes for tensor in trained["model"].values()) < SLICE_BYTES  # so all was compared
+    for name in ("model", "scheduler", "scaler"):
+        assert equal(found[name], trained[name]), name
+    assert equal(found["optimizer"]["state"], trained["optimizer"]["state"])
+    assert found["extra"] == {rank: run.state(rank)["sampler"] for rank in range(case.ranks)}
 
 
 @pytest.mark.slow

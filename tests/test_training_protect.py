@@ -30,6 +30,7 @@ SECONDS = 90.0
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the tagger needs root"),
     pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(300),
 ]
 
 
@@ -154,5 +155,8 @@ def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp
     assert [code for code, _ in ends] == [1, 1]
     for _, errors in ends:
         assert f"shadow node 1 ({nodes[1].address}): UNAVAILABLE" in errors
-        assert "no checkpoint is on disk; fresh=True starts anew" in errors
+        assert (
+            "no folder of checkpoints is named (checkpoints=, or CHECKMATE_CHECKPOINTS); fresh=True starts anew"
+            in errors
+        )
     nodes[1].start()
