@@ -23,18 +23,23 @@ from benchmarks.figures import Figure, Result, Skipped, ratios
 from topologies.describe import load
 from topologies.side_by_side import cores, start, training_lab
 from topologies.training import Plan, Training
+from topologies.training_record import Block
 
-TITLE: Final = "Iteration time: a GPT of 5 million parameters on 4 ranks that share one core; block by block"
-ROUNDS: Final = 6
-PAIRS: Final = 4
-"""Of short blocks of Checkmate and of the untagged ring, in each round."""
-SHORT, LONG = 5, 20
-"""Iterations of a block: in a long one, even what is saved every 20 iterations is saved once."""
-SAVES: Final = tuple(f"{what} {every}" for what in ("torch.save", "async_save") for every in (1, 5, 20))
+BATCH: Final = 8
+TITLE: Final = (
+    f"Iteration time: a GPT of 5 million parameters, {BATCH} x 64 bytes a rank, 4 ranks that share one core"
+)
+ROUNDS: Final = 4
+PAIRS: Final = 5
+"""Of blocks of Checkmate and of the untagged ring, in each round."""
+SHORT: Final = 6
+SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save") for every in (1, 5, 20)}
+"""Modes of `benchmarks.saving`, and after how many iterations each saves."""
+_WARM_UP: Final = 20
 _BLOCK_SECONDS: Final = 300.0
 
-Times = Mapping[str, list[float]]
-"""Seconds an iteration, by what was measured; those of one round, or pair, have the same index."""
+Blocks = Mapping[str, list[Block]]
+"""By what was measured; those of one round, or pair, have the same index."""
 
 
 def measure() -> list[Result]:
@@ -50,7 +55,7 @@ def _jobs(folder: Path) -> Iterator[dict[str, Training]]:
     """The three jobs, ready to begin."""
     # DDP averages over the same links as the ring: gloo takes the training network, not mgmt.
     gloo = {"GLOO_SOCKET_IFNAME": "data0", saving.FOLDER: str(folder)}
-    endless = ("--iterations", "1000000")
+    endless = ("--iterations", "1000000", "--batch", str(BATCH))
     plans = {
         "checkmate": Plan(endless, gated=True),
         "untagged": Plan(endless, gated=True, reduce="untagged"),
@@ -67,12 +72,12 @@ def _jobs(folder: Path) -> Iterator[dict[str, Training]]:
         }
         start(jobs.values())
         for job in jobs.values():
-            _block(job, LONG)  # DDP builds its buckets anew, windows open
+            _block(job, _WARM_UP)  # DDP builds its buckets anew, windows open
         yield jobs
 
 
-def _race(jobs: Mapping[str, Training]) -> Times:
-    found: dict[str, list[float]] = defaultdict(list)
+def _race(jobs: Mapping[str, Training]) -> Blocks:
+    found: dict[str, list[Block]] = defaultdict(list)
     with Progress(transient=True) as bar:
         task = bar.add_task("iteration", total=ROUNDS * (2 * PAIRS + 1 + len(SAVES)))
         for number in range(ROUNDS):
@@ -83,39 +88,45 @@ def _race(jobs: Mapping[str, Training]) -> Times:
                     bar.advance(task)
             modes = ("nothing", *SAVES)
             for mode in modes if number % 2 == 0 else modes[::-1]:
-                found[mode].append(_block(jobs["gloo"], LONG, mode))
+                timed = max(10, SAVES.get(mode, 1))  # a whole number of times what is saved
+                found[mode].append(_block(jobs["gloo"], 1 + timed, mode))
                 bar.advance(task)
     return found
 
 
-def _block(job: Training, iterations: int, mode: str = "") -> float:
-    """Train so many iterations; seconds an iteration, without the first, which waits for its turn."""
+def _block(job: Training, iterations: int, mode: str = "") -> Block:
+    """Train so many iterations; what one takes, without the first, which waits for its turn."""
     first = job.next_iteration()
     job.let(first + iterations, mode)
     job.await_iterations(first + iterations, _BLOCK_SECONDS)
-    seconds: list[float] = []
+    timed: list[Block] = []
 
-    def timed() -> bool:
+    def noted() -> bool:
         found = job.record().block(first + 1, first + iterations)
-        seconds[:] = [] if found is None else [found.seconds]
+        timed[:] = [] if found is None else [found]
         return found is not None
 
-    job.crew.wait(timed, "the ranks' notes", _BLOCK_SECONDS)
-    return seconds[0]
+    job.crew.wait(noted, "the ranks' notes", _BLOCK_SECONDS)
+    return timed[0]
 
 
-def _figures(found: Times) -> list[Result]:
-    ours, untagged, plain = found["checkmate"], found["untagged"], found["nothing"]
+def _figures(found: Blocks) -> list[Result]:
+    seconds = {name: [block.seconds for block in blocks] for name, blocks in found.items()}
+    processor = {name: [block.processor for block in blocks] for name, blocks in found.items()}
+    ours, untagged, plain = seconds["checkmate"], seconds["untagged"], seconds["nothing"]
     rounds = [statistics.fmean(ours[i : i + PAIRS]) for i in range(0, len(ours), PAIRS)]
+    used = ratios(processor["checkmate"], processor["untagged"])
     results: list[Result] = [
         Figure("Checkmate / the same ring untagged", ratios(ours, untagged), "", 1.01, 1.03, smaller=True),
+        Figure("the same in processor time of all ranks", used, "", smaller=True),
         Figure("Checkmate / gloo without checkpoints", ratios(rounds, plain), "", smaller=True),
     ]
     for mode in SAVES:
         what, _, every = mode.partition(" ")
         name = f"gloo with {what} every {every} / gloo without checkpoints"
-        results.append(Figure(name, ratios(found[mode], plain), "", smaller=True))
-    return results + [Figure(f"absolute: {name}", tuple(times), "s") for name, times in found.items()]
+        results.append(Figure(name, ratios(seconds[mode], plain), "", smaller=True))
+    absolute = {"gloo" if name == "nothing" else name: times for name, times in seconds.items()}
+    return results + [Figure(f"absolute: {name}", tuple(times), "s") for name, times in absolute.items()]
 
 
 def _quietly(_: str) -> None:

@@ -31,7 +31,7 @@ SMALL = (
     *("--layers", "1", "--width", "64", "--heads", "2"),
     *("--context", "32", "--batch", "1", "--bucket-mb", "0.05"),
 )
-"""Six buckets in two shards, and a tenth of a second or so an iteration."""
+"""Five buckets in two shards, and a tenth of a second or so an iteration."""
 SECONDS = 100.0
 
 marks = [

@@ -25,7 +25,7 @@ pytestmark = faulty.marks
                 Kill(0, 12, "reduce-scatter", bucket=0),
                 Kill(0, 12, "all-gather", bucket=4),
                 Kill(3, 12, "all-gather", bucket=2),
-                Kill(3, 12, "all-gather", bucket=5),
+                Kill(3, 12, "all-gather", bucket=3),
                 Kill(0, 12, "before the step"),
                 Kill(2, 12, "before the step"),
                 Kill(3, 12, "after the step"),
