@@ -131,7 +131,8 @@ def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Pa
     assert [code for code, _ in ends] == [1, 1]
     assert all("ArithmeticError: as ordered" in errors for _, errors in ends)
     for node in nodes:
-        assert [(part.iteration, part.step.last) for part in records(node, 0)] == [(0, False), (1, False)]
+        # Iteration 1 has stepped, but nobody knows whether the script had done with it.
+        assert [(part.iteration, part.step.last) for part in records(node, 0)] == [(0, False)]
 
 
 def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(

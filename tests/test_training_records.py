@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from checkmate.shadow.replica import Replica
 from checkmate.training import session
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Noted, Recorder, RefusedError, Watched
-from checkmate.training.slices import Buffers, Rotation, Slices, fitting, kept_beside
+from checkmate.training.slices import EXACT_BYTES, Buffers, Rotation, Slices, fitting, kept_beside
 from checkmate.training.steps import Steps
 from tests.training_alone import alone
 
@@ -218,6 +219,43 @@ def test_a_backward_without_a_step_is_skipped_and_said_so(caplog: pytest.LogCapt
     assert "iteration 1: a backward without optimizer.step()" in caplog.text
 
 
+def test_an_iteration_without_its_step_is_not_resumed_from() -> None:
+    """An error between backward and step: to call it skipped would lose its update."""
+    for last in (True, False):
+        loop = Loop(adamw)
+        for iteration in range(3):
+            loop.backward()
+            if iteration < 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        loop.recorder.close(last)
+        assert [noted.iteration for noted in loop.emitted] == [0, 1]
+
+
+def test_an_iteration_after_an_error_is_not_resumed_from() -> None:
+    """It has its step, but perhaps not the scheduler's."""
+    loop = Loop(adamw)
+    for _ in range(2):
+        loop.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.recorder.close(last=False)
+    assert [noted.iteration for noted in loop.emitted] == [0]
+
+
+def test_a_scaler_of_two_optimizers_says_what_ours_did() -> None:
+    loop = Loop(adamw, scaler=lambda _: torch.amp.GradScaler("cpu"))
+    other = nn.Parameter(torch.ones(3))
+    second = torch.optim.SGD([other], lr=0.1)
+    loop.backward()
+    other.grad = torch.full((3,), math.inf)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.step(second)
+    loop.scaler.update()
+    loop.optimizer.zero_grad()
+    assert [part.step.skipped for part in loop.close()] == [False]
+
+
 def test_buffers_are_sent_as_they_change() -> None:
     loop = Loop(adamw)
     seen = {}
@@ -348,12 +386,15 @@ def test_buffers_that_no_record_can_hold_are_left_out_and_named(caplog: pytest.L
 
 def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
     """Where DDP doesn't share them, each record has all that ever changed: a node keeps only that record."""
-    model = nn.BatchNorm1d(3)
-    buffers = Buffers(lambda: dict(model.named_buffers()), everything=False, changed=["running_var"])
-    assert set(buffers.take()) == {"running_var"}
-    dict(model.named_buffers())["running_mean"].add_(1)
-    assert set(buffers.take()) == {"running_mean", "running_var"}
-    assert set(buffers.take()) == {"running_mean", "running_var"}
+    model = nn.Module()
+    for name in ("once", "before", "never"):
+        model.register_buffer(name, torch.zeros(EXACT_BYTES))
+    model.register_buffer("number", torch.tensor(7))  # small: of this rank, changed or not
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=False, changed=["before"])
+    assert set(buffers.take()) == {"before", "number"}
+    dict(model.named_buffers())["once"].add_(1)
+    assert set(buffers.take()) == {"before", "number", "once"}
+    assert set(buffers.take()) == {"before", "number", "once"}
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([2, 4, 8])), max_size=6), st.integers(8, 100))

@@ -13,7 +13,7 @@ from checkmate.consolidate import disk
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
-from checkmate.training.install import InstallError, install_buffers
+from checkmate.training.install import InstallError, install_buffers, put_types_back
 from checkmate.training.records import Watched
 from checkmate.training.session import Session, trained
 
@@ -25,6 +25,14 @@ def newest(folder: str | Path | None) -> Path | None:
     chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
     found = disk.newest(Path(chosen)) if chosen else None
     return None if found is None else found.absolute()
+
+
+def nothing(folder: str | Path | None) -> str:
+    """What to say where `newest` has found none."""
+    chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
+    if chosen:
+        return f"no checkpoint is in {chosen}"
+    return f"no folder of checkpoints is named (checkpoints=, or {CHECKPOINTS_VARIABLE})"
 
 
 def resume(path: Path, place: Session, watched: Watched) -> tuple[pb.IterationRecord, Any]:
@@ -55,6 +63,8 @@ def _install(found: dict[str, Any], place: Session, watched: Watched) -> None:
     install_buffers(watched.ddp, found["buffers"])
     install_buffers(watched.ddp, found.get("rank_buffers", {}).get(place.rank, {}))
     watched.optimizer.load_state_dict(found["optimizer"])
+    flat = [p for group in watched.optimizer.param_groups for p in group["params"]]
+    put_types_back(watched.optimizer, flat, found["optimizer"]["state"])
     for name, thing in (("scheduler", watched.scheduler), ("scaler", watched.scaler)):
         if found[name] is not None:
             if thing is None:

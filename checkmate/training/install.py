@@ -14,7 +14,6 @@ from checkmate.optimizers import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
 from checkmate.training.records import Watched
-from checkmate.training.slices import kept_beside
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
 
@@ -58,13 +57,31 @@ def install_optimizer(
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
     }
     optimizer.load_state_dict(whole)
+    put_types_back(optimizer, flat, whole["state"])
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
         apply_options(group, text)
 
 
+def put_types_back(
+    optimizer: torch.optim.Optimizer,
+    flat: Sequence[nn.Parameter],
+    stored: Mapping[int, Mapping[str, object]],
+) -> None:
+    """State of another type than its parameter (NAdam's products, say), which `load_state_dict` has cast."""
+    for index, entries in stored.items():
+        ours = optimizer.state[flat[index]]
+        for name, value in entries.items():
+            there = ours.get(name)
+            if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
+                ours[name] = value.to(there.device)
+
+
 def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Tensor]) -> None:
     """Buffers and frozen parameters, by name; a buffer of another shape is replaced."""
-    ours = kept_beside(ddp)
+    ours: dict[str, torch.Tensor] = {
+        **dict(ddp.module.named_parameters()),
+        **dict(ddp.module.named_buffers()),
+    }
     with torch.no_grad():
         for name, tensor in buffers.items():
             there = ours.get(name)

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.layout import Layout
-from checkmate.optimizers import spec_of
+from checkmate.optimizers import UnsupportedOptimizer, spec_of
 from checkmate.ring import Place, Ring, connect_ring
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.tagger import Tagger, TaggerUnavailable
@@ -68,7 +68,7 @@ def protect(
     stubs = Stubs(place.job)
     start = restore.take_start()
     if start is None:
-        start = Start(restore.plan_fresh(place, stubs, wait))
+        start = Start(restore.plan_fresh(place, stubs, min(wait, restore.FRESH_SECONDS)))
         if start.plan.trouble and place.rank == 0:
             _log.warning("%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble)
     return Protection(place, watched, stubs, start, deadline)
@@ -101,6 +101,7 @@ class Protection:
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._layout: Layout = session.lay_out(watched.ddp, place.shards)
         self._spec = spec_of(watched.optimizer, numbers)
+        _check_all_stepped(self._spec, list(names))
         self._device = parameters[0].device.type
         self._steps = Steps(start.next_iteration)
         self._tagger, self._ring = _connect(place, self._layout, start)
@@ -141,6 +142,7 @@ class Protection:
         if self._closed:
             return
         self._closed = True
+        last = last and _ends_well(sys.exc_info()[1])
         atexit.unregister(self._at_exit)
         session.protected.discard(id(self._watched.ddp))
         patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
@@ -166,7 +168,7 @@ class Protection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(last=error is None)
+        self.close(last=_ends_well(error))
 
     def _new_recorder(self, names: Mapping[str, nn.Parameter]) -> Recorder:
         ddp, place = self._watched.ddp, self.session
@@ -287,6 +289,22 @@ class Protection:
         """The script ends: the last iteration, unless it ends by an error. A forked child's end is not it."""
         if os.getpid() == self._pid:
             self.close(last=getattr(sys, "last_value", None) is None)
+
+
+def _ends_well(error: BaseException | None) -> bool:
+    """Whether a script that ends by this has come to its end; `sys.exit(0)` is none that failed."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
+
+
+def _check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
+    """`UnsupportedOptimizer` where another optimizer would step a parameter: nodes wouldn't know."""
+    stepped = {number for group in spec.groups for number in group.parameters}
+    left = [name for number, name in enumerate(names) if number not in stepped]
+    if left:
+        raise UnsupportedOptimizer(
+            f"the optimizer lacks {left[0]} and {len(left) - 1} others that are trained: give them to it, in "
+            "a parameter group, or set requires_grad=False; one optimizer steps a protected model"
+        )
 
 
 def _not_ready(hold: pb.HoldStatus | None) -> str:

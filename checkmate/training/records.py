@@ -124,10 +124,14 @@ class Recorder:
         self._gradients.start()
 
     def close(self, last: bool) -> None:
-        """Finish the iteration that is open, and note no more."""
-        if self._open is not None:
-            self._open.last = last
+        """Note no more. `last`: the iteration that is open is over, if its optimizer has stepped or skipped.
+
+        After an error it may lack its step, or the scheduler's: then nobody may resume from it.
+        """
+        if self._open is not None and last and not self._lacks_step(self._open):
+            self._open.last = True
             self._finish(self._open)
+        self._open = None
         for handle in self._handles:
             handle.remove()
         clip.forget(self._parameters)
@@ -219,7 +223,7 @@ class Recorder:
         ] != self._groups:
             raise RefusedError(
                 "the optimizer's parameter groups were changed after checkmate.protect: add parameters "
-                "before it, or close the protection and protect anew"
+                "before it"
             )
 
     def _finish(self, noted: Noted) -> None:
@@ -238,14 +242,18 @@ class Recorder:
     def _passed_over(self, noted: Noted) -> None:
         """No step came. Gradients that stay would be lost to a run that resumes here."""
         self._steps.end(noted.iteration)
-        stay = not noted.infinite and any(p.grad is not None for p in self._parameters)
-        if stay and not noted.last and not self._accumulated:
+        if self._lacks_step(noted) and not self._accumulated:
             self._accumulated = True
             _log.warning(
                 "iteration %d: a backward without optimizer.step() or zero_grad(). To accumulate gradients, "
                 "use ddp.no_sync(): a run resumed between two such backwards lacks what was accumulated",
                 noted.iteration,
             )
+
+    def _lacks_step(self, noted: Noted) -> bool:
+        """Whether gradients wait for a step that hasn't come."""
+        waiting = not noted.stepped and not noted.infinite
+        return waiting and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
 
 
 def _state_of(thing: Any) -> dict[str, Any] | None:

@@ -126,7 +126,7 @@ def _begin(
             _say(place, plan.trouble)
         return _from_disk(place, watched, plan, path)
     if plan.kind == "none":
-        raise RestoreError(f"{plan.trouble}; no checkpoint is on disk; fresh=True starts anew")
+        raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; fresh=True starts anew")
     _say(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 

@@ -59,7 +59,8 @@ class ScalerWatch:
             self._listener.scaled(pb.Scaling.FUSED, scale)
         self._unscaled = False
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        self._listener.scaler_stepped(list(found.values()))
+        # Cloned, for update() adds other optimizers' findings to the first of these.
+        self._listener.scaler_stepped([one.clone() for one in found.values()])
         return self._passed(result)
 
     @staticmethod

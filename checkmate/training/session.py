@@ -16,6 +16,7 @@ from checkmate.jobs import JobError, read_job
 from checkmate.layout import Layout, Parameter, make_layout
 from checkmate.schedule import side_of
 from checkmate.schema import Job, ShadowNode
+from checkmate.training.slices import synchronised
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
@@ -119,7 +120,20 @@ def join(module: object) -> Session:
     said = os.environ.get("RANK", str(rank))
     if said != str(rank):
         raise SessionError(f"RANK is {said}, but this process is rank {rank} of its process group")
-    return place(job, rank, dist.get_world_size(), dist.get_process_group_ranks(ddp.process_group))
+    found = place(job, rank, dist.get_world_size(), dist.get_process_group_ranks(ddp.process_group))
+    if synchronised(ddp) and any(True for _ in ddp.module.buffers()):
+        _check_first(found)
+    return found
+
+
+def _check_first(found: Session) -> None:
+    """DDP takes buffers from its group's lowest rank, and step records from the ring's first."""
+    ranks = [rank.rank for rank in found.job.dp_groups[found.group].ranks]
+    if ranks[0] != min(ranks):
+        raise SessionError(
+            f"DDP gives all ranks the buffers of rank {min(ranks)}, but the ring begins with rank "
+            f"{ranks[0]}: list rank {min(ranks)} first in the job's dp_groups[{found.group}]"
+        )
 
 
 def _checked(module: object) -> DistributedDataParallel:
@@ -129,6 +143,8 @@ def _checked(module: object) -> DistributedDataParallel:
         )
     if id(module) in protected:
         raise SessionError("this model is protected already: close that Protection first")
+    if protected:
+        raise SessionError("another model of this process is protected: a job has one; close that first")
     if not dist.is_initialized():
         raise SessionError("torch.distributed.init_process_group() comes first")
     if module.mixed_precision is not None:

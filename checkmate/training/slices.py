@@ -155,7 +155,7 @@ class Buffers:
     """Which buffers have changed since they were last sent.
 
     `everything`: begin with those that never were, a few MiB at a time. Else this rank's buffers are its own,
-    and each record has all that ever changed, `changed` before now among them.
+    and each record has the small ones, and all that ever changed, `changed` before now among them.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Buffers:
     ) -> None:
         self._find = fitting(find)
         self._everything = everything
-        self._ever = set(changed)
         self._seen = {name: _Seen(tensor) for name, tensor in self._find().items()}
+        self._ever = set(changed) | {name for name, seen in self._seen.items() if seen.small}
         self._unsent = list(self._seen) if everything else []
 
     def take(self) -> dict[str, Later]:
@@ -204,10 +204,13 @@ class _Seen:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._place = (tensor.data_ptr(), tensor._version, tensor.shape)
-        exact = not isinstance(tensor, nn.Parameter) and tensor.nbytes <= EXACT_BYTES
-        self._copy = tensor.detach().clone() if exact else None
+        self.small = not isinstance(tensor, nn.Parameter) and tensor.nbytes <= EXACT_BYTES
+        # To compare on a CUDA device would wait for it: there a small one is always sent.
+        self._copy = tensor.detach().clone() if self.small and not tensor.is_cuda else None
 
     def differs(self, tensor: torch.Tensor) -> bool:
+        if self._copy is None and self.small:
+            return True
         if self._copy is None:
             return self._place != (tensor.data_ptr(), tensor._version, tensor.shape)
         return self._copy.shape != tensor.shape or not torch.equal(self._copy, tensor)
