@@ -52,14 +52,30 @@ class World:
     def status(self, node: int) -> pb.NodeStatus:
         return self.nodes[node].node.status(self.job.job)
 
-    def ready(self) -> None:
-        wait_until(lambda: all(hold.live for node in self.nodes for hold in self.status(node).holds), "live")
+    def ready(self, seconds: float = 10) -> None:
+        """Wait until all holds are live, and get all of their streams."""
+        wait_until(lambda: all(map(self.is_ready, self.nodes)), "live", seconds)
 
-    def stepped(self, iteration: int) -> None:
+    def is_ready(self, node: int) -> bool:
+        return all(
+            hold.live
+            and all(
+                self.copies.sends(
+                    (inlet.plan.boundary, inlet.plan.channel, inlet.plan.shard),
+                    inlet.plan.nic_ip,
+                    group.begin.incarnation,
+                )
+                for inlet in hold.inlets
+            )
+            for group, hold in self.nodes[node].node.holds
+        )
+
+    def stepped(self, iteration: int, seconds: float = 10) -> None:
         """Wait until all live holds have stepped an iteration."""
         wait_until(
             lambda: all(hold.stepped >= iteration for node in self.nodes for hold in self.status(node).holds),
             f"stepped {iteration}",
+            seconds,
         )
 
 

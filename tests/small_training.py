@@ -74,6 +74,12 @@ class Copies:
         for stream in found:
             stream.send(position, data)
 
+    def sends(self, key: StreamKey, ip: str, incarnation: int) -> bool:
+        """Whether that NIC gets the stream. (A real stub acknowledges a hello only then.)"""
+        with self._lock:
+            found = self._streams.get((key, ip))
+            return found is not None and found.incarnation == incarnation
+
     def cut(self, node: int) -> None:
         """Break all of a node's connections."""
         with self._lock:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from pyroute2 import IPRoute
 
 from checkmate.shadow.connect import StreamError, connect_stream
 from checkmate.shadow.receive import Inlet, Reader
+from checkmate.shadow.streams import StreamPlan
 
 log = logging.getLogger("checkmate")
 
@@ -32,9 +34,11 @@ class Connector:
         self._receive_buffer = receive_buffer
         self._on_change = on_change
         self._stopping = threading.Event()
+        self._turns: defaultdict[StreamPlan, threading.Lock] = defaultdict(threading.Lock)
 
     def connect(self, inlet: Inlet, incarnation: int) -> None:
-        """Connect a stream at the inlet's position; returns at once."""
+        """Connect a stream at the inlet's position; returns at once. One thread calls it at a time."""
+        self._turns[inlet.plan]  # made here, so that threads only find it
         name = f"connect {inlet.plan}"
         threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
 
@@ -43,18 +47,12 @@ class Connector:
         self._stopping.set()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
-        plan = inlet.plan
         pause, said = _BACKOFF[0], ""
         while not (inlet.closed or self._stopping.is_set()):
             try:
-                sock = connect_stream(
-                    plan.nic_ip,
-                    plan.stub,
-                    plan.hello(inlet.position, incarnation),
-                    device=self._devices[plan.nic_ip],
-                    receive_buffer=self._receive_buffer,
-                    timeout=_TIMEOUT,
-                )
+                with self._turns[inlet.plan]:
+                    self._try(inlet, incarnation)
+                return
             except StreamError as error:
                 inlet.broken = str(error)
                 if inlet.broken != said:
@@ -62,13 +60,25 @@ class Connector:
                     log.warning("%s; trying on", said)
                 self._stopping.wait(pause)
                 pause = min(2 * pause, _BACKOFF[1])
-                continue
-            if not inlet.attach(sock):
-                sock.close()
-                return
-            self._readers[plan.nic].add(inlet)
-            self._on_change()
+
+    def _try(self, inlet: Inlet, incarnation: int) -> None:
+        """One attempt; a stream has one at a time, else a closed inlet's late hello would replace its heir."""
+        plan = inlet.plan
+        if inlet.closed:
             return
+        sock = connect_stream(
+            plan.nic_ip,
+            plan.stub,
+            plan.hello(inlet.position, incarnation),
+            device=self._devices[plan.nic_ip],
+            receive_buffer=self._receive_buffer,
+            timeout=_TIMEOUT,
+        )
+        if not inlet.attach(sock):
+            sock.close()
+            return
+        self._readers[plan.nic].add(inlet)
+        self._on_change()
 
 
 def device_of(ip: str) -> str | None:
