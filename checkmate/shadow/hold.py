@@ -62,6 +62,7 @@ class Hold:
         self.from_holder = False  # another holder gives the seeds
         self.lagging = 0.0  # when it was last no more than one iteration behind
         self.lag_said = False
+        self.stepping: int | None = None  # an iteration whose record is not kept yet
         self.joined = joined
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.in_full = joined - 1
@@ -120,6 +121,12 @@ class Hold:
             self.sets.released = self.in_full = iteration - 1
             self.inlets = self._new_inlets()
             self._record_since = 0.0
+
+    def empty(self) -> None:
+        """Its state is worth nothing: it is seeded anew."""
+        with self.lock:
+            self.live = False
+            self.replica.at.clear()
 
     def joinable(self, newest: int) -> int:
         """The iteration at which to join, where `newest` is the newest that trainers are known to be in."""

@@ -32,6 +32,7 @@ GRACE = 2.0
 """Seconds for which a stream may stand below its recorded end before the rest is lost."""
 
 _REMEMBERED = 64  # fenced starts of training
+_PAUSE = 1.0  # seconds, after what should not happen
 
 
 class Node:
@@ -133,23 +134,56 @@ class Node:
         self.changed.wait_for(lambda: not self._stepping, timeout)
 
     def step(self, group: Group, hold: Hold, iteration: int) -> None:
-        """Step one hold; what is wrong is said, and makes it doubtful."""
+        """Step one hold; what comparing finds makes it doubtful, and one that can't step is seeded anew."""
+        with self.changed:
+            if iteration != hold.released + 1:
+                return  # it has joined anew meanwhile
+            said, hold.stepping = group.records.step(iteration), iteration
         try:
-            troubles = hold.step(iteration, group.records.step(iteration))
+            troubles = hold.step(iteration, said)
         except Exception as error:
             log.exception("%s: iteration %d can't be stepped", hold, iteration)
-            troubles = [f"iteration {iteration} can't be stepped: {error}"]
+            with self.changed:
+                hold.stepping = None
+                self._renew(group, hold, f"iteration {iteration} can't be stepped: {error}")
+            return
         if troubles:
             hold.doubtful = True
             hold.trouble = "; ".join(troubles)
             log.error("%s: %s", hold, hold.trouble)
         with self.changed:
-            group.records.stepped(iteration)
+            self.tell(group.records.stepped(iteration))
+            hold.stepping = None
+            self.changed.notify_all()
+
+    def tell(self, trouble: str) -> None:
+        """Say what is wrong with the node, once. The caller has the lock."""
+        if trouble and trouble not in self.troubles:
+            self.troubles.append(trouble)
+            log.error("%s", trouble)
+
+    def join_again(self, group: Group, hold: Hold) -> int:
+        """Join a hold some iterations ahead, at the one that is returned. The caller has the lock."""
+        iteration = hold.joinable(group.newest)
+        hold.join(iteration)
+        self.connect(group, hold)
+        return iteration
+
+    def _renew(self, group: Group, hold: Hold, trouble: str) -> None:
+        if not hold.live:
+            hold.ahead *= 2  # it was no better the last time
+        hold.empty()
+        hold.trouble = trouble
+        if not self.fenced:
+            hold.trouble += f"; it joins again at iteration {self.join_again(group, hold)}"
 
     def forget(self) -> None:
-        """Drop records that nobody will need. The caller has the lock."""
+        """Drop records that nobody will need; none while they are kept. The caller has the lock."""
         for group in self.groups.values():
-            group.records.forget([hold.released for hold in group.holds], self.reserved)
+            if any(hold.stepping is not None for hold in group.holds):
+                continue
+            states = [hold.stepped for hold in group.holds]  # after a gap these aren't what was released
+            group.records.forget([hold.released for hold in group.holds], {*states, *self.reserved})
 
     def status(self, job: str) -> pb.NodeStatus:
         """What the node is and where it stands."""
@@ -199,25 +233,36 @@ class Node:
     def _step_forever(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
-        while True:
-            with self.changed:
-                while not (due := self._due()) and not self.stopping:
-                    self.changed.wait()
-                if self.stopping:
-                    return
-                self._stepping = True
-            start = time.monotonic()
-            for group, hold, iteration in due:
-                self.step(group, hold, iteration)
-            self.step_seconds = time.monotonic() - start
-            if any(hold.take_loaded() for _, hold, _ in due):
-                memory.trim()
-            with self.changed:
-                self._stepping = False
-                self.forget()
-                self.refresh()
-            for reader in self.readers:
-                reader.wake()
+        while not self.stopping:
+            try:
+                self._step_due()
+            except Exception as error:  # our own fault; a thread that ended would look alive
+                log.exception("stepping")
+                with self.changed:
+                    self._stepping = False
+                    self.tell(f"stepping failed: {error!r}")
+                    self.changed.wait_for(lambda: self.stopping, _PAUSE)
+
+    def _step_due(self) -> None:
+        """Wait until holds are due, and step them."""
+        with self.changed:
+            while not (due := self._due()) and not self.stopping:
+                self.changed.wait()
+            if self.stopping:
+                return
+            self._stepping = True
+        start = time.monotonic()
+        for group, hold, iteration in due:
+            self.step(group, hold, iteration)
+        self.step_seconds = time.monotonic() - start
+        if any(hold.take_loaded() for _, hold, _ in due):
+            memory.trim()
+        with self.changed:
+            self._stepping = False
+            self.forget()
+            self.refresh()
+        for reader in self.readers:
+            reader.wake()
 
     def _broken(self, inlet: Inlet) -> None:
         """A connection broke: it goes on where it stood, and a gap shows if something was sent meanwhile."""

@@ -72,14 +72,19 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if iteration not in node.reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
         node.changed.wait_for(
-            lambda: hold.released >= iteration or iteration not in node.reserved or node.stopping, timeout
+            lambda: _kept(hold, iteration) or iteration not in node.reserved or node.stopping, timeout
         )
-        if hold.released < iteration:
+        if not _kept(hold, iteration):
             raise _refused(hold, f"iteration {iteration} was not stepped in time")
         if hold.doubtful:
             raise _refused(hold, hold.trouble)
         header = _header(node, group, hold, request)
     return state.to_seeds(header, hold.read(iteration, request.parameters))
+
+
+def _kept(hold: Hold, iteration: int) -> bool:
+    """Whether an iteration is stepped, and its record kept."""
+    return hold.released >= iteration and hold.stepping != iteration
 
 
 def _refused(hold: Hold, message: str) -> Refused:

@@ -58,15 +58,20 @@ class Records:
         """What the group's first rank said of the step. `KeyError` where it isn't there."""
         return self._parts[iteration][0].step
 
-    def stepped(self, iteration: int) -> None:
-        """A hold has stepped a complete iteration: keep what is served with its state."""
+    def stepped(self, iteration: int) -> str:
+        """A hold has stepped a complete iteration: keep what is served with its state. What failed."""
         if iteration in self._done or not self.complete(iteration):
-            return
+            return ""
         parts = self._parts[iteration]
+        trouble = ""
         if parts[0].buffers:
-            self._buffers = {**self._buffers, **_by_name(parts[0].buffers)}
+            try:
+                self._buffers = {**self._buffers, **_by_name(parts[0].buffers)}
+            except state.StateError as error:
+                trouble = f"buffers of iteration {iteration} can't be read, older ones are kept: {error}"
         ordered = [parts[position] for position in sorted(parts)]
         self._done[iteration] = pb.IterationRecord(iteration=iteration, parts=ordered, buffers=self._buffers)
+        return trouble
 
     def served(self, iteration: int) -> pb.IterationRecord:
         """The record that goes with the state after an iteration; without parts where none is known."""
@@ -79,10 +84,13 @@ class Records:
         self._buffers = {**record.buffers, **self._buffers}
 
     def forget(self, stepped: Iterable[int], reserved: Collection[int]) -> None:
-        """Drop what is before the oldest hold's last step, and served records that nobody can ask for."""
+        """Drop what is before the oldest hold's last step, and served records that nobody can ask for.
+
+        The parts of that last step stay: `stepped` may not have been told of it yet.
+        """
         held = set(stepped)
         oldest = min(held, default=self.first - 1)
-        for done in [t for t in self._parts if t <= oldest]:
+        for done in [t for t in self._parts if t < oldest]:
             del self._parts[done]
         for done in [t for t in self._done if t not in held and t not in reserved]:
             del self._done[done]

@@ -43,14 +43,21 @@ class Watcher:
                 node.changed.wait_for(lambda: node.stopping, TICK)
                 if node.stopping:
                     return
-                now = time.monotonic()
-                reading.expire(node, now)
-                node.forget()
-                self._rate(now)
-                for group, hold in node.holds:
-                    if not hold.settled and not node.fenced:
-                        self._look(group, hold, now)
-                node.refresh()
+                try:
+                    self._tick(time.monotonic())
+                except Exception as error:  # our own fault; a thread that ended would look alive
+                    log.exception("watching")
+                    node.tell(f"watching failed: {error!r}")
+
+    def _tick(self, now: float) -> None:
+        node = self._node
+        reading.expire(node, now)
+        node.forget()
+        self._rate(now)
+        for group, hold in node.holds:
+            if not hold.settled and not node.fenced:
+                self._look(group, hold, now)
+        node.refresh()
 
     def _look(self, group: Group, hold: Hold, now: float) -> None:
         lost = hold.gap(group.records, now, self._node.grace)
@@ -66,11 +73,9 @@ class Watcher:
         last = f"iteration {hold.stepped} was its last, " if hold.seeded else ""
         if not hold.live:
             hold.ahead *= 2
-        iteration = hold.joinable(group.newest)
+        iteration = self._node.join_again(group, hold)
         hold.trouble = f"{lost}; {last}it joins again at iteration {iteration}"
         log.log(level, "%s: %s", hold, hold.trouble)
-        hold.join(iteration)
-        self._node.connect(group, hold)
 
     def _lag(self, group: Group, hold: Hold, now: float) -> None:
         """Say so where trainers are more than one iteration ahead of a live hold, and when that is over."""

@@ -1,0 +1,170 @@
+"""Rare orders of events around a shadow node, each brought about on purpose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.records import Records
+from checkmate.shadow.replica import ReplicaError
+from tests.end_hosts import needs_root, wait_until
+from tests.shadow_world import World, check_now, fence, going_on, settle
+
+pytestmark = needs_root  # SO_RCVBUFFORCE
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+        yield lambda **kwargs: World(stack, **kwargs)
+
+
+def test_the_parts_of_the_last_step_stay_until_they_are_kept() -> None:
+    records = Records(1, 0)
+    for t in (0, 1, 2):
+        records.add(pb.RecordPart(iteration=t), 0.0)
+    records.forget([1], {})
+    records.stepped(1)
+    assert records.served(1).parts
+    records.stepped(0)
+    assert not records.served(0).parts
+
+
+def between_step_and_record(monkeypatch: pytest.MonkeyPatch, hold: Hold, what: Callable[[], None]) -> None:
+    """Something happens when a step is done, and its record isn't kept yet."""
+    real = hold.step
+
+    def step(*arguments: Any) -> list[str]:
+        troubles = real(*arguments)
+        what()
+        return troubles
+
+    monkeypatch.setattr(hold, "step", step)
+
+
+def test_a_record_survives_a_gap_between_a_step_and_its_keeping(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    node = here.nodes[0].node
+    group = node.groups[0]
+    hold = group.holds[0]
+    done = threading.Event()
+
+    def gap() -> None:
+        with node.changed:
+            hold.join(5)
+            node.forget()
+        done.set()
+
+    between_step_and_record(monkeypatch, hold, gap)
+    training.iterate()
+    assert done.wait(5)
+    wait_until(lambda: hold.stepping is None, "the record")
+    assert group.records.served(0).parts
+
+
+def test_after_a_gap_the_last_good_state_is_restored_with_its_record(world: Callable[..., World]) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    node = here.nodes[0].node
+    with node.changed:
+        for _, hold in node.holds:
+            hold.join(5)
+        node.forget()
+    assert {hold.stepped for hold in fence(here, training)[0].holds} == {0}
+    settle(here, training, 0)
+    for shard in range(here.job.shards(0)):
+        assert training.check(0, shard, 0).record.parts
+
+
+def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once only, and it is not in doubt for ever: the other node goes on meanwhile."""
+    here = world(nodes=2, ranks=2)
+    training = here.started()
+    hold = here.nodes[0].node.groups[0].holds[0]
+    real, tries = hold.replica.step, []
+
+    def step(iteration: int, *arguments: Any) -> list[str]:
+        tries.append(iteration)
+        if iteration == 0:
+            raise ReplicaError("a gradient is missing")
+        return real(iteration, *arguments)
+
+    monkeypatch.setattr(hold.replica, "step", step)
+    training.iterate()
+    wait_until(lambda: not hold.live, "that it is out")
+    assert "a gradient is missing" in hold.trouble
+    assert not hold.seeded
+    with going_on(training):
+        wait_until(lambda: hold.live, "live again")
+    assert tries.count(0) == 1
+    here.stepped(training.iteration)
+    check_now(here, training)
+
+
+def test_buffers_that_cannot_be_read_stop_no_step(world: Callable[..., World]) -> None:
+    """They are named in the node's troubles, and all goes on."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iteration += 1
+    training.send(training._gradients())
+    training.optimizer.step()
+    training._note()
+    for position in range(training.ranks):
+        part = training.part(position)
+        part.buffers = b"no archive"
+        training.lines[0, position].send(part)
+    here.stepped(0)
+    assert "buffers of iteration 0" in "".join(here.status(0).trouble)
+    check_now(here, training)
+
+
+@pytest.mark.parametrize("what", ["_due", "forget"])
+def test_threads_survive_what_should_not_happen(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    node = here.nodes[0].node
+    real, failed = getattr(node, what), []
+
+    def once() -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("a fault of ours")
+        return real()
+
+    monkeypatch.setattr(node, what, once)
+    wait_until(lambda: any("a fault of ours" in said for said in here.status(0).trouble), "that it is said")
+    check_now(here, training)
+
+
+def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    hold = here.nodes[0].node.groups[0].holds[0]
+    stepped, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        stepped.set()
+        assert go_on.wait(5)
+
+    between_step_and_record(monkeypatch, hold, pause)
+    request = pb.ReserveRequest(job=here.job.job, iteration=0, seconds=10)
+    assert training.stubs[0].Reserve(request, timeout=5).granted
+    training.iterate()
+    assert stepped.wait(5)
+    threading.Timer(0.2, go_on.set).start()
+    assert training.check(0, hold.plan.shard, 0).record.parts
