@@ -315,6 +315,7 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
         wait_until(lambda: all(h.live for n in range(3) for h in status(job, n).holds), "live")
         for _ in range(3):
             training.iterate()
+        wait_until(lambda: all(h.stepped == 2 for n in range(3) for h in status(job, n).holds), "stepped")
         process.end(signal.SIGKILL)
         killed = time.monotonic()
         left = [node for node in range(3) if node != victim]

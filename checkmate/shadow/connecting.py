@@ -62,7 +62,7 @@ class Connector:
                 pause = min(2 * pause, _BACKOFF[1])
 
     def _try(self, inlet: Inlet, incarnation: int) -> None:
-        """One attempt; a stream has one at a time, else a closed inlet's late hello would replace its heir."""
+        """One attempt. Two at a time, and the late hello of a closed inlet might replace its heir."""
         plan = inlet.plan
         if inlet.closed:
             return
