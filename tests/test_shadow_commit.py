@@ -209,3 +209,19 @@ def test_a_node_that_others_have_left_behind_does_not_decide() -> None:
     assert not view.active
     view.report(progress(8, 7))
     assert view.active
+
+
+def test_nobody_is_live_only_when_all_were_heard_or_are_silent_or_gone() -> None:
+    view = Committee(1, range(3), 4, began=100.0)
+    assert not view.nobody_live(100.0)  # none has been heard of
+    view.told(0, NEVER, False, 100.0)
+    assert not view.nobody_live(100.0)
+    assert view.nobody_live(100.1 + SILENCE_MAX)
+    view.heard(2, progress(5, 4, live=False), 100.0)
+    assert view.nobody_live(100.0)
+    view.heard(2, progress(5, 4), 100.0)
+    assert not view.nobody_live(100.1 + SILENCE_MAX)
+    view.broke(2)
+    assert view.nobody_live(100.0)
+    view.report(progress(5, 4))
+    assert not view.nobody_live(100.0)

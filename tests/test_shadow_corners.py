@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 import pytest
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.shadow.commit import Committee
+from checkmate.shadow.group import reusable
 from checkmate.shadow.hold import Hold
+from checkmate.shadow.peers import Peers
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import ReplicaError
 from tests.end_hosts import needs_root, wait_until
@@ -138,7 +143,8 @@ def test_threads_survive_what_should_not_happen(
     here = world(nodes=1, ranks=2)
     training = here.started()
     node = here.nodes[0].node
-    real, failed = getattr(node, what), []
+    real = getattr(node, what)
+    failed: list[bool] = []
 
     def once() -> Any:
         if not failed:
@@ -149,6 +155,85 @@ def test_threads_survive_what_should_not_happen(
     monkeypatch.setattr(node, what, once)
     wait_until(lambda: any("a fault of ours" in said for said in here.status(0).trouble), "that it is said")
     check_now(here, training)
+
+
+def test_a_fenced_node_stays_with_its_answer(world: Callable[..., World]) -> None:
+    """What comes later is not told to others, which would step beyond it; until it is asked again."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    node = here.nodes[0].node
+    assert [hold.in_full for hold in fence(here, training)[0].holds] == [0]
+    training.iterate()
+    hold = node.groups[0].holds[0]
+    wait_until(lambda: all(i.whole == 1 for i in hold.inlets) and node.groups[0].records.complete(1), "all")
+    node.touch()
+    assert (hold.in_full, node.committee.mine.in_full) == (0, 0)
+    assert [hold.in_full for hold in fence(here, training)[0].holds] == [1]
+
+
+def test_a_settled_group_that_has_not_begun_again_holds_no_other_up(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2, groups=2)
+    trainings = [here.training(group=group, seed=group) for group in (0, 1)]
+    for training in trainings:
+        training.begin(list(here.nodes))
+        training.seed_all()
+    here.ready()
+    for training in trainings:
+        training.iterate()
+    here.stepped(0)
+    fence(here, trainings[0])
+    settle(here, trainings[0], 0)
+    first = trainings[0]
+    first.incarnation, first.first = 1, 1
+    first.begin(list(here.nodes), keep=True)
+    holds = [hold for serving in here.nodes.values() for hold in serving.node.groups[0].holds]
+    wait_until(lambda: all(hold.live for hold in holds), "live")
+    first.iterate()
+    wait_until(lambda: all(hold.stepped == 1 for hold in holds), "stepped 1")
+
+
+def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., World]) -> None:
+    """Another one's replica may be in the midst of a step."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    old = here.nodes[0].node.groups[0]
+    training.incarnation, training.first = 1, 1
+    request = training.begin_request(keep=True)
+    assert not reusable(old, request, training.layout)
+    fence(here, training)
+    settle(here, training, 0)
+    assert list(reusable(old, request, training.layout)) == old.holds
+
+
+def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[..., World]) -> None:
+    here = world(nodes=1, ranks=2)
+    node = here.nodes[0].node
+    peers = Peers(node, lambda other: open_channel(here.job, other))
+    with node.changed:
+        node.committee = Committee(0, [0, 1], 5, time.monotonic())
+    heard = node.committee._higher[1]
+    go_on = [threading.Event(), threading.Event()]
+
+    def reports(index: int) -> Iterator[pb.Progress]:
+        yield pb.Progress(node=1, incarnation=5, in_full=index, live=True)
+        assert go_on[index].wait(5)
+
+    streams = []
+    for index in (0, 1):
+        stream = threading.Thread(target=peers._hear, args=(reports(index), threading.Event()))
+        stream.start()
+        streams.append(stream)
+        wait_until(lambda: heard.progress is not None and heard.progress.in_full == index, "heard")  # noqa: B023
+    go_on[0].set()
+    streams[0].join()
+    assert not heard.broken
+    go_on[1].set()
+    streams[1].join()
+    assert heard.broken
 
 
 def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,18 @@ class Committee:
         told = [other.progress.patience for other in self._higher.values() if other.progress]
         return min(SILENCE_MAX, max(SILENCE_MIN, min([self.mine.patience, *told]) / 4))
 
-    @property
-    def nobody_live(self) -> bool:
-        """Whether no node is known to be live: then there is nothing to agree on."""
-        higher = any(o.progress and o.progress.live and not o.broken for o in self._higher.values())
-        lower = any(o.active and not o.broken for o in self._lower.values())
-        return not (self.mine.live or higher or lower)
+    def nobody_live(self, now: float) -> bool:
+        """Whether no node is live: then there is nothing to agree on. One not heard of yet may be."""
+        if self.mine.live:
+            return False
+        known: list[tuple[_Higher | _Lower, bool | None]] = [
+            *((other, other.progress.live if other.progress else None) for other in self._higher.values()),
+            *((other, other.active) for other in self._lower.values()),
+        ]
+        return all(
+            other.broken or live is False or (live is None and now - other.heard > self.silence)
+            for other, live in known
+        )
 
     def decide(self, now: float) -> int:
         """`committed`, moved up where we decide and all live nodes allow it."""

@@ -97,11 +97,12 @@ def warnings(request: pb.BeginRequest) -> list[str]:
 
 
 def reusable(old: Group | None, request: pb.BeginRequest, layout: Layout) -> Sequence[Hold]:
-    """The earlier incarnation's holds that go on where they are: `keep`, the same run and layout."""
+    """The earlier incarnation's holds that go on where they are: settled, `keep`, the same run and layout."""
     if old is None or not request.keep:
         return ()
     same = old.layout.fingerprint == layout.fingerprint and old.begin.run == request.run
     if not same or old.begin.optimizer.name != request.optimizer.name:
         return ()
     last = request.first_iteration - 1
-    return [hold for hold in old.holds if hold.seeded and hold.stepped == last and not hold.doubtful]
+    good = [hold for hold in old.holds if hold.settled and hold.seeded and not hold.doubtful]
+    return [hold for hold in good if hold.stepped == last]

@@ -55,6 +55,8 @@ class Node:
         self.groups: dict[int, Group] = {}
         self.committee = self.new_committee(-1)
         self.fenced = False
+        self.answered = False
+        """Whether a fence has said what there is: it stays as it is until the next `Fence` or `Begin`."""
         self.fenced_starts: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable: for each reservation, until when."""
@@ -99,15 +101,19 @@ class Node:
     def refresh(self) -> None:
         """See what has come in full, who is live, and what that lets us decide. The caller has the lock.
 
-        A fenced node goes on telling what it has: so nobody who isn't fenced yet commits what it lacks.
+        A fenced node goes on telling what it has, and no more than it answered: so nobody who isn't fenced
+        yet commits what it lacks.
         """
+        if self.answered:
+            self.changed.notify_all()
+            return
         live = []
         for group, hold in self.holds:
             if not hold.settled:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live()
-            if hold.live:
+            if hold.live and (self.fenced or not hold.settled):  # a settled one waits for its group's Begin
                 live.append(hold)
         self.committee.report(
             Progress(
@@ -223,7 +229,7 @@ class Node:
     def _due(self) -> list[tuple[Group, Hold, int]]:
         if self.fenced:
             return []
-        committed, alone = self.committee.committed, self.committee.nobody_live
+        committed, alone = self.committee.committed, self.committee.nobody_live(time.monotonic())
         return [
             (group, hold, due)
             for group, hold in self.holds

@@ -37,6 +37,8 @@ class Peers:
         self._node = node
         self._stopping = threading.Event()
         self._calls: dict[int, grpc.Call] = {}
+        self._newest: dict[int, object] = {}
+        """Of each node with a higher id, its newest stream to us."""
         lower = [other.id for other in node.job.shadow_nodes if other.id < node.id]
         self._threads = [
             threading.Thread(
@@ -69,16 +71,20 @@ class Peers:
                 yield decision
 
     def _hear(self, reports: Iterable[pb.Progress], ended: threading.Event) -> None:
-        node = None
+        node, stream = None, object()
         try:
             for report in reports:
+                if node is None:
+                    self._newest[report.node] = stream
                 node = report.node
+                if self._newest[node] is not stream:
+                    break  # an old one, whose end comes late
                 self._take(report)
         except grpc.RpcError:
             pass  # it broke: the same as its end
         finally:
             ended.set()
-            if node is not None:
+            if node is not None and self._newest[node] is stream:
                 with self._node.changed:
                     self._node.committee.broke(node)
                 self._node.touch()

@@ -18,7 +18,7 @@ def fence(node: Node, job: str, timeout: float) -> pb.NodeStatus:
     check_job(node.job, job)
     deadline = time.monotonic() + timeout
     with node.changed:
-        node.fenced = True
+        node.fenced, node.answered = True, False
         for group in node.groups.values():
             start = (group.begin.incarnation, group.begin.run)
             if start not in node.fenced_starts:
@@ -30,8 +30,10 @@ def fence(node: Node, job: str, timeout: float) -> pb.NodeStatus:
         time.sleep(QUIET / 10)
         if (now_seen := _seen(node)) != seen:
             since, seen = time.monotonic(), now_seen
-    node.touch()
-    return node.status(job)
+    with node.changed:
+        node.refresh()
+        node.answered = True
+        return node.status(job)
 
 
 def _seen(node: Node) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
         node.groups[request.group] = group
         if node.fenced or node.committee.incarnation != request.incarnation:
             node.committee = node.new_committee(request.incarnation)
-            node.fenced = False
+            node.fenced = node.answered = False
         for hold in group.holds:
             node.connect(group, hold)
         node.refresh()
