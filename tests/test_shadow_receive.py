@@ -294,6 +294,35 @@ def test_buffers_that_changed_once_stay_in_later_records() -> None:
     assert records.served(1).parts
 
 
+def test_buffers_of_iterations_that_nobody_steps_are_kept() -> None:
+    """A hold joins at iteration 3: what the records before said may never be said again."""
+    records = Records(2, 0)
+    for t in range(4):
+        records.add(part(t, 1), 0.0)
+        records.add(part(t, 0, buffers=state.dumps({f"b{t}": torch.tensor(t)})), 0.0)
+    records.forget([2], {})
+    records.stepped(3)
+    assert set(records.served(3).buffers) == {"b0", "b1", "b2", "b3"}
+
+
+def test_an_older_iteration_that_is_stepped_later_changes_no_newer_buffer() -> None:
+    records = Records(1, 0)
+    for t in (9, 10, 11):
+        records.add(part(t, 0, buffers=state.dumps({"mean": torch.tensor(t)}) if t < 11 else b""), 0.0)
+    records.stepped(10)
+    records.forget([10, 8], {})
+    for t, mean in ((9, 9), (10, 10), (11, 10)):
+        records.stepped(t)
+        assert state.loads(records.served(t).buffers["mean"]) == mean
+    late = Records(1, 0)
+    late.add(part(2, 0, buffers=state.dumps({"mean": torch.tensor(2)})), 0.0)
+    late.stepped(2)
+    late.add(part(1, 0, buffers=state.dumps({"mean": torch.tensor(1), "once": torch.tensor(1)})), 0.0)
+    late.add(part(3, 0), 0.0)
+    late.stepped(3)
+    assert {n: state.loads(b).item() for n, b in late.served(3).buffers.items()} == {"mean": 2, "once": 1}
+
+
 def test_a_rank_that_passes_over_an_iteration_is_noticed() -> None:
     records = Records(2, 0)
     for t in (0, 1, 3):

@@ -158,7 +158,8 @@ class Node:
             hold.trouble = "; ".join(troubles)
             log.error("%s: %s", hold, hold.trouble)
         with self.changed:
-            self.tell(group.records.stepped(iteration))
+            group.records.stepped(iteration)
+            self.tell(group.records.trouble)
             hold.stepping = None
             self.changed.notify_all()
 

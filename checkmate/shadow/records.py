@@ -22,6 +22,13 @@ class Records:
         self._parts: dict[int, dict[int, pb.RecordPart]] = {}
         self._done: dict[int, pb.IterationRecord] = {}
         self._buffers: dict[str, bytes] = {}
+        self._said: dict[str, int] = {}
+        """Of each buffer, the iteration whose record has said it last."""
+        self._merged = first - 1
+        self._taken: set[int] = set()
+        """Iterations whose buffers are among them."""
+        self.trouble = ""
+        """What can't be read."""
         self.first = first
         self.ends: dict[StreamKey, int] = {}
         """Each stream's newest end."""
@@ -49,6 +56,8 @@ class Records:
         self._last_of[part.position] = max(self._last_of.get(part.position, -1), part.iteration)
         if self.complete(part.iteration):
             self.missing.pop(part.iteration, None)
+        if part.iteration <= self._merged:
+            self._merge(part.iteration)
 
     def complete(self, iteration: int) -> bool:
         """Whether all ranks' parts of an iteration are there."""
@@ -58,20 +67,17 @@ class Records:
         """What the group's first rank said of the step. `KeyError` where it isn't there."""
         return self._parts[iteration][0].step
 
-    def stepped(self, iteration: int) -> str:
-        """A hold has stepped a complete iteration: keep what is served with its state. What failed."""
-        if iteration in self._done or not self.complete(iteration):
-            return ""
-        parts = self._parts[iteration]
-        trouble = ""
-        if parts[0].buffers:
-            try:
-                self._buffers = {**self._buffers, **_by_name(parts[0].buffers)}
-            except state.StateError as error:
-                trouble = f"buffers of iteration {iteration} can't be read, older ones are kept: {error}"
-        ordered = [parts[position] for position in sorted(parts)]
-        self._done[iteration] = pb.IterationRecord(iteration=iteration, parts=ordered, buffers=self._buffers)
-        return trouble
+    def stepped(self, iteration: int) -> None:
+        """A hold has stepped a complete iteration: keep what is served with its state.
+
+        Those before it are kept, too: another hold may be behind, and has the buffers as they were then.
+        """
+        for t in sorted(self._parts):
+            if t <= iteration and t not in self._done:
+                self._merge(t)
+                if self.complete(t):
+                    ordered = [self._parts[t][position] for position in sorted(self._parts[t])]
+                    self._done[t] = pb.IterationRecord(iteration=t, parts=ordered, buffers=self._buffers)
 
     def served(self, iteration: int) -> pb.IterationRecord:
         """The record that goes with the state after an iteration; without parts where none is known."""
@@ -90,12 +96,30 @@ class Records:
         """
         held = set(stepped)
         oldest = min(held, default=self.first - 1)
-        for done in [t for t in self._parts if t < oldest]:
+        for done in sorted(t for t in self._parts if t < oldest):
+            self._merge(done)  # nobody steps it, but its buffers may never be sent again
             del self._parts[done]
-        for done in [t for t in self._done if t not in held and t not in reserved]:
+            self._taken.discard(done)
+        for done in [t for t in self._done if t < oldest and t not in held and t not in reserved]:
             del self._done[done]
         for done in [t for t in self.missing if t <= oldest]:
             del self.missing[done]
+
+    def _merge(self, iteration: int) -> None:
+        """Take an iteration's buffers, unless newer ones are known."""
+        self._merged = max(self._merged, iteration)
+        first = self._parts[iteration].get(0)
+        if first is None or not first.buffers or iteration in self._taken:
+            return
+        self._taken.add(iteration)
+        try:
+            found = _by_name(first.buffers)
+        except state.StateError as error:
+            self.trouble = f"buffers of iteration {iteration} can't be read, older ones are kept: {error}"
+            return
+        newer = {name: data for name, data in found.items() if self._said.get(name, iteration) <= iteration}
+        self._said.update(dict.fromkeys(newer, iteration))
+        self._buffers = {**self._buffers, **newer}
 
 
 def _by_name(blob: bytes) -> Mapping[str, bytes]:
