@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import grpc
 import pytest
+import torch
 
+from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.shadow.commit import Committee
@@ -234,6 +237,42 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
     go_on[1].set()
     streams[1].join()
     assert heard.broken
+
+
+def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> None:
+    """At its 32-bit position the switch would send what lies ahead."""
+    here = world(nodes=1, ranks=2)
+    here.started()
+    group = here.nodes[0].node.groups[0]
+    hold = group.holds[0]
+    plan = hold.inlets[0].plan
+    with here.nodes[0].node.changed:
+        for behind, lost in (((1 << 31) - 1, False), (1 << 31, True)):
+            group.records.ends[plan.side, plan.channel, plan.shard] = hold.inlets[0].position + behind
+            assert bool(hold.gap(group.records, time.monotonic(), 60)) == lost
+
+
+def test_seeds_that_come_late_leave_a_live_hold_alone(world: Callable[..., World]) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    hold = here.nodes[0].node.groups[0].holds[0]
+    number = hold.parameters[0]
+    tensor, values = training.states[0][number]
+    assert hold.load(5, [(number, torch.zeros_like(tensor), values)]) == []
+    assert hold.replica.at[number] == 0
+    check_now(here, training)
+
+
+def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.training()
+    training.begin([0])
+    header = pb.SeedHeader(job=here.job.job, iteration=-1, parameters=[0])
+    seeds = state.to_seeds(header, [(0, torch.zeros(3), {})])
+    with pytest.raises(grpc.RpcError, match="what came has") as refused:
+        training.stubs[0].Seed(seeds, timeout=5)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:

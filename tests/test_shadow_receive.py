@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +22,15 @@ from checkmate.schedule import StreamLayout, stream_layout
 from checkmate.schema import Job
 from checkmate.shadow.receive import SETS, BucketSets, Inlet, Reader
 from checkmate.shadow.records import Records
-from checkmate.shadow.streams import StreamPlan, ahead_at_most, hold_plans, start_of, whole_through
+from checkmate.shadow.streams import (
+    StreamPlan,
+    StreamTooLong,
+    ahead_at_most,
+    check_lengths,
+    hold_plans,
+    start_of,
+    whole_through,
+)
 from tests.end_hosts import wait_until
 from tests.jobs_made import job, some_jobs
 
@@ -150,6 +159,14 @@ def test_streams_are_joined_less_than_2_gb_ahead() -> None:
     ahead = ahead_at_most(streams)
     assert ahead == (1 << 31) // max(stream.nbytes for stream in streams)
     assert ahead_at_most([]) > 1000
+
+
+def test_streams_of_2_gb_an_iteration_are_refused() -> None:
+    for elements, fits in ((100_000_000, True), (2_000_000_000, False)):
+        streams = [stream for _, _, stream in streams_of(layout_of([elements], 1), 2, 1, 0)]
+        assert (max(stream.nbytes for stream in streams) < 1 << 31) == fits
+        with nullcontext() if fits else pytest.raises(StreamTooLong, match="use more channels"):
+            check_lengths(streams)
 
 
 class Pipe:

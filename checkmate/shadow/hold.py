@@ -18,7 +18,7 @@ from checkmate.schedule import StreamLayout, stream_layout
 from checkmate.shadow.receive import SETS, BucketSets, Inlet
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import Replica
-from checkmate.shadow.streams import HoldPlan, ahead_at_most
+from checkmate.shadow.streams import FARTHEST, HoldPlan, ahead_at_most, check_lengths
 
 log = logging.getLogger("checkmate")
 
@@ -51,6 +51,7 @@ class Hold:
             )
             for s in plan.streams
         }
+        check_lengths(list(self.layouts.values()))
         self.lock = threading.Lock()
         self.live = False
         self.doubtful = False
@@ -180,8 +181,10 @@ class Hold:
         self, iteration: int, seeds: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
     ) -> list[int]:
         """Take parameters as they are after `iteration`; the late ones, whose next gradients are gone."""
-        late = []
+        late: list[int] = []
         with self.lock:
+            if self.live:
+                return late  # duplicates
             for number, tensor, values in seeds:
                 if self.replica.at.get(number, iteration - 1) >= max(iteration, self.released):
                     continue  # it has come before
@@ -210,7 +213,8 @@ class Hold:
             if begun and not (inlet.received or inlet.connected):
                 return f"{plan}: not connected before iteration {self.joined}"
             end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
-            if inlet.stands_below(end, now) > grace:
+            lost = end - inlet.position >= FARTHEST  # connecting again wouldn't bring it
+            if lost or inlet.stands_below(end, now) > grace:
                 return f"{plan}: {end - inlet.position} bytes have not come"
         following = self.in_full + 1
         if now - records.missing.get(following, now) > grace:

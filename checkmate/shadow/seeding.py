@@ -125,6 +125,8 @@ class Copier:
             return False
         try:
             wanted = some(hold.wanted(), hold.layout, PIECE_BYTES)
+            if not wanted:
+                return False  # trainers were faster; to name none would mean all
             request = pb.FetchRequest(job=job, shard=shard, iteration=iteration, parameters=wanted)
             seeds = state.from_seeds(stub.Fetch(request, timeout=_FETCH_SECONDS))
             begin, header = group.begin, seeds.header

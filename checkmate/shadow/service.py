@@ -17,6 +17,7 @@ from checkmate.shadow import reading, restarting, seeding, starting
 from checkmate.shadow.group import Refused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
+from checkmate.shadow.replica import ReplicaError
 from checkmate.state import StateError, from_seeds
 
 R = TypeVar("R")
@@ -84,7 +85,7 @@ class Service(rpc.ShadowServicer):
     def _answer(self, context: grpc.ServicerContext, call: Callable[[], R]) -> R:
         try:
             return call()
-        except (Refused, StateError) as error:
+        except (Refused, StateError, ReplicaError) as error:
             _abort(context, error)
 
 

@@ -11,6 +11,7 @@ from checkmate.shadow.hold import AHEAD, Hold
 from checkmate.shadow.node import Node
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import Replica
+from checkmate.shadow.streams import StreamTooLong
 
 log = logging.getLogger("checkmate")
 
@@ -68,15 +69,18 @@ def _new_group(node: Node, request: pb.BeginRequest, layout: Layout, old: Group 
         if plan.group != request.group:
             continue
         before = kept.get(plan.shard)
-        hold = Hold(
-            plan,
-            layout,
-            before.replica if before is not None else _replica(layout, plan.shard, request),
-            channels=node.job.channels,
-            ranks=request.ranks,
-            first=request.first_iteration,
-            joined=request.next_iteration + AHEAD if late else request.first_iteration,
-        )
+        try:
+            hold = Hold(
+                plan,
+                layout,
+                before.replica if before is not None else _replica(layout, plan.shard, request),
+                channels=node.job.channels,
+                ranks=request.ranks,
+                first=request.first_iteration,
+                joined=request.next_iteration + AHEAD if late else request.first_iteration,
+            )
+        except StreamTooLong as error:
+            raise Refused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
         group.holds.append(hold)
     return group
 

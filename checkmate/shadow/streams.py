@@ -13,6 +13,9 @@ from checkmate.schedule import StreamLayout
 from checkmate.schema import Job
 from checkmate.wire import MODULUS, Hello
 
+FARTHEST = MODULUS // 2
+"""Positions so many bytes apart or more can't be told by 32 bits: what is missing is lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
@@ -77,6 +80,20 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
     )
 
 
+class StreamTooLong(ValueError):
+    """An iteration of a stream is too long for its 32-bit positions."""
+
+
+def check_lengths(layouts: Sequence[StreamLayout]) -> None:
+    """`StreamTooLong` where a receiver couldn't tell what is missing from what has come."""
+    longest = max((layout.nbytes for layout in layouts), default=0)
+    if longest >= FARTHEST:
+        raise StreamTooLong(
+            f"an iteration of one stream has {longest} bytes; it must have less than {FARTHEST}: "
+            "use more channels, or more shards"
+        )
+
+
 def start_of(layout: StreamLayout, first: int, iteration: int) -> int:
     """The byte of a stream at which `iteration` starts; byte 0 belongs to iteration `first`."""
     return layout.nbytes * (iteration - first)
@@ -90,4 +107,4 @@ def whole_through(layout: StreamLayout, first: int, position: int) -> int | None
 def ahead_at_most(layouts: Sequence[StreamLayout]) -> int:
     """How many iterations ahead streams may be joined: bytes less than 2 GB before the base are dropped."""
     longest = max((layout.nbytes for layout in layouts), default=0)
-    return max(1, (MODULUS // 2 - 1) // longest) if longest else MODULUS
+    return max(1, (FARTHEST - 1) // longest) if longest else MODULUS
