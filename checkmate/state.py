@@ -190,8 +190,8 @@ class Checksum:
 def dumps(obj: object, *, known: bool = False) -> bytes:
     """`torch.save` of plain state: tensors, numbers, strings, bytes, None, and containers of them.
 
-    `StateError` where `loads` could not read it again, which reads nothing that could run code. That is tried,
-    unless it is `known` that all of it is plain.
+    `StateError` where `loads` could not read it again, which reads nothing that could run code. That is
+    tried, unless it is `known` that all of it is plain.
     """
     buffer = io.BytesIO()
     try:
