@@ -143,7 +143,7 @@ def follow(trainer: Trainer, replicas: list[Replica], gradients: Mapping[int, to
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that these small parameters are cut into pieces too."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 512)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", (512, 512))
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -269,10 +269,8 @@ def test_clipping_some_parameters() -> None:
         follow(trainer, replicas, gradients)
 
 
-@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("flags", ["neither", "fused"])  # torch's foreach takes none
 def test_a_learning_rate_that_is_a_tensor(flags: str) -> None:
-    if flags == "foreach":
-        pytest.skip("torch has no foreach step with a tensor as learning rate")
     trainer = Trainer(lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.01), **FLAGS[flags]))
     replicas = [trainer.replica(shard) for shard in range(2)]
     for _ in range(4):
@@ -298,7 +296,7 @@ def test_on_any_number_of_threads(
     kind: str, flags: str, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters large enough for torch to share its work out between threads."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", (1 << 18, 1 << 18))
     trainer = Trainer(lambda g: MAKERS[kind](g, **FLAGS[flags]), shapes=BIG)
     replicas = [trainer.replica(shard) for shard in range(2)]
     for count in (1, 2, 3, 4):
@@ -322,7 +320,7 @@ def test_16_bits_are_stepped_with_as_many_threads_as_in_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch's own bits of these types depend on the number of threads."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", (1 << 16, 1 << 16))
     kind = "adam" if flags == "fused" else "sgd-momentum"
     threads(count)
     trainer = Trainer(lambda g: MAKERS[kind](g, **FLAGS[flags]), shapes=BIG, dtypes=(dtype,))
@@ -616,6 +614,16 @@ def test_state_with_numbers_and_none() -> None:
     follow(trainer, [replica], trainer.backward())
 
 
+@pytest.mark.parametrize("flags", ["neither", "foreach"])
+def test_momentum_that_begins_later(flags: str) -> None:
+    trainer = Trainer(lambda groups: torch.optim.SGD(groups, lr=0.1, **FLAGS[flags]), shards=1)
+    replica = trainer.replica(0)
+    for momentum in (0.0, 0.0, 0.9, 0.8):
+        for group in trainer.optimizer.param_groups:
+            group["momentum"] = momentum
+        follow(trainer, [replica], trainer.backward())
+
+
 def test_a_parameter_that_the_optimizer_does_not_have() -> None:
     trainer = Trainer(lambda groups: torch.optim.Adam(groups[:1], lr=0.1), shards=1)
     replica = trainer.replica(0)
@@ -634,7 +642,8 @@ def test_any_model_any_cut(data: st.DataObject) -> None:
     flags = FLAGS[data.draw(st.sampled_from(sorted(FLAGS)))]
     shards = data.draw(st.integers(1, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_ELEMENTS", 64 * data.draw(st.integers(1, 20)))
+        size = data.draw(st.integers(64, 1500))
+        patch.setattr(blocks, "BLOCK_ELEMENTS", (size, size))
         trainer = Trainer(
             lambda groups: MAKERS[kind](groups, **flags),
             shapes=shapes,
@@ -648,6 +657,15 @@ def test_any_model_any_cut(data: st.DataObject) -> None:
             if kind.startswith("sgd") and "fused" in flags:
                 without = set()  # torch itself fails where only some have momentum
             follow(trainer, replicas, trainer.backward(without))
+
+
+@given(st.lists(st.integers(1, 1 << 30), max_size=20))
+def test_blocks_are_cut_at_whole_vectors(sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_ELEMENTS", (1 << 16, 1 << 22))
+        size = blocks.block_elements(Parameter("w", (n,), "float32") for n in sizes)
+    assert 1 << 16 <= size <= 1 << 22
+    assert size % 64 == 0
 
 
 def test_an_empty_shard_is_none_to_step() -> None:

@@ -1,18 +1,18 @@
 """A shard's parameters and optimizer state, cut into blocks that are stepped one after another.
 
 A step works element by element, so a large parameter may be stepped in pieces and small ones together; each
-block has a torch optimizer of its own. Its temporaries then stay in the processor's cache, and never need
-memory for more than a block.
+block has a torch optimizer of its own. Temporaries then need memory for a block alone, where torch's own step
+may need as much as all parameters.
 
-Bits don't depend on the cut if it stands at multiples of 64 elements, whole vectors of every kind. On 16-bit
-types torch's bits do depend on where its own threads' shares end; these are stepped with as many threads as
-in training, and whole where there are several.
+Bits don't depend on the cut where it stands at whole vectors. On 16-bit types torch's bits do depend on where
+its own threads' shares end; these are stepped with as many threads as in training, and whole where there are
+several.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,18 +20,24 @@ from typing import Any, Final
 import torch
 
 from checkmate.layout import Parameter
-from checkmate.optimizer_options import put_options
+from checkmate.optimizer_options import parse_options
 from checkmate.optimizers import build
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import DTYPES
 
-BLOCK_ELEMENTS: Final = 1 << 18
-"""A multiple of 64. A block has at most so many, unless small parameters together go a little beyond."""
+BLOCKS: Final = 8
+"""A shard has about so many blocks: few cost less time, many less memory."""
+BLOCK_ELEMENTS: Final = (1 << 16, 1 << 22)
+"""A block has at least and at most so many, unless small parameters together go a little beyond."""
+CUT: Final = 64
+"""Whole vectors of every kind: cuts stand at multiples of it."""
 
 SURE_ITEMSIZE: Final = 4
 """From this size on, an element's bits don't depend on the number of threads."""
 
 State = Mapping[str, object]
+Gradients = Mapping[int, tuple[torch.Tensor, int]]
+"""Of some parameters: the bucket, flat, and where in it the gradient begins."""
 
 
 @dataclass
@@ -44,6 +50,8 @@ class Piece:
     optimizer: torch.optim.Optimizer | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """The runs of the whole state's tensors that the optimizer was given."""
+    gathered: int = -1
+    """Entries that its state had after a step: the optimizer changes them in place from then on."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -57,8 +65,8 @@ class Piece:
 class Held:
     """A parameter with its optimizer state: whole, as it is read, and in the pieces that are stepped."""
 
-    def __init__(self, parameter: Parameter, threads: int = 1) -> None:
-        """`threads`: of training, if its bits are wanted."""
+    def __init__(self, parameter: Parameter, block: int, threads: int = 1) -> None:
+        """`block`: elements of a piece at most, or 0. `threads`: of training, if its bits are wanted."""
         self.parameter = parameter
         self.dtype = DTYPES[parameter.dtype]
         self.tensor = torch.empty(0, dtype=self.dtype)
@@ -67,7 +75,7 @@ class Held:
         """Of a parameter that no optimizer steps: state as it came."""
         short = self.dtype.itemsize < SURE_ITEMSIZE
         self.threads = threads if short else 0
-        step = BLOCK_ELEMENTS if threads == 1 or not short else parameter.elements
+        step = block if block and (threads == 1 or not short) else parameter.elements
         self.pieces = [
             Piece(start, min(start + step, parameter.elements), torch.empty(0, dtype=self.dtype))
             for start in range(0, parameter.elements, step)
@@ -85,6 +93,7 @@ class Held:
         self.rest = dict(state)
         for piece in self.pieces:
             piece.tensor.data = self._run(tensor, piece)
+            piece.gathered = -1
             if piece.optimizer is None:
                 continue
             piece.views = {name: self._run(value, piece) for name, value in self.whole.items()}
@@ -108,6 +117,9 @@ class Held:
         """After a step: state that the optimizer has only now created becomes part of the whole."""
         for piece in self.pieces:
             state = piece.state
+            if len(state) == piece.gathered:
+                continue
+            piece.gathered = len(state)
             for name, value in state.items():
                 if value is piece.views.get(name) or not _like(value, piece.tensor):
                     continue
@@ -140,18 +152,21 @@ class Block:
     optimizer: torch.optim.Optimizer
     pieces: list[tuple[int, Piece]]
 
-    def step(self, gradients: Mapping[int, torch.Tensor], scalings: Sequence[pb.Scaling]) -> None:
-        """Scale, in place, and step those whose parameter's flat gradient is given."""
+    def step(self, gradients: Gradients, scalings: Sequence[pb.Scaling]) -> None:
+        """Scale, in place, and step those whose parameter's gradient is given."""
         chosen = [(n, piece) for n, piece in self.pieces if n in gradients]
         if not chosen:
             return
-        runs = [gradients[n][piece.start : piece.stop] for n, piece in chosen]
+        runs = []
+        for n, piece in chosen:
+            bucket, start = gradients[n]
+            run = bucket[start + piece.start : start + piece.stop]
+            runs.append(run)
+            piece.tensor.grad = run if piece.tensor.dim() else run.view(())
         for scaling in scalings:
             only = set(scaling.parameters)
             named = [run for (n, _), run in zip(chosen, runs, strict=True) if not only or n in only]
             SCALINGS[scaling.kind](self.optimizer, named, _factor(scaling))
-        for (_, piece), run in zip(chosen, runs, strict=True):
-            piece.tensor.grad = run.view(piece.tensor.shape)
         try:
             self.optimizer.step()
         finally:
@@ -171,8 +186,8 @@ class Batch:
     threads: int = 0
     """With so many it is stepped; 0: with any number."""
 
-    def step(self, gradients: Mapping[int, torch.Tensor], scalings: Sequence[pb.Scaling]) -> None:
-        """Scale, in place, and step the parameters whose flat gradient is given."""
+    def step(self, gradients: Gradients, scalings: Sequence[pb.Scaling]) -> None:
+        """Scale, in place, and step the parameters whose gradient is given."""
         with _threads(self.threads):
             for block in self.blocks:
                 block.step(gradients, scalings)
@@ -180,19 +195,36 @@ class Batch:
     def put_options(self, options: Mapping[str, Any]) -> None:
         """Hyperparameters for the next step."""
         for block in self.blocks:
-            put_options(block.optimizer.param_groups[0], options)
+            block.optimizer.param_groups[0].update(options)
 
 
-def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held]) -> list[Batch]:
-    """The batches of a shard's parameters, with their blocks' optimizers; those that none steps come last."""
+def block_elements(parameters: Iterable[Parameter]) -> int:
+    """How large the blocks of these parameters are."""
+    least, most = BLOCK_ELEMENTS
+    share = sum(parameter.elements for parameter in parameters) // BLOCKS
+    return max(least, min(share, most)) // CUT * CUT
+
+
+def uncut(spec: pb.OptimizerSpec) -> set[int]:
+    """Parameters that need no cutting: torch's fused steps have no temporaries."""
+    fused = [group for group in spec.groups if parse_options(group.options).get("fused")]
+    return {number for group in fused for number in group.parameters}
+
+
+def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Batch]:
+    """The batches of a shard's parameters, with their blocks' optimizers; those that none steps come last.
+
+    `block`: elements that `foreach` steps together, for it has temporaries of all of them at once.
+    """
     batches: list[Batch] = []
     stepped: set[int] = set()
     for index, group in enumerate(spec.groups):
         ours = [number for number in group.parameters if number in held]
+        together = block if parse_options(group.options).get("foreach") else None
         stepped.update(ours)
         for threads in sorted({held[number].threads for number in ours}):
             alike = [number for number in ours if held[number].threads == threads]
-            for numbers in _batches(alike, lambda number: held[number].parameter.elements):
+            for numbers in _batches(alike, held, together):
                 blocks = list(_blocks(spec.name, group.options, numbers, held))
                 batches.append(Batch(index, numbers, blocks, threads))
     if rest := [number for number in held if number not in stepped]:
@@ -200,14 +232,15 @@ def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held]) -> list[Batch]:
     return batches
 
 
-def _batches(numbers: Sequence[int], elements: Callable[[int], int]) -> Iterator[list[int]]:
+def _batches(numbers: Sequence[int], held: Mapping[int, Held], together: int | None) -> Iterator[list[int]]:
+    """Parameters in several pieces each by itself; the others `together` up to so many elements."""
     open_: list[int] = []
     for number in numbers:
-        if elements(number) > BLOCK_ELEMENTS:
+        if len(held[number].pieces) > 1:
             yield [number]
             continue
         open_.append(number)
-        if sum(map(elements, open_)) >= BLOCK_ELEMENTS:
+        if together is not None and sum(held[n].parameter.elements for n in open_) >= together:
             yield open_
             open_ = []
     if open_:

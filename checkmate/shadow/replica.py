@@ -18,8 +18,8 @@ import torch
 from checkmate.layout import ITEMSIZES, Layout
 from checkmate.optimizer_options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.blocks import SCALINGS, Batch, Held, State, cut
-from checkmate.state import bytes_of
+from checkmate.shadow.blocks import SCALINGS, Batch, Gradients, Held, State, block_elements, cut, uncut
+from checkmate.state import DTYPES, bytes_of
 
 CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.float64: (1e-8, 1e-10),
@@ -73,9 +73,14 @@ class Replica:
         self.doubtful: dict[int, int] = {}
         """Parameters that a comparison found wrong, and the iteration since when they are in doubt."""
         threads = (spec.threads or torch.get_num_threads()) if exact else 1
-        self._held = {number: Held(layout.parameters[number], threads) for number in self.numbers}
+        known = [layout.parameters[number] for number in self.numbers]
+        block = block_elements(known)
+        whole = uncut(spec)
+        self._held = {
+            n: Held(layout.parameters[n], 0 if n in whole else block, threads) for n in self.numbers
+        }
         self._groups = len(spec.groups)
-        self._batches = cut(spec, self._held)
+        self._batches = cut(spec, self._held, block)
         self._lock = threading.Lock()
         self._moving: set[int] = set()
         self._kept: dict[int, _Kept] = {}
@@ -128,7 +133,9 @@ class Replica:
         """
         due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
         options = self._options(step)
-        found = {} if step.skipped else self._gradients(due - set(step.without_gradient), gradients)
+        found: Gradients = (
+            {} if step.skipped else self._gradients(due - set(step.without_gradient), gradients)
+        )
         for batch in self._batches:
             numbers = [number for number in batch.numbers if number in due]
             if numbers:
@@ -202,23 +209,16 @@ class Replica:
                 raise ReplicaError(f"gradients scaled in an unknown way: {scaling.kind} {scaling.dtype}")
         return [parse_options(text) for text in step.options]
 
-    def _gradients(self, numbers: set[int], gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Each parameter's flat gradient, in its bucket."""
-        found = {}
-        for number in numbers:
-            index, place = self.layout.where[number]
-            bucket = gradients.get(index)
-            known = self.layout.buckets[index]
-            if (
-                bucket is None
-                or bucket.shape != (known.elements,)
-                or bucket.dtype != self._held[number].dtype
-            ):
+    def _gradients(self, numbers: set[int], buckets: Mapping[int, torch.Tensor]) -> Gradients:
+        """Each parameter's gradient, in its bucket."""
+        where = {number: self.layout.where[number] for number in numbers}
+        for index in {index for index, _ in where.values()}:
+            bucket, known = buckets.get(index), self.layout.buckets[index]
+            if bucket is None or (bucket.shape, bucket.dtype) != ((known.elements,), DTYPES[known.dtype]):
                 raise ReplicaError(
                     f"bucket {index} of shard {self.shard} is missing, or has another size or type"
                 )
-            found[number] = bucket[place.start : place.stop]
-        return found
+        return {number: (buckets[index], place.start) for number, (index, place) in where.items()}
 
     def _advance(
         self,
@@ -226,7 +226,7 @@ class Replica:
         numbers: Sequence[int],
         iteration: int,
         options: Sequence[Mapping[str, Any]],
-        gradients: Mapping[int, torch.Tensor],
+        gradients: Gradients,
         step: pb.Step,
     ) -> None:
         """Take a batch's parameters to `iteration`. Where that fails half-way, they count as not seeded."""
