@@ -198,8 +198,8 @@ def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.Lo
         with hold.lock:  # as a step that takes long does
             for _ in range(4):
                 training.iterate()
-            wait_until(lambda: hold.lag_said, "the lag")
-            assert "4 iterations behind the trainers" in hold.trouble
+            wait_until(lambda: "4 iterations behind the trainers" in hold.trouble, "the lag")
+            assert hold.lag_said
         here.stepped(3)
         wait_until(lambda: not hold.trouble, "that it is over")
     said = [record.getMessage() for record in caplog.records]

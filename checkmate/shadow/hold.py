@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -109,6 +110,7 @@ class Hold:
     def go_live(self) -> None:
         """From now on it counts for commits."""
         self.live, self.ahead, self.trouble = True, AHEAD, self.trouble if self.doubtful else ""
+        self.lagging = time.monotonic()
         log.info("%s: live at iteration %d", self, self.stepped)
 
     def join(self, iteration: int) -> None:
