@@ -27,7 +27,8 @@ from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.choose import Lacking, choose, newest_incarnation
 from checkmate.consolidate.follow import next_due
-from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
+from checkmate.consolidate.nodes import Missing, Nodes, Snapshot, _Fetched, _one_group
+from checkmate.layout import Parameter, make_layout
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
@@ -211,6 +212,24 @@ def test_what_is_missing_is_named(place: Callable[..., Place]) -> None:
     assert words.startswith("no iteration is whole within 1 s: shard 1 of DP group 0: shadow node 1 (")
     assert f"({address}): UNAVAILABLE" in words
     assert "shard 0" not in words
+
+
+def fetched(shard: int, buffers: list[str], names: list[str]) -> _Fetched:
+    layout = make_layout([Parameter("w", (4,), "float32")], 2, 100)
+    record = pb.IterationRecord(parts=[pb.RecordPart()], buffers=dict.fromkeys(buffers, b"data"))
+    header = pb.SeedHeader(
+        shard=pb.Shard(shard=shard), layout=layout.to_json(), record=record, names={n: n for n in names}
+    )
+    return _Fetched(header, {})
+
+
+def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
+    """A node that has come late has but some."""
+    names = ["w", "mean", "frozen"]
+    found = _one_group(0, [fetched(0, ["mean"], names), fetched(1, ["frozen"], names)])
+    assert set(found.record.buffers) == {"mean", "frozen"}
+    with pytest.raises(Lacking, match="frozen and 0 other"):
+        _one_group(0, [fetched(0, ["mean"], names), fetched(1, [], names)])
 
 
 def test_nodes_that_have_forgotten_everything(place: Callable[..., Place]) -> None:

@@ -94,6 +94,20 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
     assert "shadow node 0 is back" in caplog.text
 
 
+def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, stub: ShadowStub) -> None:
+    begun: list[pb.BeginRequest] = []
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None, begun.append)
+    line.start()
+    await_true(lambda: len(begun) == 1)
+    node.stop()
+    time.sleep(0.3)
+    assert len(begun) == 1
+    node.start()
+    await_true(lambda: len(begun) == 2)
+    line.close()
+    assert len(node.begins) == 2
+
+
 def test_a_node_that_is_away_costs_nothing(
     node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
 ) -> None:

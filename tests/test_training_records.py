@@ -384,6 +384,18 @@ def test_buffers_that_no_record_can_hold_are_left_out_and_named(caplog: pytest.L
     assert list(fitting(lambda: dict(model.named_buffers()))()) == ["small", "large", "middle"]
 
 
+def test_buffers_are_sent_again_for_a_node_that_comes_back() -> None:
+    model = nn.Module()
+    for name in ("running", "frozen"):
+        model.register_buffer(name, torch.zeros(3))
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=True)
+    assert set(buffers.take()) == {"running", "frozen"}
+    assert not buffers.take()
+    buffers.again()
+    assert set(buffers.take()) == {"running", "frozen"}
+    assert not buffers.take()
+
+
 def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
     """Where DDP doesn't share them, each record has all that ever changed: a node keeps only that record."""
     model = nn.Module()

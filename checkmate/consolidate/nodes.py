@@ -265,8 +265,23 @@ def _one_group(group: int, shards: Sequence[_Fetched]) -> GroupState:
             trouble = f"{here} is of another model or optimizer than {there}"
             raise Lacking({(group, shard.header.shard.shard): [trouble]})
     states = {number: values for shard in shards for number, values in shard.states.items()}
-    header = first.header
-    return GroupState(from_json(header.layout), header.optimizer, header.record, header.names, states)
+    header, layout = first.header, from_json(first.header.layout)
+    record = pb.IterationRecord()
+    record.CopyFrom(header.record)
+    for shard in shards:
+        _add_buffers(record, shard.header.record)
+    known = {parameter.name for parameter in layout.parameters} | set(record.buffers)
+    if without := sorted(set(header.names.values()) - known):
+        trouble = f"{without[0]} and {len(without) - 1} other buffers or frozen parameters have not come yet"
+        raise Lacking({(group, first.header.shard.shard): [trouble]})
+    return GroupState(layout, header.optimizer, record, header.names, states)
+
+
+def _add_buffers(record: pb.IterationRecord, other: pb.IterationRecord) -> None:
+    """A node that has come late may lack some that another one has."""
+    for key, data in other.buffers.items():
+        if key not in record.buffers:
+            record.buffers[key] = data
 
 
 def _reason(error: Exception) -> str:

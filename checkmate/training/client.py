@@ -35,13 +35,16 @@ class Line:
         stub: ShadowStub,
         begin: Callable[[], pb.BeginRequest] | None,
         on_reply: Callable[[int, pb.RecordReply], None],
+        on_begun: Callable[[pb.BeginRequest], None] = lambda request: None,
     ) -> None:
+        """`on_begun` is told what the node has accepted, before it is sent records."""
         self.node = node
         self.stub = stub
         self.begun = threading.Event()
         """Set once the node has accepted `begin`, or need not."""
         self._begin = begin
         self._on_reply = on_reply
+        self._on_begun = on_begun
         self._parts: deque[pb.RecordPart] = deque()
         self._sent = 0  # of them, on the present connection
         self._calls = 0
@@ -104,9 +107,11 @@ class Line:
     def _talk(self) -> None:
         """One connection, to its end."""
         if self._begin is not None:
-            self._call = self.stub.Begin.future(self._begin(), timeout=BEGIN_SECONDS)
+            request = self._begin()
+            self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
             for warning in self._call.result().warnings:
                 _log.warning("shadow node %d: %s", self.node.id, warning)
+            self._on_begun(request)
         self.begun.set()
         with self._changed:
             self._calls += 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 import torch
@@ -15,6 +17,8 @@ from checkmate.layout import Layout, LayoutError, Parameter, from_json
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.client import Stubs, reason
 from checkmate.training.target import spread
+
+_log: Final = logging.getLogger("checkmate")
 
 States = dict[int, tuple[torch.Tensor, dict[str, object]]]
 """Parameters by number: the tensor, and the optimizer state."""
@@ -59,8 +63,26 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
     headers = [header for header, _ in shards]
     # Parts are the same wherever they come from; a holder of no parameters may not have them.
     best = max(headers, key=lambda header: len(header.record.parts))
+    record = pb.IterationRecord()
+    record.CopyFrom(best.record)
+    for header in headers:  # a node that has come late may lack buffers that another one has
+        for name, data in header.record.buffers.items():
+            if name not in record.buffers:
+                record.buffers[name] = data
+    _tell_missing(best, record)
     same = all(from_json(header.layout).fingerprint == layout.fingerprint for header in headers)
-    return Fetched(states, best.record, best.optimizer, same)
+    return Fetched(states, record, best.optimizer, same)
+
+
+def _tell_missing(header: pb.SeedHeader, record: pb.IterationRecord) -> None:
+    """Log buffers that no node has got yet: they are sent a few at a time."""
+    known = {parameter.name for parameter in from_json(header.layout).parameters} | set(record.buffers)
+    without = sorted(set(header.names.values()) - known) if record.parts else []
+    if without:
+        _log.warning(
+            "the shadow nodes lack buffers or frozen parameters, which stay as the script has made them: %s",
+            ", ".join(without),
+        )
 
 
 def _fetch_shard(

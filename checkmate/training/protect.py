@@ -108,12 +108,15 @@ class Protection:
         self._hook = GradientHook(watched.ddp, self._layout, parameters, self._ring, start.next_iteration)
         author = Author(place.job.job, start.plan.incarnation, place.group, place.position, place.side)
         begin = self._begin_request if place.first else None
-        self._lines = [Line(node, stubs.to(node.id), begin, self._replied) for node in place.nodes]
+        self._lines = [
+            Line(node, stubs.to(node.id), begin, self._replied, self._begun) for node in place.nodes
+        ]
         source = Source(parameters, watched.optimizer, self._steps)
         self._seeders = {
             node.id: Seeder(node.id, stubs.to(node.id), source, self._seed_header) for node in place.nodes
         }
         self._publisher = Publisher(author, self._lines, self._hook.passed, self._fault)
+        self._buffers = self._new_buffers()
         self._recorder = self._new_recorder(names)
         self._hook.on_reduced = self._recorder.reduced
         self._troubles: dict[int, str] = {}
@@ -171,21 +174,21 @@ class Protection:
         self.close(last=_ends_well(error))
 
     def _new_recorder(self, names: Mapping[str, nn.Parameter]) -> Recorder:
-        ddp, place = self._watched.ddp, self.session
-        buffers = None
-        if place.first or not synchronised(ddp):
-            buffers = Buffers(
-                lambda: kept_beside(ddp), everything=place.first, changed=self._start.own_buffers
-            )
         return Recorder(
             self._watched,
             names,
             self._steps,
             self._publisher.put,
             self._hook.stream_ends,
-            slices=Slices(self._layout, list(names.values())) if place.first else None,
-            buffers=buffers,
+            slices=Slices(self._layout, list(names.values())) if self.session.first else None,
+            buffers=self._buffers,
         )
+
+    def _new_buffers(self) -> Buffers | None:
+        ddp, place = self._watched.ddp, self.session
+        if not place.first and synchronised(ddp):
+            return None
+        return Buffers(lambda: kept_beside(ddp), everything=place.first, changed=self._start.own_buffers)
 
     def _bring_up(self, deadline: float) -> None:
         """Begin at the nodes, seed them, and wait for both until the deadline."""
@@ -259,8 +262,19 @@ class Protection:
             device=self._device,
             ranks=self.session.ranks,
             run=start.plan.run,
-            names=state_names(self._watched.ddp),
+            names=self._names(),
         )
+
+    def _names(self) -> dict[str, str]:
+        """The keys of the model's `state_dict()` whose tensors the nodes are given."""
+        given = {parameter.name for parameter in self._layout.parameters}
+        given |= self._buffers.names if self._buffers is not None else set()
+        return {key: name for key, name in state_names(self._watched.ddp).items() if name in given}
+
+    def _begun(self, request: pb.BeginRequest) -> None:
+        """A node has come late, or come back: it lacks what is sent only once."""
+        if self._buffers is not None and request.next_iteration > request.first_iteration:
+            self._buffers.again()
 
     def _seed_header(self, shard: int, iteration: int) -> pb.SeedHeader:
         record = self._start.record if iteration == self._start.next_iteration - 1 else None

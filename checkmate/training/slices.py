@@ -171,6 +171,16 @@ class Buffers:
         self._ever = set(changed) | {name for name, seen in self._seen.items() if seen.small}
         self._unsent = list(self._seen) if everything else []
 
+    @property
+    def names(self) -> set[str]:
+        """All that are kept."""
+        return set(self._seen)
+
+    def again(self) -> None:
+        """A node has come without them: those that are sent once are sent once more. From any thread."""
+        if self._everything:
+            self._unsent = list(self._seen)
+
     def take(self) -> dict[str, Later]:
         """Copies of those that the record has to say."""
         now = self._find()
@@ -191,8 +201,9 @@ class Buffers:
         """Some of those that were never sent."""
         chosen: set[str] = set()
         left = FIRST_BYTES
-        while self._unsent and left > 0:
-            name = self._unsent.pop()
+        unsent = self._unsent
+        while unsent and left > 0:
+            name = unsent.pop()
             if name in now:
                 left -= now[name].nbytes
                 chosen.add(name)
