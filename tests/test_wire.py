@@ -114,11 +114,11 @@ def c_constant(name: str) -> int:
 
 
 def packed_by(fields: list[tuple[str, int]], tag: wire.Tag) -> bytes:
-    """A tag as a list of fields says, in network order."""
-    values = {
-        "kind": wire.TAG_KIND,
-        "length": wire.TAG_LENGTH,
-        "exid": wire.TAG_EXID,
+    """A tag as a list of fields says, in network order; P4 has its first three fields in one."""
+    start = {"kind": wire.TAG_KIND, "length": wire.TAG_LENGTH, "exid": wire.TAG_EXID}
+    if fields[0][0] == "prefix":
+        start = {"prefix": p4_constant("TAG_PREFIX")}
+    values = start | {
         "sequence": tag.sequence,
         "anchor": tag.anchor,
         "shadow_id": tag.shadow_id,
