@@ -16,10 +16,10 @@ pytestmark = faulty.marks
 @pytest.mark.parametrize(
     "kill",
     [
-        Kill(2, 12, "all-gather"),
         *(
-            pytest.param(kill, marks=pytest.mark.slow)
+            pytest.param(kill, marks=pytest.mark.slow)  # quick: tests/test_training_lab.py
             for kill in (
+                Kill(2, 12, "all-gather"),
                 Kill(1, 12, "forward"),
                 Kill(2, 12, "reduce-scatter"),
                 Kill(0, 12, "reduce-scatter", bucket=0),

@@ -183,7 +183,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("plain", "four ranks", "unused", "static graph", "accumulated, views")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_gradients_are_the_defined_average(ranks: RankProcesses, name: str) -> None:
     count, case = CASES[name]
     seen = ranks.run(count, train, free_port(), case)

@@ -126,7 +126,7 @@ def check_stayer(outcome: Outcome) -> None:
 @pytest.mark.parametrize(
     ("target", "share", "killed"),
     [
-        ("softswitch", 0.0, False),
+        pytest.param("softswitch", 0.0, False, marks=pytest.mark.slow),
         ("softswitch", 0.01, True),
         pytest.param("softswitch", 0.0, True, marks=pytest.mark.slow),
         pytest.param("softswitch", 0.01, False, marks=pytest.mark.slow),
@@ -157,6 +157,7 @@ def test_what_is_read_from_the_base_on_is_what_was_tagged(
         assert outcome.retransmitted > 0
 
 
+@pytest.mark.slow
 def test_no_byte_is_read_behind_a_gap(name: str) -> None:
     """Who joins behind the data that comes first reads nothing; who joins ahead after that reads all."""
     with Lab(load("single_tor"), name=name) as lab, Crew(lab) as crew, serving(crew):

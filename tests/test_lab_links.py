@@ -81,6 +81,7 @@ def test_no_frame_overtakes_another(name: str) -> None:
             assert [int.from_bytes(far.recv(2)) for _ in range(200)] == list(range(200))
 
 
+@pytest.mark.slow
 def test_jitter_costs_no_stream_a_byte_and_nothing_of_it_stays(name: str) -> None:
     with Lab(load("single_tor"), name=name, jitter=JITTER) as lab:
         assert gather(lab, 10_000_000).seconds

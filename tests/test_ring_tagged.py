@@ -82,6 +82,7 @@ def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int) ->
     assert sum(map(len, streams.values())) == 2 * results[0].bytes_per_iteration
 
 
+@pytest.mark.slow
 def test_a_reader_notices_that_the_other_machine_is_gone() -> None:
     with veth_pair() as pair:
         with inside(pair.a):

@@ -37,7 +37,7 @@ def lab(name: str) -> Iterator[Lab]:
         yield made
 
 
-@pytest.mark.parametrize("upset", [restart_controller, restart_switch])
+@pytest.mark.parametrize("upset", [pytest.param(restart_controller, marks=pytest.mark.slow), restart_switch])
 def test_every_stream_is_complete(lab: Lab, upset: Callable[[Controller], None]) -> None:
     """The upset comes once a tenth of the bytes are read."""
     happened = False
