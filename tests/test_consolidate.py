@@ -26,7 +26,7 @@ from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.choose import Lacking, choose, newest_incarnation
-from checkmate.consolidate.follow import next_due
+from checkmate.consolidate.follow import follow, next_due
 from checkmate.consolidate.nodes import Missing, Nodes, Snapshot, _Fetched, _one_group
 from checkmate.layout import Parameter, make_layout
 from checkmate.optimizers import options_of
@@ -38,8 +38,11 @@ from tests.end_hosts import needs_root, wait_until
 from tests.jobs_made import job
 from tests.shadow_world import World
 from tests.small_training import RUN, Training
+from tests.test_disk import small_disk
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
+
+__all__ = ["small_disk"]  # a fixture
 
 
 class Trained(Training):
@@ -382,6 +385,44 @@ def test_the_command_keeps_the_last_few(place: Callable[..., Place], kind: str, 
     for path, iteration in zip(left, reversed(iterations), strict=False):
         here.check(disk.load(path), iteration)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in left)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_full_disk_in_the_background(
+    place: Callable[..., Place], kind: disk.Format, small_disk: Path
+) -> None:
+    """What doesn't fit is said, each time it is due; what is there stays whole; then it goes on."""
+    here = place(nodes=2, ranks=2)
+    here.iterate(2)
+    stopped, saved, troubles = threading.Event(), list[int](), list[str]()
+    with Nodes(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(
+            follow,
+            *(nodes, small_disk, kind, 10.0, 1, 5, stopped),
+            lambda one: saved.append(one.iteration),
+            troubles.append,
+        )
+        try:
+            wait_until(lambda: saved == [1], "the first")
+            filler = small_disk / "filler"
+            free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+            filler.write_bytes(bytes(free - 4096))
+            here.iterate()
+            wait_until(lambda: len(troubles) == 1, "the trouble")
+            here.iterate()
+            wait_until(lambda: len(troubles) == 2, "the next trouble")
+            filler.unlink()
+            here.iterate()
+            wait_until(lambda: saved == [1, 4], "the last")
+        finally:
+            stopped.set()
+            following.result()
+    assert all("No space left on device" in trouble for trouble in troubles)
+    assert [path.name for path in disk.checkpoints(small_disk)] == [
+        disk.path_of(small_disk, iteration, kind).name for iteration in (4, 1)
+    ]
+    here.check(disk.load(disk.path_of(small_disk, 1, kind)), 1)
+    here.check(disk.load(disk.path_of(small_disk, 4, kind)), 4)
 
 
 @given(st.integers(-1, 1000), st.integers(1, 50))

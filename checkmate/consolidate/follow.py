@@ -51,8 +51,8 @@ def follow(
 ) -> None:
     """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had.
 
-    The last `keep` stay in `folder`. Until `stopped`: what can't be had or written now is told to `trouble`,
-    once, and tried again.
+    The last `keep` stay in `folder`. Until `stopped`: what can't be had now is told to `trouble`, once, and
+    tried again; what can't be written is told as well, and the next one is tried.
     """
     disk.clear_unfinished(folder)
     due, told = -1, ""
@@ -69,7 +69,10 @@ def follow(
                 disk.keep(folder, keep)
                 due = next_due(snapshot.iteration + 1, every)
             told = ""
-        except (Lacking, Missing, StateError, disk.DiskError) as error:
+        except disk.DiskError as error:
+            due = next_due(due + 1, every)
+            trouble(str(error))
+        except (Lacking, Missing, StateError) as error:
             if str(error) != told:
                 trouble(str(error))
             told = str(error)
