@@ -143,7 +143,7 @@ def job(
         try:
             yield Faulty(lab, crew, controller, training)
         except BaseException:
-            shutil.copytree(lab.directory, folder / "lab")  # its logs go with the lab
+            training.keep_logs()
             raise
 
 

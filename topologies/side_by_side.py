@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from topologies.crew import Crew
-from topologies.describe import Topology
+from topologies.describe import LabError, Topology
 from topologies.job_files import Target
 from topologies.lab import Lab
 from topologies.serving import serving
@@ -51,10 +51,14 @@ def training_lab(
     lab = Lab(topology, target, name=name, switch_cpus=on.others, progress=progress)
     with lab, Crew(lab) as crew, serving(crew, cpus=on.others):
         training = Training(crew, plan, folder, cpus=on.trainers, shadow_cpus=on.others)
-        if plan.reduce == "checkmate":
-            progress("shadow nodes")
-            training.start_shadow_nodes()
-        yield training
+        try:
+            if plan.reduce == "checkmate":
+                progress("shadow nodes")
+                training.start_shadow_nodes()
+            yield training
+        except LabError:
+            training.keep_logs()
+            raise
         training.stop()
 
 

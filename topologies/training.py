@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +167,10 @@ class Training:
         """What a shadow node has said last of itself (`checkmate shadow --json`, once a second)."""
         said = self.shadows[f"shadow{node}"].said().rpartition("\n")[0]
         return dict(json.loads(said.splitlines()[-1]))
+
+    def keep_logs(self) -> None:
+        """Copy the lab's logs, which go with it, to `folder`: what happened is asked later."""
+        shutil.copytree(self.crew.lab.directory, self.folder / "lab", dirs_exist_ok=True)
 
     def record(self) -> Record:
         """What the ranks have written down so far."""
