@@ -66,10 +66,10 @@ def costs(cost: Cost) -> Table | str:
     pairs = len(cost.seconds.reference)
     if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
-    table = _table(f"cost to the trainers, an iteration: mean of {pairs} pairs of blocks (95% interval)")
-    for column in ("", "untagged, ms", "protected: ms more", "% more"):
+    table = _table(f"cost to the trainers, ms an iteration: mean of {pairs} pairs of blocks (95% interval)")
+    for column in ("", "untagged", "protected: more", "more, %"):
         table.add_column(column, no_wrap=True, justify="right" if column else "left")
-    for name, found in (("time", cost.seconds), ("processor, all ranks", cost.processor)):
+    for name, found in (("time", cost.seconds), ("processor", cost.processor)):
         row = (_milliseconds(found.difference), _percent(found.ratio))
         table.add_row(name, f"{1e3 * statistics.fmean(found.reference):.0f}", *row)
     return table
