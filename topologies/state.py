@@ -20,7 +20,7 @@ from typing import Final
 
 from checkmate.tagger import TaggerUnavailable
 from checkmate.tagger.cgroups import open_own_cgroup
-from topologies.describe import BadDescription, LabInUse
+from topologies.describe import BadDescription, LabError, LabInUse
 from topologies.job_files import JOB_FILE, Target
 
 RUN: Final = Path("/run/checkmate/labs")
@@ -139,7 +139,10 @@ def cgroup_for(lab: str) -> str | None:
 
 
 def remove_cgroup(path: str | None, seconds: float = 5.0) -> None:
-    """Remove a lab's cgroup and those below it, once their last processes are gone."""
+    """Remove a lab's cgroup and those below it, once their last processes are gone.
+
+    `LabError` where one is still there after `seconds`.
+    """
     if path is None:
         return
     deadline = time.monotonic() + seconds
@@ -150,7 +153,10 @@ def remove_cgroup(path: str | None, seconds: float = 5.0) -> None:
                 break
             except FileNotFoundError:
                 break
-            except OSError:
+            except OSError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise LabError(
+                        f"the cgroup {directory} can't be removed ({error.strerror}): a process is "
+                        "still in it; once it has ended, checkmate lab down removes the rest"
+                    ) from None
                 time.sleep(0.01)  # a process that is being reaped
