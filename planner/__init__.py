@@ -1,0 +1,1 @@
+"""What checkpointing costs, and what shadow nodes it takes: planned before anything is bought."""
