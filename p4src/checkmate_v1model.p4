@@ -114,10 +114,15 @@ control checkmate_ingress(inout headers_t hdr, inout local_t local, inout standa
                     hdr.ipv4.total_length |-| (20 + (bit<16>) (hdr.tcp.data_offset ++ 2w0));
             }
             stub.apply(hdr, local.meta);
-            if (local.meta.verdict == FORWARD) {
+            if (local.meta.verdict == PUNT) {
+                end_plain_acks.apply(hdr, local.meta);
+            } else {
                 replication.apply(hdr, local.meta);
                 if (local.meta.verdict == FORWARD) {
                     forwarding.apply(hdr, local.meta);
+                    if (local.meta.group == 0) {
+                        never_back.apply(local.meta);
+                    }
                 }
             }
         }

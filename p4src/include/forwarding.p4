@@ -16,9 +16,10 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
         meta.group = FLOOD_GROUP;
     }
 
+    // As if it had to go back, which `never_back` sees to.
     @name(".discard")
     action discard() {
-        meta.verdict = DROP;
+        meta.egress_port = meta.ingress_port;
     }
 
     @name(".forwarding")
@@ -31,14 +32,11 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
 
     apply {
         hosts.apply();
-        if (meta.group == 0 && meta.egress_port == meta.ingress_port) {
-            meta.verdict = DROP;
-        }
     }
 }
 
-// The egress half, for what was flooded: the group holds every port of the tree, so a copy that would go
-// back ends here.
+// The other half, apart since Tofino has it on the egress side. For a flooded packet, whose group holds every
+// port of the tree, it has to be there: a copy that would go back ends here.
 control never_back(inout metadata_t meta) {
     apply {
         if (meta.egress_port == meta.ingress_port) {

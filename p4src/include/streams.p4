@@ -89,9 +89,10 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
     }
 
     apply {
-        hdr.tcp.sequence = hdr.tcp.sequence - hdr.tag.anchor;
-        hdr.tcp.sequence = hdr.tcp.sequence + hdr.tag.sequence;
         if (connections.apply().hit) {
+            // After `rewrite` has added -base: only the second of these waits for the first.
+            hdr.tag.sequence = hdr.tag.sequence - hdr.tag.anchor;
+            hdr.tcp.sequence = hdr.tcp.sequence + hdr.tag.sequence;
             if (hdr.timestamps.isValid()) {
                 hdr.ipv4.total_length = hdr.ipv4.total_length - TIMESTAMPS_TAG_BYTES;
             } else {

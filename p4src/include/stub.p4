@@ -8,7 +8,6 @@
 control stub(in headers_t hdr, inout metadata_t meta) {
     DIRECT_COUNTER(punted_arp, ".punted_arp");
     DIRECT_COUNTER(stub_segments, ".stub_segments");
-    INDEXED_COUNTER(plain_acks, ".plain_acks", 1);
 
     @name(".punt_arp")
     action punt_arp() {
@@ -46,11 +45,20 @@ control stub(in headers_t hdr, inout metadata_t meta) {
                 addresses.apply();
             }
         } else if (hdr.tcp.isValid()) {
-            if (endpoints.apply().hit) {
-                if (hdr.tcp.flags & (TCP_SYN | TCP_FIN | TCP_RST) == 0 && meta.payload_length == 0) {
-                    meta.verdict = DROP;
-                    plain_acks.count(0);
-                }
+            endpoints.apply();
+        }
+    }
+}
+
+// For what is to be punted. Apart, so that the lookup doesn't wait for the payload's length.
+control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
+    INDEXED_COUNTER(plain_acks, ".plain_acks", 1);
+
+    apply {
+        if (hdr.tcp.isValid()) {
+            if (hdr.tcp.flags & (TCP_SYN | TCP_FIN | TCP_RST) == 0 && meta.payload_length == 0) {
+                meta.verdict = DROP;
+                plain_acks.count(0);
             }
         }
     }
