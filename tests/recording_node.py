@@ -68,8 +68,9 @@ class RecordingNode(rpc.ShadowServicer):
             while not self.answering.wait(0.05):
                 if self._stopping:
                     return
-            wanted, self.wanted = self.wanted, []
-            yield pb.RecordReply(iteration=part.iteration, wanted=wanted)
+            if part.answer:
+                wanted, self.wanted = self.wanted, []
+                yield pb.RecordReply(iteration=part.iteration, wanted=wanted)
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         reader = from_seeds(request_iterator)

@@ -272,6 +272,7 @@ class Training:
             position=position,
             iteration=self.iteration,
             rng=b"rng %d of %d" % (self.iteration, position),
+            answer=True,
         )
         for side, boundary in ((0, 0), (1, self.ranks - 1)):
             for (number, channel, shard), layout in self.layouts.items():

@@ -17,7 +17,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import ShadowNode
-from checkmate.training.client import QUEUED, Line
+from checkmate.training.client import ANSWERED_EVERY, ATTENTIVE, QUEUED, Line
 from checkmate.training.publish import Author, Publisher
 from checkmate.training.records import Noted
 from checkmate.training.seeding import Seeder, Source
@@ -63,11 +63,33 @@ def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: Sha
     line.start()
     for iteration in range(50):
         line.send(part(iteration))
-    assert line.flush(SECONDS)
+    assert line.finish(SECONDS)
     line.close()
     assert node.begins == [begin]
     assert [one.iteration for one in node.records] == list(range(50))
-    assert answers == [(0, iteration) for iteration in range(50)]
+    asked = [
+        iteration for iteration in range(50) if iteration < ATTENTIVE or (iteration + 1) % ANSWERED_EVERY == 0
+    ]
+    assert answers == [(0, iteration) for iteration in asked]
+
+
+def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, stub: ShadowStub) -> None:
+    answers: list[int] = []
+    line = Line(shadow_node(node), stub, None, lambda _, reply: answers.append(reply.iteration))
+    line.start()
+    for iteration in range(100):
+        line.send(part(iteration))
+    await_true(lambda: len(node.records) == 100 and answers[-1] == 99)
+    node.wanted = [pb.SeedWanted(shard=0)]
+    answers.clear()
+    for iteration in range(100, 120):
+        line.send(part(iteration))
+        await_true(lambda now=iteration: len(node.records) > now)  # type: ignore[misc]
+        time.sleep(0.02)
+    assert line.finish(SECONDS)
+    line.close()
+    assert answers[:3] == [103, 104, 105]
+    assert line.unanswered() == 0
 
 
 def test_what_a_broken_connection_left_unanswered_is_sent_again(
@@ -76,7 +98,7 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
     line.send(part(0))
-    assert line.flush(SECONDS)
+    await_true(lambda: line.unanswered() == 0)
     node.answering.clear()
     line.send(part(1))
     line.send(part(2))
@@ -86,7 +108,7 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
         node.records.clear()
         line.send(part(3))
         node.start()
-        assert line.flush(SECONDS)
+        assert line.finish(SECONDS)
     line.close()
     assert [one.iteration for one in node.records][-3:] == [1, 2, 3]
     assert len(node.begins) == 2
@@ -121,7 +143,7 @@ def test_a_node_that_is_away_costs_nothing(
         assert time.monotonic() - start < 1
         assert line.unanswered() == QUEUED
         assert caplog.text.count("the oldest are dropped") == 1
-        assert not line.flush(0.1)
+        assert not line.finish(0.1)
         start = time.monotonic()
         line.close()
         assert time.monotonic() - start < 2

@@ -660,6 +660,7 @@ class RecordPart(google.protobuf.message.Message):
     BUFFERS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     group: builtins.int
@@ -672,6 +673,8 @@ class RecordPart(google.protobuf.message.Message):
     """torch.save of what the user's extra() gave; empty: none"""
     buffers: builtins.bytes
     """torch.save of {name: tensor} of those that changed; empty: none"""
+    answer: builtins.bool
+    """a reply is wanted"""
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StreamEnd]:
         """boundary ranks only"""
@@ -691,10 +694,11 @@ class RecordPart(google.protobuf.message.Message):
         buffers: builtins.bytes = ...,
         ends: collections.abc.Iterable[Global___StreamEnd] | None = ...,
         step: Global___Step | None = ...,
+        answer: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart

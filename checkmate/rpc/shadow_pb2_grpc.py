@@ -126,7 +126,8 @@ class ShadowServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Record(self, request_iterator, context):
-        """A rank's part of each iteration's step record; each gets its reply, in order.
+        """A rank's part of each iteration's step record. Those that ask for it get a reply, which answers all before too; the
+        end of the call answers all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

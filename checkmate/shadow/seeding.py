@@ -42,19 +42,23 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     return late
 
 
-def record(node: Node, part: pb.RecordPart) -> pb.RecordReply:
-    """Take a rank's part of a step record; the answer says what that rank is to seed."""
+def record(node: Node, part: pb.RecordPart) -> pb.RecordReply | None:
+    """Take a rank's part of a step record; the answer, where it wants one, says what that rank is to seed."""
     group = node.group(part.job, part.group, part.incarnation)
-    now = time.monotonic()
     with node.changed:
-        group.records.add(part, now)
+        group.records.add(part, time.monotonic())
         node.refresh()
-        wanted = [
-            pb.SeedWanted(shard=hold.plan.shard, parameters=numbers)
-            for hold in group.holds
-            if hold.plan.shard % group.begin.ranks == part.position and (numbers := _to_ask(hold, now))
-        ]
-        trouble = [_to_tell(hold) for hold in group.holds] if part.position == 0 else []
+        return _reply(group, part) if part.answer else None
+
+
+def _reply(group: Group, part: pb.RecordPart) -> pb.RecordReply:
+    now = time.monotonic()
+    wanted = [
+        pb.SeedWanted(shard=hold.plan.shard, parameters=numbers)
+        for hold in group.holds
+        if hold.plan.shard % group.begin.ranks == part.position and (numbers := _to_ask(hold, now))
+    ]
+    trouble = [_to_tell(hold) for hold in group.holds] if part.position == 0 else []
     said = "; ".join(filter(None, trouble))
     return pb.RecordReply(iteration=part.iteration, wanted=wanted, trouble=said)
 

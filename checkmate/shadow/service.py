@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NoReturn, TypeVar
 
 import grpc
@@ -58,7 +59,9 @@ class Service(rpc.ShadowServicer):
         self, request_iterator: Iterator[pb.RecordPart], context: grpc.ServicerContext
     ) -> Iterator[pb.RecordReply]:
         for part in request_iterator:
-            yield self._answer(context, lambda part=part: seeding.record(self._node, part))  # type: ignore[misc]
+            reply = self._answer(context, partial(seeding.record, self._node, part))
+            if reply is not None:
+                yield reply
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return self._answer(

@@ -1,7 +1,8 @@
 """A trainer's line to one shadow node: records go out in the background, whatever becomes of the node.
 
 One thread a node. Records wait in a bounded queue until they are answered, so that a connection that broke
-costs none; where a node is away for long, the oldest are dropped.
+costs none; where a node is away for long, the oldest are dropped. Answers cost processor time at both ends,
+more than a record does: where a node wants nothing, few are asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _log: Final = logging.getLogger("checkmate")
 
 QUEUED: Final = 256
 BEGIN_SECONDS: Final = 20.0
+ANSWERED_EVERY: Final = 4
+"""Every so many records, one asks for an answer;"""
+ATTENTIVE: Final = 16
+"""and each of the first so many after a connect, or after a node has asked for something."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
 
 
@@ -48,6 +53,10 @@ class Line:
         self._parts: deque[pb.RecordPart] = deque()
         self._sent = 0  # of them, on the present connection
         self._calls = 0
+        self._calm = 0  # records since the node wanted something
+        self._asked = 0  # answers, on the present connection
+        self._over = 0  # the connection that has ended
+        self._finishing = False
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._dropped = False
@@ -76,9 +85,11 @@ class Line:
         """Whether the node answers."""
         return self.begun.is_set() and not self._complaint
 
-    def flush(self, timeout: float) -> bool:
-        """Wait until every record is answered, as far as `timeout` seconds allow."""
+    def finish(self, timeout: float) -> bool:
+        """Nothing follows: wait until the node has every record, as far as `timeout` seconds allow."""
         with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._parts, timeout)
 
     def close(self) -> None:
@@ -95,7 +106,8 @@ class Line:
         while not self._closing.is_set():
             why = "it ended the connection"
             try:
-                self._talk()
+                if self._talk():
+                    return
             except grpc.RpcError as error:
                 why = reason(error)
             except grpc.FutureCancelledError:
@@ -104,8 +116,8 @@ class Line:
             self._lost(why)
             self._closing.wait(pause)
 
-    def _talk(self) -> None:
-        """One connection, to its end."""
+    def _talk(self) -> bool:
+        """One connection, to its end; whether the node has all that it ever gets."""
         if self._begin is not None:
             request = self._begin()
             self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
@@ -115,29 +127,70 @@ class Line:
         self.begun.set()
         with self._changed:
             self._calls += 1
-            self._sent = 0
-        self._call = self.stub.Record(self._outgoing(self._calls), wait_for_ready=False)
+            self._sent = self._calm = self._asked = 0
+        number = self._calls
+        self._call = call = self.stub.Record(self._outgoing(number), wait_for_ready=False)
         if self._closing.is_set():
-            self._call.cancel()
+            call.cancel()
+        if not call.add_callback(lambda: self._ended(number)):
+            self._ended(number)
         try:
-            for reply in self._call:
+            # gRPC wakes ten times a second while it waits for a reply: let it wait for few.
+            heard = 0
+            while True:
+                self._await_reply(number, heard)
+                reply = next(call, None)
+                if reply is None:
+                    return self._finished(call)
+                heard += 1
                 self._answered(reply)
         finally:
             with self._changed:
                 self._calls += 1  # ends `_outgoing`
                 self._changed.notify_all()
 
-    def _outgoing(self, call: int) -> Iterator[pb.RecordPart]:
+    def _await_reply(self, number: int, heard: int) -> None:
+        """Wait until there is a reply to read, or the call's end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._asked > heard or self._over == number)
+
+    def _ended(self, number: int) -> None:
+        with self._changed:
+            self._over = number
+            self._changed.notify_all()
+
+    def _finished(self, call: Any) -> bool:
+        """The call has ended; whether it did because all records were sent, and the node took them."""
+        with self._changed:
+            done = self._finishing and self._sent == len(self._parts) and call.code() is grpc.StatusCode.OK
+            if done:
+                self._parts.clear()
+                self._sent = 0
+                self._changed.notify_all()
+            return done
+
+    def _outgoing(self, number: int) -> Iterator[pb.RecordPart]:
         """The records of one connection: first those that an earlier one has left unanswered."""
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._sent < len(self._parts) or self._calls != call or self._closing.is_set()
+                    lambda: (
+                        self._sent < len(self._parts)
+                        or self._finishing
+                        or self._calls != number
+                        or self._closing.is_set()
+                    )
                 )
-                if self._calls != call or self._closing.is_set():
+                all_sent = self._sent == len(self._parts)
+                if self._calls != number or self._closing.is_set() or (self._finishing and all_sent):
                     return
                 part = self._parts[self._sent]
                 self._sent += 1
+                self._calm += 1
+                if self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0:
+                    part = _asking(part)
+                    self._asked += 1
+                    self._changed.notify_all()
             yield part
 
     def _answered(self, reply: pb.RecordReply) -> None:
@@ -148,6 +201,8 @@ class Line:
             while self._parts and self._parts[0].iteration <= reply.iteration:
                 self._parts.popleft()
                 self._sent = max(self._sent - 1, 0)
+            if reply.wanted:
+                self._calm = 0
             self._changed.notify_all()
         self._on_reply(self.node.id, reply)
 
@@ -166,6 +221,14 @@ class Line:
         if not self._complaint and not self._closing.is_set():
             _log.warning("shadow node %d (%s): %s; training goes on", self.node.id, self.node.mgmt, why)
         self._complaint = why
+
+
+def _asking(part: pb.RecordPart) -> pb.RecordPart:
+    """A copy that wants an answer: other lines send the same part."""
+    asking = pb.RecordPart()
+    asking.CopyFrom(part)
+    asking.answer = True
+    return asking
 
 
 def reason(error: grpc.RpcError) -> str:

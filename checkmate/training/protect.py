@@ -154,7 +154,7 @@ class Protection:
         self._publisher.close(patience)
         for line in self._lines:
             if line.connected:
-                line.flush(deadline - time.monotonic())
+                line.finish(deadline - time.monotonic())
         for seeder in self._seeders.values():
             seeder.close()
         for line in self._lines:
