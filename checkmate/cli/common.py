@@ -90,7 +90,8 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
             if not isinstance(code, int):
                 raise
             if kwargs.get("as_json"):
-                message = f"{counted(len(faults), 'fault')} in the job files" if faults else str(error)
+                where = getattr(error, "where", "the job files")
+                message = f"{counted(len(faults), 'fault')} in {where}" if faults else str(error)
                 print_error(message, code, faults, getattr(error, "data", None))
             for line in faults or (error,):
                 err.print(f"[red]error:[/red] {_plain(line)}", soft_wrap=True)

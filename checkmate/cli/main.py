@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli import consolidate, lab, plan, remove, run, shadow, shell, status, validate
+from checkmate.cli import consolidate, cost, lab, plan, remove, run, shadow, shell, status, validate
 
 app = typer.Typer(
     name="checkmate",
@@ -27,6 +27,7 @@ for command in (
     shell.shell,
     shadow.shadow,
     consolidate.consolidate,
+    cost.cost,
 ):
     app.command()(command)
 app.add_typer(lab.app, name="lab")

@@ -1,0 +1,206 @@
+"""`checkmate cost`: what checkpointing costs today, and what it would with Checkmate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+
+if TYPE_CHECKING:
+    from planner.cost_inputs import CostInputs
+    from planner.cost_report import Report, Scheme, Simulated
+
+_ENDINGS = (".png", ".svg")
+
+_File = Annotated[Path | None, typer.Argument(help="YAML of these values; options go over it.")]
+_Value = str | None
+
+
+def _option(name: str, text: str, default: str = "") -> typer.models.OptionInfo:
+    """An option whose default is the planner's: shown here, applied there."""
+    shown = f"{text} [default: {default}]" if default else text
+    option: typer.models.OptionInfo = typer.Option(name, help=shown, metavar="VALUE", show_default=False)
+    return option
+
+
+@says_errors
+def cost(
+    context: typer.Context,
+    file: _File = None,
+    gpus: Annotated[_Value, _option("--gpus", "GPUs in the training.", "16384")] = None,
+    failure_rate: Annotated[
+        _Value,
+        _option("--failure-rate", "Failures per GPU-hour: 2e-5, 0.17/y, or as seen.", "419 in 54d on 16384"),
+    ] = None,
+    duration: Annotated[_Value, _option("--duration", "Training time without failures.", "54d")] = None,
+    iteration: Annotated[_Value, _option("--iteration", "Time of an iteration.", "4.58s")] = None,
+    stall: Annotated[
+        _Value, _option("--stall", "How long a conventional checkpoint holds training up.", "1.2s")
+    ] = None,
+    parameters: Annotated[
+        _Value, _option("--parameters", "With --storage, instead of --stall: 405B.")
+    ] = None,
+    storage: Annotated[
+        _Value, _option("--storage", "Bandwidth that checkpoints are written at: 2TB/s.")
+    ] = None,
+    every: Annotated[
+        _Value,
+        _option("--every", "Your checkpoint interval, beside the best: 500 (iterations), 30min.", "best"),
+    ] = None,
+    price: Annotated[_Value, _option("--price", "Dollars an hour for a GPU.", "11.06")] = None,
+    node_price: Annotated[
+        _Value, _option("--node-price", "Dollars an hour for a shadow node.", "1.28")
+    ] = None,
+    shadow_nodes: Annotated[_Value, _option("--shadow-nodes", "Shadow nodes.", "128")] = None,
+    dp_groups: Annotated[_Value, _option("--dp-groups", "DP groups; each takes two ports.", "128")] = None,
+    replicas: Annotated[_Value, _option("--replicas", "Holders of each shard.", "1")] = None,
+    node_failure_rate: Annotated[
+        _Value, _option("--node-failure-rate", "Failures of a shadow node an hour.", "2e-5")
+    ] = None,
+    seeding: Annotated[
+        _Value, _option("--seeding", "Time from a shadow node's failure until it is seeded again.", "5min")
+    ] = None,
+    disk_every: Annotated[
+        _Value, _option("--disk-every", "Time between checkpoints that shadow nodes write to disk.", "1h")
+    ] = None,
+    restart: Annotated[
+        _Value, _option("--restart", "From a failure until training goes on; simulated only.", "0s")
+    ] = None,
+    runs: Annotated[_Value, _option("--runs", "Runs to simulate; 0 for none.", "10000")] = None,
+    seed: Annotated[_Value, _option("--seed", "Of the simulation.", "0")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the figures: FILE.png or FILE.svg.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Work out what checkpoints cost, conventional ones and Checkmate's, in GPU-hours and dollars.
+
+    The model is the Checkmate paper's; all defaults are its figures for LLaMA3-405B. Beside the closed form
+    stands a simulation of failures, which shows the spread.
+
+    Example: checkmate cost --gpus 1024 --iteration 900ms --stall 2s --every 30min --price 3.50 --plot x.png
+    """
+    values = {name: value for name, value in context.params.items() if isinstance(value, str)}
+    from planner.cost_inputs import read_inputs  # noqa: PLC0415
+
+    inputs = read_inputs(file, values)
+    if plot:
+        _check_picture(plot)
+    report = _report(inputs)
+    if plot:
+        _draw(plot, inputs)
+    if as_json:
+        print_json(report.data())
+        return
+    _print(report)
+    if plot:
+        out.print(f"\nfigures: {plot}", markup=False, soft_wrap=True)
+
+
+def _check_picture(file: Path) -> None:
+    """Before anything is worked out: whether the picture can be drawn, and be where it is wanted."""
+    if file.suffix.lower() not in _ENDINGS:
+        raise UsageFault(f"--plot: {file} must end in {' or '.join(_ENDINGS)}")
+    if file.is_dir() or not file.parent.is_dir():
+        why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is no folder"
+        raise UsageFault(f"--plot: {file} {why}")
+    try:
+        import matplotlib  # noqa: F401, PLC0415
+    except ImportError:
+        raise UsageFault('--plot draws with matplotlib, which needs: pip install ".[plan]"') from None
+
+
+def _report(inputs: CostInputs) -> Report:
+    from planner.cost_report import report  # noqa: PLC0415
+    from planner.failures import NeverDone  # noqa: PLC0415
+
+    try:
+        with err.status("simulating failures"):
+            return report(inputs)
+    except NeverDone as error:
+        raise UsageFault(f"the simulation can't be run: {error}; or leave it out with --runs 0") from None
+
+
+def _draw(file: Path, inputs: CostInputs) -> None:
+    try:
+        with err.status("drawing"):
+            from planner.cost_figures import write_figures  # noqa: PLC0415
+
+            write_figures(file, inputs.training, inputs.stall_s, inputs.every_iterations)
+    except OSError as error:
+        raise UsageFault(f"--plot: {file} can't be written: {error.strerror}") from None
+
+
+def _print(report: Report) -> None:
+    from planner.units import show_dollars, show_seconds  # noqa: PLC0415
+
+    _say(
+        f"{report.gpus:,} GPUs for {show_seconds(report.duration_s)},",
+        f"{report.failures:,.1f} failures expected.",
+        f"An iteration takes {show_seconds(report.iteration_s)};",
+        f"a conventional checkpoint stalls training for {show_seconds(report.stall_s)}.",
+    )
+    out.print(_table(report))
+    less = report.saved_dollars >= 0
+    dollars = f"{show_dollars(abs(report.saved_dollars))} {'less' if less else 'more'}"
+    _say(
+        "Against conventional checkpoints at their best, Checkmate",
+        f"wastes {report.saved_gpu_hours:,.0f} GPU-hours less, and costs {dollars}.",
+        f"It costs less where a checkpoint stalls for more than {show_seconds(report.break_even_stall_s)}.",
+    )
+    _say(
+        f"It takes {report.extra_ports:,} switch ports, and as many NICs and transceivers:",
+        f"{report.extra_ports_share:.2%} of the cluster's.",
+    )
+
+
+def _say(*parts: str) -> None:
+    out.print(" ".join(parts), markup=False, soft_wrap=True)
+
+
+def _table(report: Report) -> Table:
+    table = Table("over the run")
+    for scheme in report.schemes:
+        table.add_column(scheme.name.replace(", ", ",\n"), justify="right")
+    for what, *cells in zip(*map(_rows, report.schemes), strict=True):
+        table.add_row(what[0], what[1], *(cell[1] for cell in cells))
+    simulated = [(scheme.simulated, scheme) for scheme in report.schemes]
+    runs = [_simulated_rows(found, scheme) for found, scheme in simulated if found]
+    if runs:
+        table.add_section()
+        for what, *cells in zip(*runs, strict=True):
+            table.add_row(what[0], what[1], *(cell[1] for cell in cells))
+    return table
+
+
+def _rows(scheme: Scheme) -> list[tuple[str, str]]:
+    from planner.units import show_dollars, show_seconds  # noqa: PLC0415
+
+    return [
+        ("iterations (interval)", f"{scheme.every_iterations:,} ({show_seconds(scheme.interval_s)})"),
+        ("GPU-hours repeated", f"{scheme.repeated_gpu_hours:,.0f}"),
+        ("GPU-hours stalled", f"{scheme.stalled_gpu_hours:,.0f}"),
+        ("[bold]GPU-hours wasted[/bold]", f"[bold]{scheme.wasted_gpu_hours:,.0f}[/bold]"),
+        ("CPU-node hours", f"{scheme.node_hours:,.0f}"),
+        ("[bold]dollars[/bold]", f"[bold]{show_dollars(scheme.dollars)}[/bold]"),
+    ]
+
+
+def _simulated_rows(found: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
+    from planner.units import show_dollars  # noqa: PLC0415
+
+    spread = found.wasted_gpu_hours
+    return [
+        (f"in {found.runs:,} simulated runs", ""),
+        ("GPU-hours wasted, mean", f"{found.wasted_gpu_hours_mean:,.0f}"),
+        ("  in restarts", f"{found.restarting_gpu_hours_mean:,.0f}"),
+        ("  5% of runs below", f"{spread['p5']:,.0f}"),
+        ("  95% of runs below", f"{spread['p95']:,.0f}"),
+        ("dollars, mean", show_dollars(found.dollars_mean)),
+        ("failures, mean", f"{found.failures_mean:,.1f}"),
+        ("  back to the disk", f"{found.disk_fallbacks_mean:,.2f}" if scheme.node_hours else "all"),
+    ]

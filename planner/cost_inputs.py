@@ -1,0 +1,282 @@
+"""What `checkmate cost` is told, by YAML and flags: structure, units, what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from checkmate.documents import Document, JobError, Located, read_document
+from checkmate.parts import Fault
+from planner import units
+from planner.cost import Prices, Training
+from planner.failures import ShadowNodes
+from planner.flops import (
+    OutputProjection,
+    Transformer,
+    checkpoint_bytes,
+    checkpoint_seconds,
+    iteration_flops,
+    iteration_seconds,
+)
+from planner.units import HOUR_S, UnitError
+
+COMMAND_LINE: Final = Path("command line")
+
+DEFAULTS: Final[Mapping[str, str]] = {
+    "gpus": "16384",
+    "failure_rate": "419 in 54d on 16384",
+    "duration": "54d",
+    "iteration": "4.58s",
+    "stall": "1.2s",
+    "every": "best",
+    "price": "11.06",
+    "node_price": "1.28",
+    "shadow_nodes": "128",
+    "dp_groups": "128",
+    "replicas": "1",
+    "node_failure_rate": "2e-5",
+    "seeding": "5min",
+    "disk_every": "1h",
+    "restart": "0s",
+    "runs": "10000",
+    "seed": "0",
+}
+"""The training of LLaMA3-405B as the paper has it. It says nothing of shadow nodes' failures."""
+
+_INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
+    "iteration": ("model",),
+    "stall": ("parameters", "storage"),
+}
+"""What may be given instead of a value, and must then be given in full."""
+
+
+class InputError(JobError):
+    """Values that can't be used; `faults` has every reason."""
+
+    where = "the values"
+
+
+def _read(parse: Callable[[object], Any], least: str, most: str) -> BeforeValidator:
+    """Parses a value and holds it to bounds, which are written as values are."""
+
+    def read(value: object) -> Any:
+        found = parse(value)
+        if not parse(least) <= found <= parse(most):
+            raise UnitError(f"must be between {least} and {most}, not {value!r}")
+        return found
+
+    return BeforeValidator(read)
+
+
+def _every(value: object) -> tuple[float, str] | None:
+    """Iterations, or a time; `None`: the best."""
+    if value == "best":
+        return None
+    for parse, unit in ((units.count, "iterations"), (units.seconds, "seconds")):
+        try:
+            found = parse(value)
+        except UnitError:
+            continue
+        if found > 0:
+            return float(found), unit
+    raise UnitError(f"must be 'best', a number of iterations or a time such as 30min, not {value!r}")
+
+
+_Count = Annotated[int, _read(units.count, "1", "10,000,000")]
+_Rate = Annotated[float, _read(units.failures_per_hour, "1e-12", "1")]
+_NoRate = Annotated[float, _read(units.failures_per_hour, "0", "1")]
+_Time = Annotated[float, _read(units.seconds, "1us", "100y")]
+_NoTime = Annotated[float, _read(units.seconds, "0s", "30d")]
+_Price = Annotated[float, _read(units.price_per_hour, "0.0001", "1e6")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelInputs(_Model):
+    """A transformer and its batch, from which an iteration's time is estimated."""
+
+    layers: _Count
+    hidden: _Count
+    ffn: _Count
+    vocabulary: _Count
+    heads: _Count
+    kv_heads: _Count
+    ffn_matrices: _Count = 3
+    batch_tokens: Annotated[float, _read(units.amount, "1", "1e12")]
+    sequence: _Count
+    achieved: Annotated[float, _read(units.flops, "1GFLOPS", "1000PFLOPS")]
+    """Operations a second that each GPU reaches in practice."""
+
+    @property
+    def shape(self) -> Transformer:
+        """Its dimensions."""
+        return Transformer(
+            self.layers, self.hidden, self.ffn, self.vocabulary, self.heads, self.kv_heads, self.ffn_matrices
+        )
+
+    def iteration_s(self, gpus: int) -> float:
+        """How long an iteration takes; attention's output projection counted in full."""
+        flops = iteration_flops(self.shape, self.batch_tokens, self.sequence, OutputProjection.HIDDEN)
+        return iteration_seconds(flops, self.achieved, gpus)
+
+
+class CostInputs(_Model):
+    """Everything that the cost follows from, in seconds, hours and dollars."""
+
+    gpus: _Count
+    failure_rate: _Rate
+    duration: Annotated[float, _read(units.seconds, "1min", "100y")]
+    iteration: _Time | None = None
+    model: ModelInputs | None = None
+    stall: _NoTime | None = None
+    parameters: Annotated[float, _read(units.amount, "1", "1e18")] | None = None
+    storage: Annotated[float, _read(units.bytes_per_second, "1KB/s", "1e6TB/s")] | None = None
+    every: Annotated[tuple[float, str] | None, BeforeValidator(_every)]
+    price: _Price
+    node_price: Annotated[float, _read(units.price_per_hour, "0", "1e6")]
+    shadow_nodes: Annotated[int, _read(units.count, "1", "65,536")]
+    dp_groups: _Count
+    replicas: _Count
+    node_failure_rate: _NoRate
+    seeding: _NoTime
+    disk_every: _Time
+    restart: _NoTime
+    runs: Annotated[int, _read(units.count, "0", "1,000,000")]
+    seed: Annotated[int, _read(units.count, "0", "4294967295")]
+
+    @property
+    def iteration_s(self) -> float:
+        """Given, or estimated from the model."""
+        if self.iteration is not None:
+            return self.iteration
+        if self.model is None:
+            raise ValueError("neither iteration nor model")
+        return self.model.iteration_s(self.gpus)
+
+    @property
+    def stall_s(self) -> float:
+        """Given, or what writing a checkpoint takes."""
+        if self.stall is not None:
+            return self.stall
+        if self.parameters is None or self.storage is None:
+            raise ValueError("neither stall nor parameters and storage")
+        return checkpoint_seconds(checkpoint_bytes(self.parameters), self.storage)
+
+    @property
+    def every_iterations(self) -> int | None:
+        """The checkpoint interval asked for, in whole iterations; `None`: the best."""
+        if self.every is None:
+            return None
+        number, unit = self.every
+        return max(1, round(number if unit == "iterations" else number / self.iteration_s))
+
+    @property
+    def training(self) -> Training:
+        """As `cost` takes it."""
+        return Training(self.gpus, self.failure_rate, self.duration / HOUR_S, self.iteration_s)
+
+    @property
+    def prices(self) -> Prices:
+        """As `cost` takes them."""
+        return Prices(self.price, self.node_price)
+
+    @property
+    def shadow(self) -> ShadowNodes:
+        """As `failures` takes them."""
+        seed_hours, disk_hours = self.seeding / HOUR_S, self.disk_every / HOUR_S
+        return ShadowNodes(self.shadow_nodes, self.replicas, self.node_failure_rate, seed_hours, disk_hours)
+
+
+def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
+    """Inputs from a YAML, over which flags go; `InputError` has every fault, with its place."""
+    document = _read_yaml(file) if file else None
+    given: dict[str, Any] = {**(document.data if document else {}), **flags}
+    for key, instead in _INSTEAD.items():
+        if key in flags:  # goes over what the file has
+            given = {name: value for name, value in given.items() if name not in instead or name in flags}
+        elif any(name in flags for name in instead):
+            given.pop(key, None)
+    replaced = {key for key, instead in _INSTEAD.items() if any(name in given for name in instead)}
+    faults = list(_alternatives(given))
+    inputs = None
+    try:
+        defaults = {key: value for key, value in DEFAULTS.items() if key not in replaced}
+        inputs = CostInputs.model_validate({**defaults, **given})
+    except ValidationError as error:
+        faults += [Fault(tuple(one["loc"]), _message(one)) for one in error.errors()]
+    if inputs and not faults:
+        faults = list(_between(inputs, given))
+    if faults or not inputs:
+        raise InputError([_located(fault, document, flags) for fault in faults])
+    return inputs
+
+
+def _read_yaml(file: Path) -> Document:
+    try:
+        return read_document(file)
+    except JobError as error:
+        (fault,) = error.faults
+        if fault.path == "(top level)":
+            fault = replace(fault, message="must be a mapping of keys such as gpus: and stall:")
+        raise InputError([fault]) from None
+
+
+def _alternatives(given: Mapping[str, Any]) -> Iterator[Fault]:
+    for key, instead in _INSTEAD.items():
+        there = [name for name in instead if name in given]
+        if there and key in given:
+            yield Fault((there[0],), f"can't be given beside {key}, which it stands in for; remove one")
+        for name in instead:
+            if there and name not in given:
+                yield Fault((there[0],), f"needs {name} beside it, to stand in for {key}")
+
+
+def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
+    """What must hold between values that are each sound."""
+
+    def fault(message: str, *keys: str) -> Fault:
+        return Fault((next((key for key in keys if key in given), keys[0]),), message)
+
+    model = inputs.model
+    if model and (model.hidden % model.heads or model.heads % model.kv_heads):
+        yield Fault(("model", "heads"), "must divide hidden, and be a multiple of kv_heads")
+        return
+    iteration = units.show_seconds(inputs.iteration_s)
+    longest = units.show_seconds(inputs.duration)
+    if inputs.iteration_s > inputs.duration:
+        message = f"an iteration ({iteration}) takes longer than the training ({longest})"
+        yield fault(message, "iteration", "model", "duration")
+    elif (inputs.every_iterations or 1) * inputs.iteration_s > inputs.duration:
+        message = f"the training ({longest}) would be over before the first checkpoint"
+        yield fault(message, "every", "duration")
+    if inputs.replicas > inputs.shadow_nodes:
+        message = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.shadow_nodes}"
+        yield fault(message, "replicas", "shadow_nodes")
+
+
+def _message(error: Any) -> str:
+    match error["type"]:
+        case "extra_forbidden":
+            return "unknown key; docs/planning.md has those that there are"
+        case "missing":
+            return "is missing"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "model_type":
+            return "must be a mapping of keys such as layers: and hidden:"
+        case _:
+            return str(error["msg"])
+
+
+def _located(fault: Fault, document: Document | None, flags: Mapping[str, str]) -> Located:
+    """At the flag, or in the file."""
+    key = str(fault.path[0])
+    if key in flags or document is None:
+        return Located(COMMAND_LINE, 0, f"--{key.replace('_', '-')}", fault.message)
+    return document.locate(fault)

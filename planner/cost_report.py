@@ -1,0 +1,165 @@
+"""What `checkmate cost` tells, as data: each way to checkpoint, in closed form and simulated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import numpy as np
+
+from planner import cost, failures
+from planner.cost import Waste
+from planner.cost_inputs import CostInputs
+from planner.failures import Spread
+
+PERCENTILES: Final = (5, 50, 95)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What many runs came to. GPU-hours and dollars include restarts, and failures in stalls and restarts."""
+
+    runs: int
+    wasted_gpu_hours_mean: float
+    wasted_gpu_hours: Mapping[str, float]
+    """By percentile: `p5`, `p50`, `p95`."""
+    repeated_gpu_hours_mean: float
+    stalled_gpu_hours_mean: float
+    restarting_gpu_hours_mean: float
+    dollars_mean: float
+    failures_mean: float
+    disk_fallbacks_mean: float
+    """Failures after which only the checkpoint on disk was left."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to checkpoint: its waste and cost over the run."""
+
+    name: str
+    every_iterations: int
+    interval_s: float
+    repeated_gpu_hours: float
+    stalled_gpu_hours: float
+    wasted_gpu_hours: float
+    gpu_dollars: float
+    node_hours: float
+    node_dollars: float
+    dollars: float
+    simulated: Simulated | None
+    """`None` where no runs were asked for."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer. `saved` is Checkmate against conventional checkpoints at their best interval."""
+
+    gpus: int
+    failures_per_gpu_hour: float
+    duration_s: float
+    iteration_s: float
+    stall_s: float
+    dollars_per_gpu_hour: float
+    dollars_per_node_hour: float
+    restart_s: float
+    failures: float
+    best_interval_iterations: float
+    schemes: tuple[Scheme, ...]
+    saved_gpu_hours: float
+    saved_dollars: float
+    break_even_stall_s: float
+    extra_ports: int
+    extra_ports_share: float
+
+    def data(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def report(inputs: CostInputs) -> Report:
+    """Work everything out; `failures.NeverDone` where the simulation can't be run."""
+    training, stall_s = inputs.training, inputs.stall_s
+    best_every = cost.best_every_iterations(training, stall_s)
+    schemes = [_conventional(inputs, "conventional, best", best_every)]
+    if inputs.every_iterations is not None:
+        schemes.append(_conventional(inputs, "conventional, yours", inputs.every_iterations))
+    checkmate = _checkmate(inputs)
+    return Report(
+        gpus=training.gpus,
+        failures_per_gpu_hour=training.failures_per_gpu_hour,
+        duration_s=inputs.duration,
+        iteration_s=training.iteration_s,
+        stall_s=stall_s,
+        dollars_per_gpu_hour=inputs.price,
+        dollars_per_node_hour=inputs.node_price,
+        restart_s=inputs.restart,
+        failures=training.failures,
+        best_interval_iterations=cost.best_interval_iterations(training, stall_s),
+        schemes=(*schemes, checkmate),
+        saved_gpu_hours=schemes[0].wasted_gpu_hours - checkmate.wasted_gpu_hours,
+        saved_dollars=schemes[0].dollars - checkmate.dollars,
+        break_even_stall_s=cost.break_even_stall_s(training, inputs.prices, inputs.shadow_nodes),
+        extra_ports=cost.extra_ports(inputs.dp_groups, inputs.replicas),
+        extra_ports_share=cost.extra_ports_share(inputs.dp_groups, training.gpus, inputs.replicas),
+    )
+
+
+def _conventional(inputs: CostInputs, name: str, every_iterations: int) -> Scheme:
+    waste = cost.conventional_waste(inputs.training, inputs.stall_s, every_iterations)
+    simulated = None
+    if inputs.runs:
+        spread = failures.simulate_conventional(
+            inputs.training, inputs.stall_s, every_iterations, inputs.restart, inputs.runs, inputs.seed
+        )
+        simulated = _simulated(inputs, spread, node_dollars=0.0)
+    return _scheme(inputs, name, every_iterations, waste, 0.0, simulated)
+
+
+def _checkmate(inputs: CostInputs) -> Scheme:
+    training = inputs.training
+    node_hours = cost.node_hours(training.duration_hours, inputs.shadow_nodes)
+    simulated = None
+    if inputs.runs:
+        spread = failures.simulate_checkmate(
+            training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
+        )
+        simulated = _simulated(inputs, spread, node_hours * inputs.node_price)
+    return _scheme(inputs, "Checkmate", 1, cost.checkmate_waste(training), node_hours, simulated)
+
+
+def _scheme(
+    inputs: CostInputs, name: str, every: int, waste: Waste, node_hours: float, simulated: Simulated | None
+) -> Scheme:
+    gpu_dollars = waste.gpu_hours * inputs.price
+    node_dollars = node_hours * inputs.node_price
+    return Scheme(
+        name=name,
+        every_iterations=every,
+        interval_s=every * inputs.iteration_s,
+        repeated_gpu_hours=waste.repeated_gpu_hours,
+        stalled_gpu_hours=waste.stalled_gpu_hours,
+        wasted_gpu_hours=waste.gpu_hours,
+        gpu_dollars=gpu_dollars,
+        node_hours=node_hours,
+        node_dollars=node_dollars,
+        dollars=gpu_dollars + node_dollars,
+        simulated=simulated,
+    )
+
+
+def _simulated(inputs: CostInputs, spread: Spread, node_dollars: float) -> Simulated:
+    gpus = inputs.gpus
+    wasted = spread.wasted_hours * gpus
+    found = np.percentile(wasted, PERCENTILES)
+    return Simulated(
+        runs=len(wasted),
+        wasted_gpu_hours_mean=float(wasted.mean()),
+        wasted_gpu_hours={f"p{at}": float(value) for at, value in zip(PERCENTILES, found, strict=True)},
+        repeated_gpu_hours_mean=float(spread.repeated_hours.mean()) * gpus,
+        stalled_gpu_hours_mean=float(spread.stalled_hours.mean()) * gpus,
+        restarting_gpu_hours_mean=float(spread.restarting_hours.mean()) * gpus,
+        dollars_mean=float(wasted.mean()) * inputs.price + node_dollars,
+        failures_mean=float(spread.failures.mean()),
+        disk_fallbacks_mean=float(spread.fallbacks.mean()),
+    )

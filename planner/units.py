@@ -1,0 +1,158 @@
+"""Values as people write them, `10ms` or `419 in 54d on 16384`, and how they are shown. Pure.
+
+A number without a unit is refused where it could mean several things. Every parser takes text or what
+YAML made of it, and raises `UnitError`, which quotes the value and says what would be right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Final
+
+HOUR_S: Final = 3600.0
+DAY_HOURS: Final = 24.0
+
+_TIME_S: Final = {
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": HOUR_S, "d": 86_400.0, "y": 365 * 86_400.0
+}  # fmt: skip
+_PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BYTES: Final = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
+_BYTES_A_SECOND: Final = {f"{unit}/s": size for unit, size in _BYTES.items()}
+_BITS_A_SECOND: Final = {
+    f"{prefix}{unit}": size for prefix, size in _PREFIXES.items() for unit in ("bit/s", "bps") if prefix
+}
+_FLOPS: Final = {f"{prefix}FLOPS": size for prefix, size in _PREFIXES.items() if prefix}
+_AMOUNT: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_PRICE: Final = {"": 1.0, "$": 1.0, "$/h": 1.0, "$/GPU-hour": 1.0, "$/node-hour": 1.0}
+_PER_HOUR: Final = {"": 1.0, "/h": 1.0, "/d": 1 / 24, "/y": 1 / (365 * 24)}
+
+_NUMBER: Final = r"\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?"
+_QUANTITY: Final = re.compile(
+    rf"(?P<sign>[+-]?)(?P<dollar>\$?)(?P<number>{_NUMBER})\s*(?P<unit>[^\d\s]*)", re.ASCII
+)
+_OBSERVED: Final = re.compile(rf"(?P<failures>{_NUMBER}) in (?P<time>.+) on (?P<units>{_NUMBER})", re.ASCII)
+_LARGEST: Final = 1e30
+
+
+class UnitError(ValueError):
+    """A value that can't be used: quotes it, and says what would be right."""
+
+
+def seconds(value: object) -> float:
+    """A time such as `10ms`, `1.2s`, `30min` or `54d`, in seconds; 0 needs no unit."""
+    text = _text(value)
+    if re.fullmatch(r"0(\.0*)?", text):
+        return 0.0
+    return _quantity(value, _TIME_S, "a time such as 10ms, 1.2s, 30min, 6h or 54d")
+
+
+def price_per_hour(value: object) -> float:
+    """Dollars for an hour of one GPU or one node: `11.06`, `$11.06` or `11.06 $/h`."""
+    return _quantity(value, _PRICE, "dollars an hour such as 11.06")
+
+
+def failures_per_hour(value: object) -> float:
+    """Failures of one GPU or one node in an hour: `2e-5`, `0.17/y`, or as seen: `419 in 54d on 16384`."""
+    right = "failures an hour of one GPU or node such as 2e-5, 0.17/y or '419 in 54d on 16384'"
+    found = _OBSERVED.fullmatch(_text(value))
+    if not found:
+        return _quantity(value, _PER_HOUR, right)
+    hours = seconds(found["time"]) / HOUR_S
+    units = _float(found["units"])
+    if not hours or not units:
+        raise UnitError(f"must be {right}, not {_shown(value)}: it counts nothing")
+    return _float(found["failures"]) / hours / units
+
+
+def count(value: object) -> int:
+    """A whole number: `16384` or `16,384`."""
+    right = "a whole number such as 16384"
+    number = _quantity(value, {"": 1.0}, right)
+    if number != int(number):
+        raise UnitError(f"must be {right}, not {_shown(value)}")
+    return int(number)
+
+
+def amount(value: object) -> float:
+    """A large number: `405e9` or `405B`; K, M, B and T are powers of 1,000."""
+    return _quantity(value, _AMOUNT, "a number such as 405e9 or 405B")
+
+
+def bytes_per_second(value: object) -> float:
+    """A bandwidth such as `2TB/s`; prefixes are powers of 1,000."""
+    return _quantity(value, _BYTES_A_SECOND, "bytes a second such as 2TB/s or 500GB/s")
+
+
+def bits_per_second(value: object) -> float:
+    """A line's rate such as `100Gbit/s`; prefixes are powers of 1,000."""
+    return _quantity(value, _BITS_A_SECOND, "a line's rate such as 100Gbit/s")
+
+
+def nbytes(value: object) -> float:
+    """A memory's size such as `128GB`; prefixes are powers of 1,000."""
+    return _quantity(value, _BYTES, "a size such as 128GB")
+
+
+def flops(value: object) -> float:
+    """Floating-point operations a second, such as `400TFLOPS`."""
+    return _quantity(value, _FLOPS, "operations a second such as 400TFLOPS")
+
+
+def show_seconds(value_s: float) -> str:
+    """`10 ms`, `4.58 s`, `2.7 min`: three digits, in the unit that suits."""
+    fitting = [unit for unit, size in _TIME_S.items() if unit != "y" and size <= abs(value_s) * (1 + 1e-9)]
+    unit = fitting[-1] if fitting else "s" if not value_s else "us"
+    return f"{value_s / _TIME_S[unit]:.3g} {unit}"
+
+
+def show_dollars(value: float) -> str:
+    """`$3.45 million`, `$48,300`."""
+    sign = "-" if value < 0 else ""
+    if abs(value) >= 999_500:
+        return f"{sign}${abs(value) / 1e6:,.2f} million"
+    return f"{sign}${abs(value):,.0f}"
+
+
+def _quantity(value: object, units: Mapping[str, float], right: str) -> float:
+    """`value` in the base unit of `units`; not negative, finite."""
+    found = _QUANTITY.fullmatch(_text(value))
+    if not found:
+        raise UnitError(f"must be {right}, not {_shown(value)}")
+    if found["sign"] == "-":
+        raise UnitError(f"must be {right}, and not negative as {_shown(value)} is")
+    unit = found["unit"]
+    if found["dollar"]:
+        unit = "$" + unit.removeprefix("$")
+    if unit not in units:
+        known = ", ".join(name for name in units if name)
+        why = (
+            f"has no unit (one of {known})"
+            if not unit
+            else f"has the unit {unit!r}, which is none of {known}"
+        )
+        raise UnitError(
+            f"must be {right}; {_shown(value)} {why}" if known else f"must be {right}, not {_shown(value)}"
+        )
+    number = _float(found["number"]) * units[unit]
+    if not number <= _LARGEST:
+        raise UnitError(f"must be {right}; {_shown(value)} is too large")
+    return number
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ""
+    return str(value).strip()
+
+
+def _shown(value: object) -> str:
+    text = f"{value!r}" if isinstance(value, str) else f"{value}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
