@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from checkmate.cli import capacity as capacities
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
@@ -57,14 +58,44 @@ def plan(
     jobs: JobArguments,
     as_json: AsJson = False,
     entries: Annotated[bool, typer.Option("--entries", help="Print every entry and group.")] = False,
+    capacity: capacities.CapacityFlag = False,
+    models: capacities.ModelNames = None,
+    optimizer: capacities.Optimizer = "adamw",
+    dtype: capacities.Dtype = None,
+    iteration_time: capacities.IterationTime = None,
+    link_rate: capacities.LinkRate = "100Gbit/s",
+    nic_rate: capacities.NicRate = None,
+    node_memory: capacities.NodeMemory = None,
+    profile: capacities.ProfileFile = None,
+    cores: capacities.Cores = None,
+    receive_buffer: capacities.ReceiveBuffer = 64,
 ) -> None:
     """Print what `run` would install on each switch, and check it against the switch's limits.
 
     Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
+    With --capacity and --model, of one job: also the bandwidth at its shadow NICs, the shadow nodes' memory
+    and time; what does not fit is told with the smallest change that would make it.
 
     Example: checkmate plan jobs/gpt.yaml --json
+
+    Example: checkmate plan jobs/gpt.yaml --capacity --model GPT3-XL --iteration-time 1.5s
     """
     switch_extra()
+    if capacity:
+        wanted = capacities.Wanted(
+            models or (),
+            optimizer,
+            dtype,
+            iteration_time,
+            link_rate,
+            nic_rate,
+            node_memory,
+            profile,
+            cores,
+            receive_buffer,
+        )
+        capacities.show(set_of(jobs), wanted, as_json=as_json)
+        return
     loaded, plans = checked_plan(set_of(jobs))
     targets = _targets(loaded)
     if as_json:

@@ -1,0 +1,299 @@
+"""Whether a job's shadow nodes, NICs and switches are enough, and the smallest change where not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from checkmate.parts import Fault
+from checkmate.schema import Job
+from checkmate.shadow.streams import FARTHEST
+from checkmate.wire import CHANNELS_MAX, SHADOW_IDS_MAX
+from checkmate.wording import counted
+from planner.changes import fewest_more_nodes, place, serving, with_nic
+from planner.demand import Demand, Nic, Node
+from planner.scaling import StepTimes
+
+TRANSCEIVERS: Final = 2
+"""Of a NIC: one at either end of its cable (paper, section "Network Resource Planning")."""
+CORES_MOST: Final = 512
+
+
+@dataclass(frozen=True)
+class SwitchUse:
+    """How much of each thing a switch needs and holds; and its ports that the job takes."""
+
+    switch: str
+    target: str
+    used: Mapping[str, int]
+    holds: Mapping[str, int]
+    training_ports: int
+    shadow_ports: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is. `None`: not known, and not checked.
+
+    `receive_bytes_per_s`: what a shadow node was measured to receive, by number of NICs.
+    """
+
+    nic_bits_per_s: float
+    iteration_s: float | None = None
+    node_memory: int | None = None
+    cores: int | None = None
+    steps: tuple[StepTimes, ...] | None = None
+    receive_bytes_per_s: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A job's demand beside what there is."""
+
+    demand: Demand
+    limits: Limits
+    switches: tuple[SwitchUse, ...]
+
+    @cached_property
+    def streams(self) -> int:
+        """TCP connections between shadow nodes and stubs."""
+        return len(self.demand.streams)
+
+    @cached_property
+    def shadow_nics(self) -> int:
+        """Shadow NICs in use; each takes a switch port."""
+        return len(self.demand.nics)
+
+    @property
+    def ports_of_the_rule(self) -> int:
+        """The paper's rule: a line for each of a DP group's two boundaries, and for each replica."""
+        return 2 * len(self.demand.job.dp_groups) * self.demand.job.replicas
+
+    def receive_seconds(self, nic: Nic) -> float:
+        """How long a NIC takes at least for an iteration's bytes."""
+        return nic.nbytes / self.receive_rate(nic.node)
+
+    def receive_rate(self, node: int) -> float:
+        """Bytes a second into one NIC's buckets: the line, or what was measured."""
+        line = self.limits.nic_bits_per_s / 8
+        measured = self.limits.receive_bytes_per_s
+        if not measured:
+            return line
+        nics = sum(nic.node == node for nic in self.demand.nics)
+        known = max((n for n in measured if n <= nics), default=min(measured))
+        return min(line, measured[known] / known)
+
+    def step_seconds(self, node: Node) -> float | None:
+        """The predicted step of all that a node holds; one thread goes through its shards."""
+        steps, cores = self.limits.steps, self.limits.cores
+        if steps is None or cores is None:
+            return None
+        return sum(
+            steps[shard.group].on(cores) * shard.elements / steps[shard.group].elements
+            for shard in node.shards
+        )
+
+    def balance(self, group: int) -> float:
+        """A DP group's largest shard over the mean: 1 is perfect."""
+        sizes = [shard.nbytes for shard in self.demand.shards if shard.group == group]
+        return max(sizes) * len(sizes) / sum(sizes)
+
+    @property
+    def unchecked(self) -> list[str]:
+        """What was not checked, and what it would take."""
+        found = []
+        if self.limits.iteration_s is None:
+            found.append("whether receiving and stepping fit in an iteration: give --iteration-time")
+        elif self.limits.steps is None:
+            found.append("the optimizer's step: give --profile with what checkmate profile --json printed")
+        if self.limits.node_memory is None:
+            found.append("the shadow nodes' memory: give --node-memory")
+        return found
+
+
+def misfits(found: Capacity, with_channels: Callable[[int], Sequence[SwitchUse]]) -> list[Fault]:
+    """What doesn't fit, each with the smallest change that would make it; located in the job's YAML.
+
+    `with_channels`: what the switches would need with fewer channels.
+    """
+    return [
+        *_tables(found, with_channels),
+        *_stream_length(found),
+        *_line(found),
+        *_receiving(found),
+        *_stepping(found),
+        *_memory(found),
+    ]
+
+
+def _tables(found: Capacity, with_channels: Callable[[int], Sequence[SwitchUse]]) -> Iterator[Fault]:
+    job = found.demand.job
+    for use in found.switches:
+        for what, needed in sorted(use.used.items()):
+            if needed <= use.holds[what]:
+                continue
+            fitting = (
+                channels
+                for channels in range(job.channels - 1, 0, -1)
+                if _use_of(with_channels(channels), use.switch, what) <= use.holds[what]
+            )
+            channels = next(fitting, None)
+            change = (
+                f"use at most {counted(channels, 'channel')}"
+                if channels
+                else "fewer channels alone don't help: spread the DP groups over more switches"
+            )
+            message = (
+                f"{needed:,} {what} needed on switch {use.switch} ({use.target}), "
+                f"which holds {use.holds[what]:,}; {change}"
+            )
+            yield Fault(("dp_groups",), message)
+
+
+def _use_of(uses: Sequence[SwitchUse], switch: str, what: str) -> int:
+    return next((use.used.get(what, 0) for use in uses if use.switch == switch), 0)
+
+
+def _stream_length(found: Capacity) -> Iterator[Fault]:
+    """Positions in a stream have 32 bits: what shadow nodes refuse (`check_lengths`)."""
+    demand = found.demand
+    longest = demand.longest_stream
+    if longest < FARTHEST:
+        return
+
+    def fits(job: Job) -> bool:
+        return replace(demand, job=job).longest_stream < FARTHEST
+
+    more = range(demand.job.channels + 1, CHANNELS_MAX + 1)
+    channels = next((c for c in more if fits(demand.job.model_copy(update={"channels": c}))), None)
+    changes = [f"{channels} channels"] if channels else []
+    changes += fewest_more_nodes(demand.job, demand.nodes[0].node, fits)
+    yield Fault(
+        ("channels",),
+        f"an iteration of one stream has {longest / 1e9:.2f} GB, and must have less than "
+        f"{FARTHEST / 1e9:.2f} GB; {_or(changes)}",
+    )
+
+
+def _line(found: Capacity) -> Iterator[Fault]:
+    """More at once than a NIC's line: PFC would hold training back (paper, "Lossless Packet Delivery")."""
+    line = found.limits.nic_bits_per_s
+    over = [nic for nic in found.demand.nics if max(nic.peak_bits_per_s) > line * (1 + 1e-9)]
+    if not over:
+        return
+    worst = max(over, key=lambda nic: max(nic.peak_bits_per_s))
+    peak = max(worst.peak_bits_per_s)
+    index, node = place(found.demand.job, worst.node)
+
+    def fits(job: Job) -> bool:
+        nics = replace(found.demand, job=job).nics
+        return all(max(n.peak_bits_per_s) <= line * (1 + 1e-9) for n in nics if n.node == worst.node)
+
+    job = found.demand.job
+    groups = sum(worst.node in job.shadow_list(group) for group in range(len(job.dp_groups)))
+    changes = []
+    for added, with_added in (("", job), ("a second NIC", with_nic(job, worst.node))):
+        if added and len(node.nics) > 1:
+            break
+        for fewer in range(groups - bool(not added), 0, -1):
+            if fits(serving(with_added, worst.node, fewer)):
+                less = f"{counted(fewer, 'DP group')} instead of {groups} on it" if fewer < groups else ""
+                changes.append(" and ".join(filter(None, (added, less))))
+                break
+    changes.append(f"NICs of {peak / 1e9:g} Gbit/s")
+    round_ = worst.peak_bits_per_s.index(peak)
+    yield Fault(
+        ("shadow_nodes", index, "nics", worst.nic),
+        f"gets up to {peak / 1e9:g} Gbit/s at once in round {round_} of the ring, and its line has "
+        f"{line / 1e9:g}, so training would be held back{_others(over, 'NIC')}; {_or(changes)}",
+    )
+
+
+def _receiving(found: Capacity) -> Iterator[Fault]:
+    iteration = found.limits.iteration_s
+    if iteration is None:
+        return
+    over = [nic for nic in found.demand.nics if found.receive_seconds(nic) > iteration]
+    if not over:
+        return
+    worst = max(over, key=found.receive_seconds)
+    index, node = place(found.demand.job, worst.node)
+
+    def fits(job: Job) -> bool:
+        wider = replace(found, demand=replace(found.demand, job=job))
+        return all(wider.receive_seconds(nic) <= iteration for nic in wider.demand.nics)
+
+    changes = []
+    if len(node.nics) == 1 and fits(with_nic(found.demand.job, worst.node)):
+        changes.append("a second NIC")
+    changes += fewest_more_nodes(found.demand.job, worst.node, fits)
+    changes.append(f"NICs and nodes that receive {8 * worst.nbytes / iteration / 1e9:.3g} Gbit/s each")
+    yield Fault(
+        ("shadow_nodes", index, "nics", worst.nic),
+        f"takes {found.receive_seconds(worst):.3g} s for the {worst.nbytes / 1e9:.3g} GB of an iteration of "
+        f"{iteration:g} s{_others(over, 'NIC')}; {_or(changes)}",
+    )
+
+
+def _stepping(found: Capacity) -> Iterator[Fault]:
+    iteration, cores = found.limits.iteration_s, found.limits.cores
+    if iteration is None or cores is None or found.limits.steps is None:
+        return
+
+    def seconds(capacity: Capacity, node: Node) -> float:
+        return capacity.step_seconds(node) or 0.0
+
+    over = [node for node in found.demand.nodes if seconds(found, node) > iteration]
+    if not over:
+        return
+    worst = max(over, key=lambda node: seconds(found, node))
+
+    def fits(job: Job) -> bool:
+        wider = replace(found, demand=replace(found.demand, job=job))
+        return all(seconds(wider, node) <= iteration for node in wider.demand.nodes)
+
+    changes = fewest_more_nodes(found.demand.job, worst.node, fits)
+    for more in range(cores + 1, CORES_MOST + 1):
+        if seconds(replace(found, limits=replace(found.limits, cores=more)), worst) <= iteration:
+            changes.append(f"nodes of {more} cores")
+            break
+    if not changes:
+        changes.append(
+            f"faster cores: no {SHADOW_IDS_MAX} nodes of {cores} and no {CORES_MOST} cores will do"
+        )
+    yield Fault(
+        ("shadow_nodes", place(found.demand.job, worst.node)[0]),
+        f"takes {seconds(found, worst):.3g} s on {counted(cores, 'core')} for the optimizer step of an "
+        f"iteration of {iteration:g} s{_others(over, 'node')}; {_or(changes)}",
+    )
+
+
+def _memory(found: Capacity) -> Iterator[Fault]:
+    there = found.limits.node_memory
+    if there is None:
+        return
+    over = [node for node in found.demand.nodes if node.memory.total > there]
+    if not over:
+        return
+    worst = max(over, key=lambda node: node.memory.total)
+
+    def fits(job: Job) -> bool:
+        return all(node.memory.total <= there for node in replace(found.demand, job=job).nodes)
+
+    changes = fewest_more_nodes(found.demand.job, worst.node, fits)
+    changes.append(f"nodes of {worst.memory.total / 1e9:.3g} GB")
+    yield Fault(
+        ("shadow_nodes", place(found.demand.job, worst.node)[0]),
+        f"needs {worst.memory.total / 1e9:.3g} GB and has {there / 1e9:.3g} GB{_others(over, 'node')}; "
+        f"{_or(changes)}",
+    )
+
+
+def _others(over: Sequence[object], what: str) -> str:
+    return f" (the worst of {len(over)} {what}s that are over)" if len(over) > 1 else ""
+
+
+def _or(changes: Sequence[str]) -> str:
+    return "it would fit with " + ", or with ".join(changes)

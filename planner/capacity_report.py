@@ -1,0 +1,194 @@
+"""A capacity plan as tables and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from checkmate.parts import Fault, show_path
+from planner.capacity import TRANSCEIVERS, Capacity, SwitchUse
+from planner.demand import Nic
+from planner.scaling import dtype_of
+from planner.units import show_seconds
+
+
+def data(found: Capacity, faults: Sequence[Fault]) -> dict[str, object]:
+    """What `--json` prints. Sizes in bytes, times in seconds, rates in bits a second."""
+    demand = found.demand
+    return {
+        "job": demand.job.job,
+        "models": [
+            {
+                "name": model.name,
+                "parameters": model.elements,
+                "bytes": model.nbytes,
+                "dtype": dtype_of(model),
+            }
+            for model in demand.models
+        ],
+        **_counts(found),
+        "switches": [asdict(use) for use in found.switches],
+        "nics": [_nic_data(found, nic) for nic in demand.nics],
+        "nodes": [
+            {
+                "node": node.node,
+                "shards": [{"group": s.group, "shard": s.shard} for s in node.shards],
+                "memory": {**asdict(node.memory), "reading": node.memory.reading, "total": node.memory.total},
+                "step_seconds": found.step_seconds(node),
+            }
+            for node in demand.nodes
+        ],
+        "shards": [asdict(shard) for shard in demand.shards],
+        "balance": [found.balance(group) for group in range(len(demand.models))],
+        "not_checked": found.unchecked,
+        "fits": not faults,
+        "misfits": [{"path": show_path(fault.path), "message": fault.message} for fault in faults],
+    }
+
+
+def tables(found: Capacity) -> Iterator[Table]:
+    """For a terminal."""
+    yield _summary(found)
+    for use in found.switches:
+        yield _switch(use)
+    yield _nics(found)
+    yield _memory(found)
+    yield _shards(found)
+
+
+def _counts(found: Capacity) -> dict[str, int]:
+    job = found.demand.job
+    return {
+        "dp_groups": len(job.dp_groups),
+        "replicas": job.replicas,
+        "channels": job.channels,
+        "streams": found.streams,
+        "multicast_groups": sum(use.used.get("multicast groups", 0) for use in found.switches),
+        "shadow_nics": found.shadow_nics,
+        "switch_ports": found.shadow_nics,
+        "transceivers": TRANSCEIVERS * found.shadow_nics,
+        "ports_of_the_rule": found.ports_of_the_rule,
+    }
+
+
+def _nic_data(found: Capacity, nic: Nic) -> dict[str, object]:
+    rounds = zip(nic.round_bytes, nic.peak_bits_per_s, strict=True)
+    return {
+        "node": nic.node,
+        "nic": nic.nic,
+        "streams": nic.streams,
+        "bytes": nic.nbytes,
+        "rounds": [{"bytes": nbytes, "peak_bits_per_s": peak} for nbytes, peak in rounds],
+        "receive_seconds": found.receive_seconds(nic),
+    }
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    made = Table(title=title, title_justify="left")
+    for column in left:
+        made.add_column(column)
+    for column in right:
+        made.add_column(column, justify="right")
+    return made
+
+
+def _summary(found: Capacity) -> Table:
+    counts = _counts(found)
+    made = _table(f"job {found.demand.job.job}", ("what",), ("needed",))
+    for group, model in enumerate(found.demand.models):
+        label = f"DP group {group}: {model.name}, {dtype_of(model)}"
+        made.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
+        made.add_row("  gradients of an iteration", size(model.nbytes))
+    made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
+    made.add_row("multicast groups", f"{counts['multicast_groups']:,}")
+    made.add_row("switch ports for shadow NICs", f"{counts['switch_ports']:,}")
+    made.add_row("  the paper's rule: 2 a DP group and replica", f"{counts['ports_of_the_rule']:,}")
+    made.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
+    made.add_row("transceivers, 2 a NIC", f"{counts['transceivers']:,}")
+    return made
+
+
+def _switch(use: SwitchUse) -> Table:
+    made = _table(f"switch {use.switch} ({use.target})", ("what",), ("used", "holds", "share"))
+    for what, used in sorted(use.used.items()):
+        share = f"{used / use.holds[what]:.1%}"
+        made.add_row(what, f"{used:,}", f"{use.holds[what]:,}", share)
+    made.add_row("ports of ranks", f"{use.training_ports:,}", "", "")
+    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}", "", "")
+    return made
+
+
+def _nics(found: Capacity) -> Table:
+    """Rounds after the first differ by a few bytes only, and are shown together."""
+    made = _table(
+        "shadow NICs: an iteration's bytes, and Gbit/s at most, by round of the ring",
+        ("NIC",),
+        ("streams", "bytes", "round 0", "Gbit/s", "later", "Gbit/s", "takes"),
+    )
+    for nic in found.demand.nics:
+        later = nic.round_bytes[1:]
+        made.add_row(
+            f"{nic.node}.{nic.nic}",
+            f"{nic.streams:,}",
+            size(nic.nbytes),
+            size(nic.round_bytes[0]),
+            f"{nic.peak_bits_per_s[0] / 1e9:g}",
+            f"{len(later)} x {size(max(later))}" if later else "",
+            f"{max(nic.peak_bits_per_s[1:]) / 1e9:g}" if later else "",
+            show_seconds(found.receive_seconds(nic)),
+        )
+    return made
+
+
+def _memory(found: Capacity) -> Table:
+    made = _table(
+        "shadow nodes: memory, the most while checkpoints are read too; optimizer step",
+        ("node",),
+        ("params", "state", "gradients", "sockets", "read", "in all", "step"),
+    )
+    for node in found.demand.nodes:
+        memory, step = node.memory, found.step_seconds(node)
+        sizes = (
+            memory.parameters,
+            memory.optimizer_state,
+            memory.gradients,
+            memory.socket_buffers,
+            memory.reading,
+            memory.total,
+        )
+        took = "?" if step is None else show_seconds(step)
+        made.add_row(str(node.node), *(size(nbytes) for nbytes in sizes), took)
+    return made
+
+
+def _shards(found: Capacity) -> Table:
+    balances = [found.balance(group) for group in range(len(found.demand.models))]
+    said = ", ".join(dict.fromkeys(f"{balance:.2f}" for balance in balances))
+    made = _table(
+        f"shards, by DP group; the largest has {said} times the mean",
+        ("shard", "nodes", "parameters, last to first"),
+        ("count", "bytes"),
+    )
+    for shard in found.demand.shards:
+        nodes = ", ".join(map(str, shard.nodes))
+        made.add_row(
+            f"{shard.group}.{shard.shard}",
+            nodes,
+            f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first,
+            f"{shard.parameters:,}",
+            size(shard.nbytes),
+        )
+    return made
+
+
+def size(nbytes: float) -> str:
+    """`26.2 MB`: three digits, powers of 1,000."""
+    units: Mapping[str, float] = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    for unit, scale in units.items():
+        if nbytes >= scale * 0.9995:
+            return (
+                f"{nbytes / scale:,.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:,.0f} {unit}"
+            )
+    return f"{nbytes:.0f} B"

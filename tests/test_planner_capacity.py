@@ -1,0 +1,368 @@
+"""What a job takes: every byte at one NIC, memory as nodes really have it, changes that do make it fit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.layout import Parameter
+from checkmate.parts import Fault
+from checkmate.schedule import stream_layout
+from checkmate.schema import Job
+from checkmate.shadow.connect import RECEIVE_BUFFER
+from planner.capacity import Capacity, Limits, SwitchUse, misfits
+from planner.changes import serving, widened, with_nic
+from planner.demand import Demand, Node, Setting
+from planner.models import Model, load_model, stages_of
+from planner.optimizers import NamedOptimizer, OptimizerError
+from planner.scaling import StepTimes
+from tests.jobs_made import job, job_data, some_jobs
+from tests.shadow_world import World
+from tests.test_cli import invoke
+
+ADAMW = NamedOptimizer("adamw")
+LINE = 100e9
+SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
+
+
+def model(*sizes: int, dtype: str = "float32") -> Model:
+    return Model("sizes", tuple(Parameter(f"p{i}", (n,), dtype) for i, n in enumerate(sizes)))
+
+
+def demand(made: Job, *models: Model) -> Demand:
+    return Demand(made, models * (len(made.dp_groups) // len(models)), Setting(ADAMW, LINE, RECEIVE_BUFFER))
+
+
+@given(some_jobs(most=1), SIZES)
+def test_every_byte_of_an_iteration_comes_once_to_each_holder(jobs: list[Job], sizes: list[int]) -> None:
+    (made,) = jobs
+    whole = model(*sizes)
+    found = demand(made, whole)
+    assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
+    of_shards = Counter({node.node: sum(shard.nbytes for shard in node.shards) for node in found.nodes})
+    at_nics: Counter[int] = Counter()
+    for nic in found.nics:
+        at_nics[nic.node] += nic.nbytes
+        assert len(nic.round_bytes) == len(nic.peak_bits_per_s) == found.rounds
+        for nbytes, peak in zip(nic.round_bytes, nic.peak_bits_per_s, strict=True):
+            assert (nbytes > 0) == (peak > 0)
+            assert peak <= 2 * LINE * len(made.dp_groups)
+    assert at_nics == of_shards
+
+
+@given(some_jobs(most=1), SIZES)
+def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list[int]) -> None:
+    (made,) = jobs
+    found = demand(made, model(*sizes))
+    lengths = [
+        stream_layout(
+            found.layouts[s.boundary.group].schedule,
+            made.channels,
+            s.channel,
+            len(made.dp_groups[s.boundary.group].ranks),
+            side=s.boundary.side,
+            shadow_id=s.shadow_id,
+        ).nbytes
+        for s in found.streams
+    ]
+    assert found.longest_stream == max(lengths)
+    assert sum(lengths) == sum(nic.nbytes for nic in found.nics)
+
+
+def test_two_nics_are_full_in_round_0_and_half_full_after() -> None:
+    """The paper's section "Reassembling Buckets on Shadow Nodes"."""
+    found = demand(job(ranks=6, nics=2, channels=4), load_model("GPT3-XL"))
+    for nic in found.nics:
+        assert nic.peak_bits_per_s == (LINE, LINE / 2, LINE / 2, LINE / 2, LINE / 2)
+
+
+def test_one_nic_gets_two_lines_in_round_0() -> None:
+    (nic,) = demand(job(ranks=4, nics=1, channels=2), load_model("ResNet50")).nics
+    assert nic.peak_bits_per_s == (2 * LINE, LINE, LINE)
+
+
+def test_the_papers_256_ports() -> None:
+    found = capacity(demand(job(groups=128, ranks=2), model(100)))
+    assert found.ports_of_the_rule == 256
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 3))
+def test_memory_adds_up(sizes: list[int], nodes: int, replicas: int) -> None:
+    made = job(nodes=nodes, replicas=min(nodes, replicas), channels=2)
+    whole = model(*sizes)
+    memories = [node.memory for node in demand(made, whole).nodes]
+    held = made.replicas * whole.nbytes
+    assert sum(memory.parameters for memory in memories) == held
+    assert sum(memory.optimizer_state for memory in memories) == 2 * held
+    assert sum(memory.gradients for memory in memories) == 2 * held
+    streams = 2 * 2 * made.shards(0) * made.replicas
+    assert sum(memory.socket_buffers for memory in memories) == 2 * RECEIVE_BUFFER * streams
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None:
+    """Real nodes, sockets and steps; what their replicas and sets of buckets take."""
+    here = World(stack, nodes=3, ranks=2, replicas=2, channels=2)
+    shapes = ((64, 320), (64,), (4000,), (12, 70), (7,))
+    training = here.started(shapes=shapes)
+    for iteration in range(3):
+        training.iterate()
+        here.stepped(iteration)
+    whole = Model("trained", training.layout.parameters)
+    optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
+    setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
+    for node in Demand(here.job, (whole,), setting).nodes:
+        real = here.nodes[node.node].node
+        taken = sum(hold.replica.nbytes + hold.sets.nbytes for _, hold in real.holds)
+        assert taken == pytest.approx(node.memory.process, rel=0.01)
+        assert sum(nic.streams for nic in node.nics) == sum(len(hold.inlets) for _, hold in real.holds)
+
+
+def options(optimizer: torch.optim.Optimizer) -> str:
+    return f",momentum={optimizer.defaults['momentum']}" if optimizer.defaults.get("momentum") else ""
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "nbytes"),
+    [
+        ("adamw", "float32", 8),
+        ("Adam,amsgrad=true", "float32", 12),
+        ("adamw", "bfloat16", 4),
+        ("sgd", "float32", 0),
+        ("SGD,momentum=0.9", "float64", 8),
+        ("adagrad", "float32", 4),
+    ],
+)
+def test_an_optimizer_keeps_so_much_state(said: str, dtype: str, nbytes: int) -> None:
+    assert NamedOptimizer(said).state_bytes(dtype) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("lbfgs", "no optimizer lbfgs; shadow nodes can follow sgd, adam, adamw"),
+        ("sgd,momentum", "option momentum has no value"),
+        ("sgd,momentum=much", "much is no number"),
+        ("adamw,momentum=0.9", "unexpected keyword"),
+        ("adamw,lr=-1", "Invalid learning rate"),
+        ("adamw,capturable=true", "capturable"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_followed_is_refused(said: str, why: str) -> None:
+    with pytest.raises(OptimizerError, match=why):
+        NamedOptimizer(said)
+
+
+def capacity(found: Demand, **limits: Any) -> Capacity:
+    return Capacity(found, Limits(**{"nic_bits_per_s": LINE, **limits}), ())
+
+
+def faults(found: Capacity) -> list[Fault]:
+    return misfits(found, lambda _: ())
+
+
+def with_job(found: Capacity, made: Job) -> Capacity:
+    return replace(found, demand=replace(found.demand, job=made))
+
+
+def test_what_fits_has_no_fault() -> None:
+    found = capacity(
+        demand(job(nodes=2, channels=2), load_model("GPT3-XL")),
+        iteration_s=1.0,
+        node_memory=64 * 10**9,
+        cores=28,
+        steps=(times(load_model("GPT3-XL"), {28: 0.3}),),
+    )
+    assert faults(found) == []
+    assert found.unchecked == []
+
+
+def times(of: Model, seconds: dict[int, float]) -> StepTimes:
+    return StepTimes(of.name, "AdamW", "bfloat16", of.elements, seconds, by_layer=False)
+
+
+def test_a_second_nic_makes_the_line_enough() -> None:
+    found = capacity(demand(job(nics=1, channels=2), load_model("ResNet50")))
+    (fault,) = faults(found)
+    assert fault.path == ("shadow_nodes", 0, "nics", 0)
+    assert "gets up to 200 Gbit/s at once in round 0 of the ring, and its line has 100" in fault.message
+    assert fault.message.endswith("it would fit with a second NIC, or with NICs of 200 Gbit/s")
+    assert not faults(with_job(found, with_nic(found.demand.job, 0)))
+
+
+def test_fewer_dp_groups_on_a_node_make_the_line_enough() -> None:
+    stages = stages_of(load_model("LLaMA2-7B"), 2)
+    found = capacity(demand(job(groups=2, nodes=2, channels=4), *stages))
+    (fault,) = faults(found)
+    assert "the worst of 4 NICs" in fault.message
+    assert "1 DP group instead of 2 on it" in fault.message
+    apart = serving(found.demand.job, 0, 1)
+    assert not [
+        nic for nic in with_job(found, apart).demand.nics if nic.node == 0 and max(nic.peak_bits_per_s) > LINE
+    ]
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 3), st.sampled_from(["memory", "step", "receive"]), st.floats(0.02, 0.9))
+def test_the_number_of_more_nodes_is_the_smallest(nodes: int, what: str, part: float) -> None:
+    whole = model(*[1000] * 48)
+    start = capacity(demand(job(nodes=nodes, nics=2, channels=2), whole))
+    node = start.demand.nodes[0]
+    choices: dict[str, dict[str, Any]] = {
+        "memory": {"node_memory": int(node.memory.total * part)},
+        "step": {"iteration_s": part / nodes, "cores": 1, "steps": (times(whole, {1: 1.0}),)},
+        "receive": {"iteration_s": max(map(start.receive_seconds, start.demand.nics)) * part},
+    }
+    found = capacity(start.demand, **choices[what])
+    said = [fault.message for fault in faults(found)]
+    assert len(said) == 1
+    more = [n for n in range(1, 17 - nodes) if f"{n} more shadow node" in said[0]]
+    if not more:
+        assert faults(with_job(found, widened(found.demand.job, 0, 16 - nodes)))
+        return
+    fewest = max(more)  # "11 more" has "1 more" in it
+    assert not faults(with_job(found, widened(found.demand.job, 0, fewest)))
+    assert fewest == 1 or faults(with_job(found, widened(found.demand.job, 0, fewest - 1)))
+
+
+def test_a_stream_of_more_than_2_gb_needs_more_channels() -> None:
+    found = capacity(demand(job(nics=2, ranks=8), load_model("LLaMA2-13B")))
+    (fault,) = faults(found)
+    assert fault.path == ("channels",)
+    assert "an iteration of one stream has 22.78 GB" in fault.message
+    assert "more shadow nodes like it" in fault.message  # 8 channels alone leave 2.85 GB
+    assert "channels, or" not in fault.message
+    eight = capacity(demand(job(nics=2, ranks=8), load_model("GPT3-XL", "float32")))
+    (fault,) = faults(eight)
+    assert "it would fit with 3 channels" in fault.message
+    assert not faults(with_job(eight, eight.demand.job.model_copy(update={"channels": 3})))
+
+
+def test_a_slower_measured_receiver_counts() -> None:
+    found = demand(job(channels=2), load_model("GPT3-XL"))
+    line = capacity(found, iteration_s=0.2)
+    assert not faults(line)
+    slow = capacity(found, iteration_s=0.2, receive_bytes_per_s={1: 1e9, 2: 1.6e9})
+    assert slow.receive_rate(0) == 0.8e9
+    (fault,) = faults(slow)
+    assert "takes 1.64 s for the 1.32 GB" in fault.message
+
+
+def test_a_full_table_names_the_most_channels_that_fit() -> None:
+    made = job(channels=8)
+
+    def uses(channels: int) -> list[SwitchUse]:
+        return [SwitchUse("tor0", "bmv2", {"streams": 10 * channels}, {"streams": 35}, 2, 2)]
+
+    found = Capacity(demand(made, model(1000)), Limits(LINE), tuple(uses(8)))
+    (fault,) = misfits(found, uses)
+    assert fault.message == (
+        "80 streams needed on switch tor0 (bmv2), which holds 35; use at most 3 channels"
+    )
+
+
+def test_steps_of_several_shards_add_up() -> None:
+    whole = load_model("GPT3-XL")
+    found = capacity(
+        demand(job(nodes=2, replicas=2, channels=2), whole), cores=2, steps=(times(whole, {2: 3.0}),)
+    )
+    steps = [found.step_seconds(node) for node in found.demand.nodes]
+    assert steps == pytest.approx([3.0, 3.0])
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2, ranks=4)))
+    return file
+
+
+def test_the_command_says_that_it_fits(job_file: Path) -> None:
+    line: list[str | Path] = ["plan", job_file, "--capacity", "--model", "gpt3-xl", "--json"]
+    code, output = invoke(*line)
+    assert code == 0
+    said = json.loads(output[output.index("{\n") :])
+    assert said["fits"]
+    assert said["models"] == [
+        {"name": "GPT3-XL", "parameters": 1_315_723_264, "bytes": 2_631_446_528, "dtype": "bfloat16"}
+    ]
+    assert sum(nic["bytes"] for nic in said["nics"]) == 2_631_446_528
+    assert (said["shadow_nics"], said["switch_ports"], said["transceivers"]) == (4, 4, 8)
+    assert said["ports_of_the_rule"] == 2
+    assert said["streams"] == said["switches"][0]["used"]["streams"] == 8
+    assert len(said["not_checked"]) == 2
+    assert [len(nic["rounds"]) for nic in said["nics"]] == [3] * 4
+
+
+def test_the_command_ends_with_2_and_the_whole_plan_where_something_does_not_fit(job_file: Path) -> None:
+    line: list[str | Path] = ["plan", job_file, "--capacity", "--model", "LLaMA2-7B"]
+    code, output = invoke(*line, "--iteration-time", "100ms", "--node-memory", "16GB", "--json")
+    assert code == 2
+    said = json.loads(next(text for text in output.splitlines() if text.startswith("{")))
+    assert not said["capacity"]["fits"]
+    assert [fault["message"] for fault in said["faults"]] == [
+        misfit["message"] for misfit in said["capacity"]["misfits"]
+    ]
+    assert [fault["path"] for fault in said["faults"]] == [
+        "channels",
+        "shadow_nodes[0].nics[0]",
+        "shadow_nodes[0]",
+    ]
+    assert all("more shadow node" in fault["message"] for fault in said["faults"])
+    code, output = invoke(*line, "--iteration-time", "100ms", "--node-memory", "16GB")
+    assert code == 2
+    assert "shadow nodes: memory" in output
+    assert f"{job_file}:" in output
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ([], "--capacity needs --model"),
+        (["--model", "GPT9"], "no model GPT9"),
+        (["--model", "ResNet50", "--model", "ResNet50"], "--model is given 2 times; job demo has 1"),
+        (["--model", "ResNet50", "--optimizer", "adamx"], "no optimizer adamx"),
+        (["--model", "ResNet50", "--dtype", "int8"], "no type int8"),
+        (["--model", "ResNet50", "--iteration-time", "1"], "--iteration-time must be a time such as"),
+        (["--model", "ResNet50", "--iteration-time", "0s"], "--iteration-time must be more than 0"),
+        (["--model", "ResNet50", "--link-rate", "100GB/s"], "--link-rate must be a line's rate"),
+        (["--model", "ResNet50", "--node-memory", "128"], "--node-memory must be a size"),
+        (["--model", "ResNet50", "--cores", "4"], "give --profile"),
+        (["--model", "ResNet50", "--profile", "/nowhere"], "/nowhere can't be read"),
+        (["--model", "ResNet50", "--profile", "/etc/hostname"], "is no profile; make one"),
+    ],
+)
+def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], said: str) -> None:
+    code, output = invoke("plan", job_file, "--capacity", *line)
+    assert code == 2
+    assert said in " ".join(output.split())
+
+
+def test_two_jobs_are_refused(tmp_path: Path) -> None:
+    for number in range(2):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump(job_data(f"job{number}", number=number)))
+    code, output = invoke("plan", tmp_path, "--capacity", "--model", "ResNet50")
+    assert code == 2
+    assert "--capacity plans one job with its model, not 2" in " ".join(output.split())
+
+
+def test_nodes_are_in_order() -> None:
+    nodes: tuple[Node, ...] = demand(job(nodes=3), model(5, 5, 5)).nodes
+    assert [node.node for node in nodes] == [0, 1, 2]
