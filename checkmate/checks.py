@@ -7,24 +7,34 @@ from another. `claims` has what must hold between jobs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from checkmate.parts import Fault, Part, Path, parts, show_path
 from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.wording import counted
 
+M = TypeVar("M", bound=BaseModel)
+
+_JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for the keys there are"}
+
 
 def structure(raw: Any) -> tuple[Job | None, list[Fault]]:
-    """Validate a file's structure: the job, or each of its faults."""
+    """Validate a job file's structure: the job, or each of its faults."""
+    return validated(Job, raw, _JOB_WORDS)
+
+
+def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | None, list[Fault]]:
+    """Validate a file's structure: the model, or each fault; `words` for those of pydantic's types."""
     try:
-        return Job.model_validate(raw), []
+        return model.model_validate(raw), []
     except ValidationError as error:
         found = error.errors()
         faulty = [e["loc"] for e in found]
-        return None, [Fault(_location(e["loc"]), _message(e)) for e in found if not _follows(e, faulty)]
+        told = [e for e in found if not _follows(e, faulty)]
+        return None, [Fault(_location(e["loc"]), words.get(e["type"]) or _message(e)) for e in told]
 
 
 def _follows(error: Any, faulty: Sequence[tuple[str | int, ...]]) -> bool:
@@ -41,8 +51,6 @@ def _location(loc: tuple[str | int, ...]) -> Path:
 def _message(error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     match kind:
-        case "extra_forbidden":
-            return "unknown key; remove it, or see docs/job.md for the keys there are"
         case "missing":
             return "is missing"
         case "too_short":

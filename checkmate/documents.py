@@ -28,7 +28,9 @@ class Located:
 
 
 class JobError(Exception):
-    """Job files that can't be used; `faults` has every reason."""
+    """Job files that can't be used, or the files that `where` says; `faults` has every reason."""
+
+    where = "the job files"
 
     def __init__(self, faults: Sequence[Located]) -> None:
         super().__init__("\n".join(str(fault) for fault in faults))
@@ -67,8 +69,8 @@ class Document:
         return Located(self.file, self.lines.get(path, 1), show_path(fault.path), fault.message)
 
 
-def read_document(file: Path) -> Document:
-    """Parse a YAML file that is a mapping; `JobError` says why it can't be."""
+def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
+    """Parse a YAML file that is a mapping, with `keys` for example; `JobError` says why it can't be."""
     try:
         text = file.read_text()
         data = yaml.load(text, Loader=Loader)
@@ -88,9 +90,7 @@ def read_document(file: Path) -> Document:
     except ValueError as error:
         raise JobError([Located(file, 1, "(YAML)", f"has a value that can't be read: {error}")]) from None
     if not isinstance(data, dict):
-        raise JobError(
-            [Located(file, 1, "(top level)", "must be a mapping of keys such as job: and fabric:")]
-        )
+        raise JobError([Located(file, 1, "(top level)", f"must be a mapping of keys such as {keys}")])
     return Document(file, data, lines)
 
 

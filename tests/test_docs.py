@@ -14,9 +14,9 @@ import yaml
 from checkmate.cli.common import print_error
 from checkmate.cli.main import app
 from checkmate.jobs import read_job
-from topologies import describe
 from topologies.describe import build
 from topologies.job_files import TARGETS
+from topologies.lab_file import LabFile
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -51,7 +51,7 @@ def test_the_example_of_a_topology_works() -> None:
 
 
 def test_every_key_of_a_topology_is_there() -> None:
-    schema = describe._LabFile.model_json_schema()
+    schema = LabFile.model_json_schema()
     keys = keys_of(schema, schema["$defs"])
     assert "dp_groups[].ranks" in keys
     assert keys <= first_cells("lab.md")

@@ -1,19 +1,21 @@
 """What a lab consists of: from a small YAML to hosts, switches, links and addresses. Pure but for reading it.
 
-The YAML says where things hang; names, addresses and ports follow from their order, so a lab looks the
-same each time. All labs use the same addresses: each lives in namespaces of its own.
+The YAML (`lab_file`) says where things hang; names, addresses and ports follow from their order, so a lab
+looks the same each time. All labs use the same addresses: each lives in namespaces of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from checkmate.documents import JobError, Located, read_document
+from checkmate.parts import Fault, show_path
+from topologies import lab_file
+from topologies.lab_file import LabFile
 
 FOLDER: Final = Path(__file__).parent
 DATA_NET: Final = IPv4Network("10.0.0.0/16")
@@ -25,9 +27,6 @@ CONTROLLER: Final = "ctl"
 """The namespace of the controller, which also holds the management network's bridge."""
 CABLES: Final = "cables"
 """The namespace where training links are cut that delay."""
-
-_RANKS_MAX: Final = 150
-_SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]
 
 
 class LabError(Exception):
@@ -46,26 +45,10 @@ class BadDescription(LabError):
     exit_code = 2
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class BadTopology(BadDescription, JobError):
+    """A topology's file that can't be used: each fault, with its place."""
 
-
-class _GroupFile(_Model):
-    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=_RANKS_MAX)]
-    shadow_nodes: tuple[int, ...] | None = None
-
-
-class _LabFile(_Model):
-    title: Annotated[str, Field(min_length=1)]
-    channels: Annotated[int, Field(ge=1, le=8, strict=True)] = 1
-    replicas: Annotated[int, Field(ge=1, le=16, strict=True)] = 1
-    switches: Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=50)]
-    links: tuple[tuple[_SwitchName, _SwitchName], ...] = ()
-    dp_groups: Annotated[tuple[_GroupFile, ...], Field(min_length=1)]
-    shadow_nodes: Annotated[
-        tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=2)], ...],
-        Field(min_length=1, max_length=100),
-    ]
+    where = "the topology"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,59 +155,29 @@ def load(name: str) -> Topology:
             f"no lab {name!r}; there are {', '.join(names())}, or give the path of a .yaml file"
         )
     try:
-        return build(file.stem, yaml.safe_load(file.read_text()))
-    except OSError as error:
-        raise BadDescription(f"can't read {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadDescription(f"{file} is no YAML: {str(error).splitlines()[0]}") from None
-    except BadDescription as error:
-        raise BadDescription(f"{file}: {error}") from None
+        document = read_document(file, "title: and switches:")
+    except JobError as error:
+        raise BadTopology(error.faults) from None
+    return _built(file.stem, document.data, document.locate)
 
 
 def build(name: str, data: object) -> Topology:
-    """A lab from the data of its YAML; `BadDescription` with every fault in it."""
-    try:
-        lab = _LabFile.model_validate(data)
-    except ValidationError as error:
-        words = (f"{'.'.join(map(str, e['loc'])) or '(top level)'}: {e['msg']}" for e in error.errors())
-        raise BadDescription("; ".join(words)) from None
-    if faults := list(_faults(lab)):
-        raise BadDescription("; ".join(faults))
+    """A lab from the data of its YAML; `BadTopology` with every fault in it."""
+    return _built(name, data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
+
+
+def _built(name: str, data: object, locate: Callable[[Fault], Located]) -> Topology:
+    lab, faults = lab_file.read(data, reserved=(CONTROLLER, CABLES))
+    if lab is None:
+        raise BadTopology(sorted(map(locate, faults), key=lambda fault: fault.line))
     return _Builder(lab).build(name)
-
-
-def _faults(lab: _LabFile) -> Iterator[str]:
-    if len(set(lab.switches)) != len(lab.switches):
-        yield "switches: each needs a name of its own"
-    reserved = [
-        s for s in lab.switches if s in (CONTROLLER, CABLES) or s.rstrip("0123456789") in ("rank", "shadow")
-    ]
-    for name in reserved:
-        yield f"switches: {name!r} is a name that the lab gives itself; use another, such as tor"
-    used = [
-        *(("links", s) for link in lab.links for s in link),
-        *(("dp_groups", s) for group in lab.dp_groups for s in group.ranks),
-        *(("shadow_nodes", s) for nics in lab.shadow_nodes for s in nics),
-    ]
-    for where, switch in dict.fromkeys(used):
-        if switch not in lab.switches:
-            yield f"{where}: no switch {switch!r}; there are {', '.join(lab.switches)}"
-    for link in lab.links:
-        if link[0] == link[1]:
-            yield f"links: a link joins two switches, not {link[0]} to itself"
-    if sum(len(group.ranks) for group in lab.dp_groups) > _RANKS_MAX:
-        yield f"dp_groups: a lab has at most {_RANKS_MAX} ranks"
-    for group in lab.dp_groups:
-        for node in group.shadow_nodes or ():
-            if not 0 <= node < len(lab.shadow_nodes):
-                yield f"dp_groups: no shadow node {node}; there are 0 to {len(lab.shadow_nodes) - 1}"
 
 
 @dataclass
 class _Builder:
     """Hands out ports, in order of asking."""
 
-    lab: _LabFile
+    lab: LabFile
     used: dict[str, int] = field(default_factory=dict)
 
     def port(self, switch: str) -> int:
