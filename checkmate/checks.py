@@ -12,7 +12,9 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from checkmate import tofino
 from checkmate.parts import Fault, Part, Path, parts, show_path
+from checkmate.port_checks import tofino_faults
 from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.wording import counted
 
@@ -57,6 +59,8 @@ def _message(error: Any) -> str:
             return f"needs at least {counted(context['min_length'], 'item')}, has {context['actual_length']}"
         case "too_long":
             return f"holds at most {counted(context['max_length'], 'item')}, has {context['actual_length']}"
+        case "string_pattern_mismatch" if context["pattern"] == tofino.PORT_NAME:
+            return 'must be a front-panel name such as "1/0": connector, then lane'
         case "string_pattern_mismatch":
             return "must be a name of letters, digits, '_', '.' and '-', at most 63 long"
         case "literal_error":
@@ -93,6 +97,7 @@ def within_job(raw: Any) -> list[Fault]:
         *_unknown_switches([*ranks, *nics, *links], switches),
         *_unreachable(ranks, nics, _link_pairs(raw, links), switches),
         *_shadow_lists(raw, nodes),
+        *tofino_faults(raw),
     ]
 
 

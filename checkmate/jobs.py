@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from checkmate import checks, claims, parts
+from checkmate import checks, claims, parts, port_checks
 from checkmate.documents import Document, JobError, Loader, Located, read_document
 from checkmate.parts import Fault
 from checkmate.schema import Job
@@ -45,11 +45,16 @@ class JobSet:
 
 @dataclass(frozen=True)
 class _Source:
-    """A job file that is YAML at least. `raw`: its data, with the fabric's own file put in place."""
+    """A job file that is YAML at least.
+
+    `raw`: its data, with the fabric's own file put in place, and device ports for front-panel names.
+    """
 
     document: Document
     fabric: Document | None
     raw: Any
+    unnamed: tuple[Fault, ...] = ()
+    """Ports whose front-panel name can't be turned into a device port."""
 
     def locate(self, fault: Fault) -> Located:
         if self.fabric is not None and fault.path[:1] == ("fabric",):
@@ -86,6 +91,8 @@ def read_set(files: Sequence[Path]) -> JobSet:
         if source.fabric is not None:
             order.append(source.fabric.file)
         job, wrong = checks.structure(source.raw)
+        said = {fault.path for fault in source.unnamed}
+        wrong = [*source.unnamed, *(fault for fault in wrong if fault.path not in said)]
         wrong += checks.within_job(source.raw)
         if found:  # the fabric can't be read, which is said already
             wrong = [fault for fault in wrong if fault.path != ("fabric",)]
@@ -166,7 +173,7 @@ def _source(file: Path) -> tuple[_Source | None, list[Located]]:
             faults = list(error.faults)
             raw = {key: value for key, value in raw.items() if key != "fabric"}
     _resolve_tls(raw, document.file.parent, (fabric or document).file.parent)
-    return _Source(document, fabric, raw), faults
+    return _Source(document, fabric, raw, tuple(port_checks.resolve(raw))), faults
 
 
 def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:

@@ -7,6 +7,7 @@ reading files is in `jobs`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -21,13 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from checkmate import wire
+from checkmate import tofino, wire
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 CPU_PORT: Final = 510
-"""The CPU port that the program was compiled with (`CPU_PORT` in the P4 source)."""
+"""The CPU port that the v1model program was compiled with (`CPU_PORT` in the P4 source)."""
 
 
 def _mac(value: object) -> str:
@@ -62,10 +63,28 @@ def _dscp_bit(value: int) -> int:
     return value
 
 
+def _port(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError(
+            f"must be a number from 0 to {CPU_PORT - 1}; only on a switch whose target is tofino or tofino2 "
+            'may it be a front-panel name such as "1/0"'
+        )
+    return value
+
+
+def _device_port(value: object) -> object:
+    """A port of a Tofino's front panel may be given by its device port alone."""
+    return {"device_port": value} if isinstance(value, int) else value
+
+
 Mac = Annotated[str, BeforeValidator(_mac)]
 Ip = Annotated[IPv4Address, BeforeValidator(_ip)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
-Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True)]
+Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
+PortName = Annotated[str, StringConstraints(pattern=tofino.PORT_NAME)]
+Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
+Fec = Literal["none", "firecode", "rs"]
+Metres = Annotated[float, Field(gt=0, le=10_000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
 ShadowNodeId = Annotated[int, Field(ge=0, le=65535, strict=True)]
@@ -112,16 +131,55 @@ class MgmtTls(_Model):
     key: Path
 
 
+class PanelPort(_Model):
+    """A port of a Tofino's front panel: what differs from its board's map, or its switch's other ports."""
+
+    device_port: Port | None = None
+    speed: Speed | None = None
+    fec: Fec | None = None
+    cable: Metres | None = None
+
+
+class Pfc(_Model):
+    """How a Tofino is kept lossless. Times in milliseconds; `cells` of the buffer to divide.
+
+    `watchdog` is within what mlx5 takes as its PFC prevention timeout, which it is the same as.
+    """
+
+    watchdog: Annotated[int, Field(ge=80, le=8000, strict=True)] = 200
+    restore: Annotated[int, Field(ge=100, le=600_000, strict=True)] = 2000
+    cells: Annotated[int, Field(ge=1, strict=True)] | None = None
+
+
 class Switch(_Model):
-    """A switch and how its P4Runtime server is reached."""
+    """A switch and how its P4Runtime server is reached. What is below `tls` is for a Tofino alone."""
 
     name: Name
-    target: Literal["softswitch", "bmv2"] = "bmv2"
+    target: Literal["softswitch", "bmv2", "tofino", "tofino2"] = "bmv2"
     address: HostPort
     device_id: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)] = 1
-    cpu_port: Literal[510] = CPU_PORT
+    cpu_port: Annotated[int, Field(ge=0, lt=1 << 9, strict=True)] | None = None
     stub: Stub
     tls: Tls | None = None
+    p4runtime: Literal["stratum", "pi"] = "stratum"
+    front_panel: Literal["wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"] | None = None
+    ports: Mapping[PortName, Annotated[PanelPort, BeforeValidator(_device_port)]] = {}
+    speed: Speed = "100G"
+    fec: Fec | None = None
+    cable: Metres = 5.0
+    mtu: Annotated[int, Field(ge=1280, le=9216, strict=True)] = 9000
+    pfc: Pfc = Pfc()
+
+    @property
+    def is_tofino(self) -> bool:
+        return self.target in tofino.TARGETS
+
+    @property
+    def packet_port(self) -> int:
+        """The port under which the switch speaks with its controller: `cpu_port`, or the target's usual."""
+        if self.cpu_port is not None:
+            return self.cpu_port
+        return tofino.cpu_port(self.target, self.front_panel) if self.is_tofino else CPU_PORT
 
 
 class Fabric(_Model):
@@ -135,6 +193,8 @@ class TagSettings(_Model):
     """How tagged segments are marked."""
 
     dscp_bit: Annotated[int, Field(strict=True), AfterValidator(_dscp_bit)] = wire.DEFAULT_DSCP_BIT
+    priority: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
+    """Of all training traffic where PFC is used (IEEE 802.1Q); a Tofino's queues honour none for 0."""
 
 
 class Rank(Attachment):

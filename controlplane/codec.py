@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from finsy import (
+    P4CounterData,
     P4CounterEntry,
     P4DirectCounterEntry,
     P4MulticastGroupEntry,
@@ -18,8 +20,12 @@ from finsy import (
 from finsy.p4entity import P4Replica
 from finsy.proto import p4r
 
+from checkmate import tofino
+from checkmate.schema import Switch
 from controlplane.entities import FEATURE_OF_TABLE, Entity, Entry, Group, Pairs, Value
 from controlplane.reconcile import Update
+from controlplane.tofino import device_config
+from controlplane.tofino.device_config import NotCompiled
 from p4src import artifacts
 
 PROGRAM = "checkmate_v1model"
@@ -31,16 +37,29 @@ _VERBS = {
 
 
 def compiled(target: str) -> tuple[Path, Path]:
-    """P4Info and device configuration of the committed program for `target`."""
+    """P4Info and device configuration of the committed v1model program for `target`."""
     folder = artifacts(target)
     return folder / f"{PROGRAM}.p4info.txtpb", folder / f"{PROGRAM}.json"
 
 
-class Codec:
-    """Translates for one program."""
+@dataclass(slots=True)
+class Counted:
+    """What an entry of a table has counted: its match fields by name."""
 
-    def __init__(self, schema: P4Schema) -> None:
+    match: dict[str, Any] = field(default_factory=dict)
+    packets: int = 0
+    bytes: int = 0
+
+
+class Codec:
+    """Translates for one program. `without`: why there is no device configuration, where there is none."""
+
+    def __init__(
+        self, schema: P4Schema, *, counters_by_entry: bool = False, without: NotCompiled | None = None
+    ) -> None:
         self.schema = schema
+        self._counters_by_entry = counters_by_entry
+        self._without = without
         self._fields = {
             table.alias: tuple(field.alias for field in table.match_fields) for table in schema.tables
         }
@@ -49,10 +68,38 @@ class Codec:
         }
 
     @classmethod
-    def for_target(cls, target: str) -> Codec:
-        """The codec of the program that is committed for `target`."""
-        p4info, config = compiled(target)
-        return cls(P4Schema(p4info, config))
+    def for_target(cls, target: str, p4runtime: str = "stratum") -> Codec:
+        """The codec of the program that is compiled for `target`, for the P4Runtime server that is named.
+
+        For a Tofino only the P4Info is committed; what else loading it takes, may be missing until then.
+        """
+        if target not in tofino.TARGETS:
+            p4info, config = compiled(target)
+            return cls(P4Schema(p4info, config))
+        p4info = artifacts(target) / f"{device_config.PROGRAM}.p4info.txtpb"
+        if not p4info.exists():
+            raise NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
+        try:
+            blob = device_config.pack(device_config.read_program(target), p4runtime)
+        except NotCompiled as error:
+            return cls(P4Schema(p4info), counters_by_entry=True, without=error)
+        return cls(P4Schema(p4info, blob), counters_by_entry=True)
+
+    @classmethod
+    def for_switch(cls, switch: Switch) -> Codec:
+        """The codec of a switch's program."""
+        return cls.for_target(switch.target, switch.p4runtime)
+
+    def pipeline_config(self) -> p4r.ForwardingPipelineConfig:
+        """What loads the program; `NotCompiled` where the compiler's output isn't there."""
+        if self._without is not None:
+            raise self._without
+        return self.schema.get_pipeline_config()
+
+    @property
+    def cookie(self) -> int | None:
+        """Tells builds of one P4Info apart; `None` where the build isn't known."""
+        return None if self._without is not None else self.schema.p4cookie
 
     def table_sizes(self) -> Mapping[str, int]:
         """How many entries each table holds."""
@@ -101,8 +148,24 @@ class Codec:
         return [P4TableEntry().encode(self.schema), P4MulticastGroupEntry().encode(self.schema)]
 
     def read_direct_counters(self, table: str) -> p4r.Entity:
-        """What to ask for to learn the direct counters of all entries of a table."""
+        """What to ask for to learn the direct counters of all entries of a table.
+
+        A Tofino's servers tell direct counters of one entry at a time, but all with the entries themselves
+        (Stratum: `BfrtTableManager::ReadDirectCounterEntry`, `ReadTableEntry`).
+        """
+        if self._counters_by_entry:
+            return P4TableEntry(table, counter_data=P4CounterData()).encode(self.schema)
         return P4DirectCounterEntry(table_entry=P4TableEntry(table)).encode(self.schema)
+
+    def decode_direct_counter(self, message: p4r.Entity) -> Counted:
+        """What an answer to `read_direct_counters` says."""
+        if self._counters_by_entry:
+            found = P4TableEntry.decode(message, self.schema)
+            data = found.counter_data or P4CounterData()
+            return Counted(dict(found.match or {}), data.packet_count, data.byte_count)
+        entry = P4DirectCounterEntry.decode(message, self.schema)
+        assert entry.table_entry is not None
+        return Counted(dict(entry.table_entry.match or {}), entry.packet_count, entry.byte_count)
 
     def read_counter(self, counter: str) -> p4r.Entity:
         """What to ask for to learn all cells of an indexed counter."""

@@ -64,7 +64,7 @@ class SwitchController:
 
     def __init__(self, switch: Switch, network: Network) -> None:
         self.switch = switch
-        self.codec = Codec.for_target(switch.target)
+        self.codec = Codec.for_switch(switch)
         self.network = network
         self.held: Holdings | None = None
         self.plan: SwitchPlan = planning.empty_plan(switch.name)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from checkmate import tofino
 from checkmate.holdings import Stream
 from checkmate.schema import Job
 from controlplane import forwarding, replication, streams, stub
@@ -13,8 +14,9 @@ from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.streams import StreamKey
 
-GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096}
-NODES_MAX = {"bmv2": 4096, "softswitch": 4096}
+_NODES_OF_CHIPS = {target: chip.multicast_nodes for target, chip in tofino.CHIPS.items()}
+GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(tofino.TARGETS, tofino.GROUPS_MAX)
+NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | _NODES_OF_CHIPS
 """Multicast groups and nodes of each target's PRE. A node is a group's copies of one instance."""
 
 

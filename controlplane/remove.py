@@ -64,7 +64,7 @@ async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
     done: list[Reconciled] = []
     async with AsyncExitStack() as stack:
         for name, switch in network.switches.items():
-            session = await stack.enter_async_context(Session(switch, Codec.for_target(switch.target)))
+            session = await stack.enter_async_context(Session(switch, Codec.for_switch(switch)))
             await session.check_pipeline()
             held = await session.read()
             changes.append((session, held, without(held, network, name)))

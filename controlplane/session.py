@@ -156,7 +156,7 @@ class Session:
             device_id=self.switch.device_id,
             election_id=U128.encode(self._election),
             action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
-            config=self.codec.schema.get_pipeline_config(),
+            config=self.codec.pipeline_config(),
         )
         try:
             await self._client.request(request)
@@ -168,7 +168,7 @@ class Session:
 
     def _same_build(self, config: p4r.ForwardingPipelineConfig) -> None:
         """Programs of one P4Info may differ inside; whoever loads without a cookie isn't told apart."""
-        if config.cookie.cookie not in (0, self.codec.schema.p4cookie):
+        if self.codec.cookie is not None and config.cookie.cookie not in (0, self.codec.cookie):
             raise WrongPipeline(
                 f"{self._name} runs another build of Checkmate's program; `checkmate run --load` replaces it"
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from finsy import P4CounterEntry, P4DirectCounterEntry
-from finsy.p4entity import P4TableMatch
+from finsy import P4CounterEntry
 
 from controlplane.entities import Holdings
 from controlplane.network import Network
@@ -105,10 +106,9 @@ async def read_status(session: Session, network: Network, held: Holdings | None 
     )
 
 
-def _key(match: dict[str, object]) -> StreamKey:
+def _key(match: Mapping[str, Any]) -> StreamKey:
     boundary, channel, shadow_id, replication_id = (
-        int(match[name])  # type: ignore[call-overload]
-        for name in ("boundary", "channel", "shadow_id", "replication_id")
+        int(match[name]) for name in ("boundary", "channel", "shadow_id", "replication_id")
     )
     return (boundary, channel, shadow_id, replication_id)
 
@@ -117,11 +117,9 @@ async def _direct(session: Session, table: str) -> dict[tuple[StreamKey, int | N
     found = {}
     codec = session.codec
     async for message in session.read_entities([codec.read_direct_counters(table)]):
-        entry = P4DirectCounterEntry.decode(message, codec.schema)
-        assert entry.table_entry is not None
-        match = dict(entry.table_entry.match or P4TableMatch())
-        incarnation = match.get("incarnation")
-        found[(_key(match), incarnation)] = Count(entry.packet_count, entry.byte_count)
+        counted = codec.decode_direct_counter(message)
+        incarnation = counted.match.get("incarnation")
+        found[(_key(counted.match), incarnation)] = Count(counted.packets, counted.bytes)
     return found
 
 

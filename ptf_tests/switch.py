@@ -114,7 +114,7 @@ class Switch:
                 device_id=self.device_id,
                 election_id=U128.encode(_ELECTION_ID),
                 action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
-                config=self.codec.schema.get_pipeline_config(),
+                config=self.codec.pipeline_config(),
             ),
             timeout=_TIMEOUT,
         )

@@ -87,6 +87,20 @@ def job_data(
     }
 
 
+def tofino_job_data(
+    name: str = "demo", *, board: str = "wedge100bf-32x-odd", target: str = "tofino", **kwargs: Any
+) -> dict[str, Any]:
+    """`job_data` on one Tofino, its hosts at the connectors 1, 2, ... of the front panel."""
+    data = job_data(name, target=target, **kwargs)
+    data["fabric"]["switches"][0]["front_panel"] = board
+    hosts = [rank for group in data["dp_groups"] for rank in group["ranks"]]
+    hosts += [nic for node in data["shadow_nodes"] for nic in node["nics"]]
+    first = 1 + 16 * kwargs.get("number", 0)
+    for connector, host in enumerate(hosts, first):
+        host["port"] = f"{connector}/0"
+    return data
+
+
 def job(name: str = "demo", **kwargs: Any) -> Job:
     return Job.model_validate(job_data(name, **kwargs))
 

@@ -110,7 +110,12 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ),
         ("replicas", 3, "replicas", "3 replicas need as many shadow nodes"),
         ("fabric/switches/0/cpu_port", 64, "fabric.switches[0].cpu_port", "510"),
-        ("fabric/switches/0/target", "asic", "fabric.switches[0].target", "'softswitch' or 'bmv2'"),
+        (
+            "fabric/switches/0/target",
+            "asic",
+            "fabric.switches[0].target",
+            "'softswitch', 'bmv2', 'tofino' or",
+        ),
     ],
 )
 def test_a_fault_is_placed_and_says_what_would_be_right(

@@ -100,7 +100,7 @@ async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
 
 async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatus:
     """A switch's status, once all its streams are connected or the deadline has passed."""
-    async with Session(switch, Codec.for_target(switch.target), primary=False) as session:
+    async with Session(switch, Codec.for_switch(switch), primary=False) as session:
         await session.check_pipeline()
         while True:
             one = await read_status(session, network)

@@ -1,0 +1,160 @@
+"""The compiled program as a Tofino's P4Runtime servers take it (`p4_device_config`).
+
+Two servers, two forms:
+- Stratum: the protobuf message `stratum.hal.barefoot.BfPipelineConfig`
+  (github.com/stratum/stratum, `stratum/hal/lib/barefoot/bf.proto`, made there by `bf_pipeline_builder`).
+- PI, which the SDE's own server is built on: program name, binary and context.json, each after its length,
+  32 bits little-endian (`bf-asm/test/update_config.py` in github.com/p4lang/open-p4studio; the same in
+  Stratum up to 2022, `BfPipelineConfigToPiConfig`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+import p4src
+from controlplane.errors import WrongPipeline
+
+PROGRAM = "checkmate_tna"
+
+
+class NotCompiled(WrongPipeline):
+    """What the compiler makes for a Tofino isn't there, or isn't what it should be."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One pipeline of a compiled program, and the hardware pipes that it is for."""
+
+    name: str
+    binary: bytes
+    context: bytes
+    scope: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: its BF-RT schema, and its pipelines."""
+
+    name: str
+    bfrt: bytes
+    pipelines: tuple[Pipeline, ...]
+
+
+def read_program(target: str, sde: Path | None = None) -> Program:
+    """What `make p4 P4_TARGET=target` left under the SDE's installation; `NotCompiled` where it isn't whole.
+
+    The paths are those of the compiler's own `.conf`, which bf_switchd reads too.
+    """
+    root = sde or p4src.sde_install()
+    conf = root / "share" / "p4" / "targets" / target / f"{PROGRAM}.conf"
+    try:
+        return _parse(json.loads(conf.read_text()), root)
+    except OSError as error:
+        raise NotCompiled(
+            f"the program isn't compiled for {target}: {error.filename} can't be read ({error.strerror}); "
+            f"run `make p4 P4_TARGET={target}`, with SDE_INSTALL set if it is to go into an SDE"
+        ) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise NotCompiled(
+            f"{conf} isn't what the compiler writes ({type(error).__name__}: {error}); "
+            f"run `make p4 P4_TARGET={target}` again"
+        ) from None
+
+
+def _parse(conf: Mapping[str, Any], root: Path) -> Program:
+    (device,) = conf["p4_devices"]
+    (program,) = device["p4_programs"]
+    pipelines = tuple(
+        Pipeline(
+            one["p4_pipeline_name"],
+            (root / one["config"]).read_bytes(),
+            (root / one["context"]).read_bytes(),
+            tuple(int(pipe) for pipe in one["pipe_scope"]),
+        )
+        for one in program["p4_pipelines"]
+    )
+    if not pipelines:
+        raise ValueError("no p4_pipelines")
+    return Program(program["program-name"], (root / program["bfrt-config"]).read_bytes(), pipelines)
+
+
+def pack(program: Program, p4runtime: str) -> bytes:
+    """The program for the P4Runtime server `stratum` or `pi`."""
+    return _for_stratum(program) if p4runtime == "stratum" else _for_pi(program)
+
+
+def _for_pi(program: Program) -> bytes:
+    if len(program.pipelines) != 1:
+        raise NotCompiled(
+            f"PI takes programs of one pipeline, and {program.name} has {len(program.pipelines)}"
+        )
+    pipeline = program.pipelines[0]
+    parts = (program.name.encode(), pipeline.binary, pipeline.context)
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def unpack_pi(blob: bytes) -> tuple[str, bytes, bytes]:
+    """Name, binary and context of PI's form; `ValueError` where it isn't that."""
+    parts = []
+    while blob:
+        if len(blob) < 4 or len(blob) - 4 < (length := struct.unpack_from("<I", blob)[0]):
+            raise ValueError("cut short")
+        parts.append(blob[4 : 4 + length])
+        blob = blob[4 + length :]
+    name, binary, context = parts
+    return name.decode(), binary, context
+
+
+def _for_stratum(program: Program) -> bytes:
+    message = stratum_message()
+    message.p4_name = program.name
+    message.bfruntime_info = program.bfrt
+    for pipeline in program.pipelines:
+        message.profiles.add(
+            profile_name=pipeline.name,
+            context=pipeline.context,
+            binary=pipeline.binary,
+            pipe_scope=pipeline.scope,
+        )
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def stratum_message() -> Any:
+    """An empty `BfPipelineConfig`."""
+    return _stratum_class()()
+
+
+@cache
+def _stratum_class() -> Any:
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="checkmate/bf_pipeline_config.proto", package="checkmate.tofino", syntax="proto3"
+    )
+    config = file.message_type.add(name="BfPipelineConfig")
+    profile = config.nested_type.add(name="Profile")
+    repeated, single = kinds.LABEL_REPEATED, kinds.LABEL_OPTIONAL
+    for message, name, number, kind, label in (
+        (config, "p4_name", 1, kinds.TYPE_STRING, single),
+        (config, "bfruntime_info", 2, kinds.TYPE_BYTES, single),
+        (config, "profiles", 3, kinds.TYPE_MESSAGE, repeated),
+        (profile, "profile_name", 1, kinds.TYPE_STRING, single),
+        (profile, "context", 2, kinds.TYPE_BYTES, single),
+        (profile, "binary", 3, kinds.TYPE_BYTES, single),
+        (profile, "pipe_scope", 4, kinds.TYPE_UINT32, repeated),
+    ):
+        field = message.field.add(name=name, number=number, type=kind, label=label)
+        if kind == kinds.TYPE_MESSAGE:
+            field.type_name = ".checkmate.tofino.BfPipelineConfig.Profile"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = pool.FindMessageTypeByName("checkmate.tofino.BfPipelineConfig")
+    return message_factory.GetMessageClass(found)
