@@ -102,9 +102,12 @@ def best_interval_iterations(training: Training, stall_s: float) -> float:
 
 
 def best_every_iterations(training: Training, stall_s: float) -> int:
-    """The best whole number of iterations between checkpoints: one of f*'s two neighbours."""
-    below = math.floor(best_interval_iterations(training, stall_s))
-    return min(below, below + 1, key=lambda every: conventional_waste(training, stall_s, every).gpu_hours)
+    """The best whole number of iterations between checkpoints: one of f*'s two neighbours, within the run."""
+    last = max(1, math.floor(training.iterations))
+    below = min(last, math.floor(best_interval_iterations(training, stall_s)))
+    return min(
+        below, min(last, below + 1), key=lambda every: conventional_waste(training, stall_s, every).gpu_hours
+    )
 
 
 def least_waste(training: Training, stall_s: float) -> Waste:

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from numpy.typing import NDArray
 
+from checkmate.wording import counted
 from planner.cost import (
     Training,
     best_every_iterations,
@@ -92,7 +93,7 @@ def draw_waste(axes: Axes, training: Training, stall_s: float, every_iterations:
     axes.set(
         xlabel=f"iterations of {show_seconds(training.iteration_s)} from one checkpoint to the next",
         ylabel="wasted GPU-hours over the run",
-        title=f"{training.gpus:,} GPUs for {show_seconds(training.duration_hours * HOUR_S)}, "
+        title=f"{counted(training.gpus, 'GPU')} for {show_seconds(training.duration_hours * HOUR_S)}, "
         f"{training.failures:,.0f} failures expected, {show_seconds(stall_s)} a checkpoint",
     )
     axes.legend(loc="upper center", ncols=2)
@@ -126,7 +127,7 @@ def draw_saved(axes: Axes, training: Training, failures_per_gpu_hour: float, sta
     for gpus, (style, marker, color) in zip(sizes, LINES, strict=False):
         one = Training(gpus, failures_per_gpu_hour, DAY_HOURS, training.iteration_s)
         saved = [saved_gpu_hours(one, stall) for stall in stalls]
-        axes.plot(stalls, saved, style, marker=marker, color=color, markersize=4, label=f"{gpus:,} GPUs")
+        axes.plot(stalls, saved, style, marker=marker, color=color, markersize=4, label=counted(gpus, "GPU"))
     if stall_s:
         axes.axvline(stall_s, color="0.5", linewidth=1)
         axes.annotate(

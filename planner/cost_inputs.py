@@ -24,6 +24,8 @@ from planner.flops import (
 )
 from planner.units import HOUR_S, UnitError
 
+GPUS_PER_NODE: Final = 128
+"""And for each DP group: the paper has 128 of both for 16,384 GPUs."""
 COMMAND_LINE: Final = Path("command line")
 
 DEFAULTS: Final[Mapping[str, str]] = {
@@ -35,8 +37,8 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "every": "best",
     "price": "11.06",
     "node_price": "1.28",
-    "shadow_nodes": "128",
-    "dp_groups": "128",
+    "shadow_nodes": "gpus / 128",
+    "dp_groups": "gpus / 128",
     "replicas": "1",
     "node_failure_rate": "2e-5",
     "seeding": "5min",
@@ -52,6 +54,9 @@ _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     "stall": ("parameters", "storage"),
 }
 """What may be given instead of a value, and must then be given in full."""
+
+
+_EMPTY: Final = "has no value; give one, or remove the key"
 
 
 class InputError(JobError):
@@ -84,6 +89,16 @@ def _every(value: object) -> tuple[float, str] | None:
         if found > 0:
             return float(found), unit
     raise UnitError(f"must be 'best', a number of iterations or a time such as 30min, not {value!r}")
+
+
+def _share(value: object) -> int | None:
+    """A number of nodes or groups; `None`: in the paper's proportion to GPUs."""
+    if value == f"gpus / {GPUS_PER_NODE}":
+        return None
+    found = units.count(value)
+    if not 1 <= found <= 65_536:
+        raise UnitError(f"must be between 1 and 65,536, not {value!r}")
+    return found
 
 
 _Count = Annotated[int, _read(units.count, "1", "10,000,000")]
@@ -140,8 +155,8 @@ class CostInputs(_Model):
     every: Annotated[tuple[float, str] | None, BeforeValidator(_every)]
     price: _Price
     node_price: Annotated[float, _read(units.price_per_hour, "0", "1e6")]
-    shadow_nodes: Annotated[int, _read(units.count, "1", "65,536")]
-    dp_groups: _Count
+    shadow_nodes: Annotated[int | None, BeforeValidator(_share)]
+    dp_groups: Annotated[int | None, BeforeValidator(_share)]
     replicas: _Count
     node_failure_rate: _NoRate
     seeding: _NoTime
@@ -177,6 +192,16 @@ class CostInputs(_Model):
         return max(1, round(number if unit == "iterations" else number / self.iteration_s))
 
     @property
+    def node_count(self) -> int:
+        """Shadow nodes."""
+        return self.shadow_nodes or max(1, self.gpus // GPUS_PER_NODE)
+
+    @property
+    def group_count(self) -> int:
+        """DP groups."""
+        return self.dp_groups or max(1, self.gpus // GPUS_PER_NODE)
+
+    @property
     def training(self) -> Training:
         """As `cost` takes it."""
         return Training(self.gpus, self.failure_rate, self.duration / HOUR_S, self.iteration_s)
@@ -190,7 +215,7 @@ class CostInputs(_Model):
     def shadow(self) -> ShadowNodes:
         """As `failures` takes them."""
         seed_hours, disk_hours = self.seeding / HOUR_S, self.disk_every / HOUR_S
-        return ShadowNodes(self.shadow_nodes, self.replicas, self.node_failure_rate, seed_hours, disk_hours)
+        return ShadowNodes(self.node_count, self.replicas, self.node_failure_rate, seed_hours, disk_hours)
 
 
 def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
@@ -203,7 +228,11 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
         elif any(name in flags for name in instead):
             given.pop(key, None)
     replaced = {key for key, instead in _INSTEAD.items() if any(name in given for name in instead)}
-    faults = list(_alternatives(given))
+    faults = [
+        *_alternatives(given),
+        *(Fault((key,), _EMPTY) for key, value in given.items() if value is None),
+    ]
+    given = {key: value for key, value in given.items() if value is not None}
     inputs = None
     try:
         defaults = {key: value for key, value in DEFAULTS.items() if key not in replaced}
@@ -255,9 +284,11 @@ def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
     elif (inputs.every_iterations or 1) * inputs.iteration_s > inputs.duration:
         message = f"the training ({longest}) would be over before the first checkpoint"
         yield fault(message, "every", "duration")
-    if inputs.replicas > inputs.shadow_nodes:
-        message = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.shadow_nodes}"
+    if inputs.replicas > inputs.node_count:
+        message = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.node_count}"
         yield fault(message, "replicas", "shadow_nodes")
+    if inputs.group_count > inputs.gpus:
+        yield fault(f"{inputs.group_count:,} DP groups can't share {inputs.gpus:,} GPUs", "dp_groups", "gpus")
 
 
 def _message(error: Any) -> str:

@@ -62,6 +62,9 @@ class Report:
     stall_s: float
     dollars_per_gpu_hour: float
     dollars_per_node_hour: float
+    shadow_nodes: int
+    dp_groups: int
+    replicas: int
     restart_s: float
     failures: float
     best_interval_iterations: float
@@ -93,15 +96,18 @@ def report(inputs: CostInputs) -> Report:
         stall_s=stall_s,
         dollars_per_gpu_hour=inputs.price,
         dollars_per_node_hour=inputs.node_price,
+        shadow_nodes=inputs.node_count,
+        dp_groups=inputs.group_count,
+        replicas=inputs.replicas,
         restart_s=inputs.restart,
         failures=training.failures,
         best_interval_iterations=cost.best_interval_iterations(training, stall_s),
         schemes=(*schemes, checkmate),
         saved_gpu_hours=schemes[0].wasted_gpu_hours - checkmate.wasted_gpu_hours,
         saved_dollars=schemes[0].dollars - checkmate.dollars,
-        break_even_stall_s=cost.break_even_stall_s(training, inputs.prices, inputs.shadow_nodes),
-        extra_ports=cost.extra_ports(inputs.dp_groups, inputs.replicas),
-        extra_ports_share=cost.extra_ports_share(inputs.dp_groups, training.gpus, inputs.replicas),
+        break_even_stall_s=cost.break_even_stall_s(training, inputs.prices, inputs.node_count),
+        extra_ports=cost.extra_ports(inputs.group_count, inputs.replicas),
+        extra_ports_share=cost.extra_ports_share(inputs.group_count, training.gpus, inputs.replicas),
     )
 
 
@@ -118,7 +124,7 @@ def _conventional(inputs: CostInputs, name: str, every_iterations: int) -> Schem
 
 def _checkmate(inputs: CostInputs) -> Scheme:
     training = inputs.training
-    node_hours = cost.node_hours(training.duration_hours, inputs.shadow_nodes)
+    node_hours = cost.node_hours(training.duration_hours, inputs.node_count)
     simulated = None
     if inputs.runs:
         spread = failures.simulate_checkmate(

@@ -104,7 +104,8 @@ def show_seconds(value_s: float) -> str:
     """`10 ms`, `4.58 s`, `2.7 min`: three digits, in the unit that suits."""
     fitting = [unit for unit, size in _TIME_S.items() if unit != "y" and size <= abs(value_s) * (1 + 1e-9)]
     unit = fitting[-1] if fitting else "s" if not value_s else "us"
-    return f"{value_s / _TIME_S[unit]:.3g} {unit}"
+    number = value_s / _TIME_S[unit]
+    return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
 
 
 def show_dollars(value: float) -> str:

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.wording import counted
 
 if TYPE_CHECKING:
     from planner.cost_inputs import CostInputs
@@ -55,8 +56,10 @@ def cost(
     node_price: Annotated[
         _Value, _option("--node-price", "Dollars an hour for a shadow node.", "1.28")
     ] = None,
-    shadow_nodes: Annotated[_Value, _option("--shadow-nodes", "Shadow nodes.", "128")] = None,
-    dp_groups: Annotated[_Value, _option("--dp-groups", "DP groups; each takes two ports.", "128")] = None,
+    shadow_nodes: Annotated[_Value, _option("--shadow-nodes", "Shadow nodes.", "gpus / 128")] = None,
+    dp_groups: Annotated[
+        _Value, _option("--dp-groups", "DP groups; each takes two ports.", "gpus / 128")
+    ] = None,
     replicas: Annotated[_Value, _option("--replicas", "Holders of each shard.", "1")] = None,
     node_failure_rate: Annotated[
         _Value, _option("--node-failure-rate", "Failures of a shadow node an hour.", "2e-5")
@@ -139,7 +142,7 @@ def _print(report: Report) -> None:
     from planner.units import show_dollars, show_seconds  # noqa: PLC0415
 
     _say(
-        f"{report.gpus:,} GPUs for {show_seconds(report.duration_s)},",
+        f"{counted(report.gpus, 'GPU')} for {show_seconds(report.duration_s)},",
         f"{report.failures:,.1f} failures expected.",
         f"An iteration takes {show_seconds(report.iteration_s)};",
         f"a conventional checkpoint stalls training for {show_seconds(report.stall_s)}.",
@@ -153,7 +156,8 @@ def _print(report: Report) -> None:
         f"It costs less where a checkpoint stalls for more than {show_seconds(report.break_even_stall_s)}.",
     )
     _say(
-        f"It takes {report.extra_ports:,} switch ports, and as many NICs and transceivers:",
+        f"It takes {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports,",
+        "and as many NICs and transceivers:",
         f"{report.extra_ports_share:.2%} of the cluster's.",
     )
 
