@@ -170,6 +170,9 @@ class Training:
             6000,
         )
         self.incarnation = 0
+        self.buffers: dict[str, torch.Tensor] = {}
+        """What records bring: those whose names are in `saying`, with the next one."""
+        self.saying: list[str] = []
         self.first = 0
         self.iteration = -1
         self.states: dict[int, dict[int, tuple[torch.Tensor, dict[str, Any]]]] = {}
@@ -219,6 +222,7 @@ class Training:
             device="cpu",
             ranks=self.ranks,
             run=run,
+            buffers=sorted(self.buffers),
         )
 
     def seed(self, node: int, shard: int, parameters: Sequence[int] | None = None) -> list[int]:
@@ -280,6 +284,8 @@ class Training:
                     end = layout.nbytes * (self.iteration - self.first + 1)
                     part.ends.add(side=side, channel=channel, shard=shard, end=end)
         if position == 0:
+            if self.saying:
+                part.buffers = state.dumps({name: self.buffers[name] for name in self.saying})
             part.step.options.extend(optimizers.options_of(g) for g in self.optimizer.param_groups)
             number = self.iteration % len(self.parameters)
             piece = bytes(state.bytes_of(self.parameters[number].detach().contiguous()))[:256]

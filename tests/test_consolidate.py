@@ -217,22 +217,22 @@ def test_what_is_missing_is_named(place: Callable[..., Place]) -> None:
     assert "shard 0" not in words
 
 
-def fetched(shard: int, buffers: list[str], names: list[str]) -> _Fetched:
+def fetched(shard: int, buffers: list[str], expected: list[str]) -> _Fetched:
     layout = make_layout([Parameter("w", (4,), "float32")], 2, 100)
     record = pb.IterationRecord(parts=[pb.RecordPart()], buffers=dict.fromkeys(buffers, b"data"))
     header = pb.SeedHeader(
-        shard=pb.Shard(shard=shard), layout=layout.to_json(), record=record, names={n: n for n in names}
+        shard=pb.Shard(shard=shard), layout=layout.to_json(), record=record, buffers=expected
     )
     return _Fetched(header, {})
 
 
 def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
     """A node that has come late has but some."""
-    names = ["w", "mean", "frozen"]
-    found = _one_group(0, [fetched(0, ["mean"], names), fetched(1, ["frozen"], names)])
+    expected = ["frozen", "mean"]
+    found = _one_group(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
     assert set(found.record.buffers) == {"mean", "frozen"}
     with pytest.raises(Lacking, match="frozen and 0 other"):
-        _one_group(0, [fetched(0, ["mean"], names), fetched(1, [], names)])
+        _one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
 
 
 def test_nodes_that_have_forgotten_everything(place: Callable[..., Place]) -> None:
@@ -457,6 +457,13 @@ def test_who_is_asked() -> None:
     assert (source.run, source.incarnation, source.stepped, source.nodes) == ("r", 3, 7, (0, 1))
     source = choose(made, {0: both, 1: "gone"})
     assert dict(source.holders) == {(0, 0): (0,), (0, 1): (0,)}
+
+
+def test_who_lacks_buffers_is_asked_only_for_what_nobody_offers() -> None:
+    made = job(nodes=2, replicas=2)
+    late = status((0, 0), (0, 1), offered=False, lacks_buffers=1)
+    source = choose(made, {0: late, 1: status((0, 1))})
+    assert dict(source.holders) == {(0, 0): (0,), (0, 1): (1,)}
 
 
 @pytest.mark.parametrize(

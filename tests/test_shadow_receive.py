@@ -340,6 +340,45 @@ def test_an_older_iteration_that_is_stepped_later_changes_no_newer_buffer() -> N
     assert {n: state.loads(b).item() for n, b in late.served(3).buffers.items()} == {"mean": 2, "once": 1}
 
 
+def test_buffers_may_have_changed_in_a_record_that_never_came() -> None:
+    """They count as lacking from then on, until they are said again; before it they are known."""
+    records = Records(1, 0, ["mean", "once"])
+
+    def said(**buffers: int) -> bytes:
+        return state.dumps({name: torch.tensor(value) for name, value in buffers.items()})
+
+    records.add(part(0, 0, buffers=said(mean=0)), 0.0)
+    records.stepped(0)
+    assert records.lacking(0) == 1
+    records.add(part(1, 0, buffers=said(once=1)), 0.0)
+    records.add(part(2, 0), 0.0)
+    assert not records.take_wants_buffers()
+    records.add(part(4, 0, buffers=said(mean=4)), 0.0)
+    assert records.take_wants_buffers()
+    assert not records.take_wants_buffers()
+    records.stepped(2)
+    assert records.lacking(2) == 0
+    records.stepped(4)
+    assert (records.lacking(2), records.lacking(4)) == (0, 1)
+    records.add(part(3, 0, buffers=said(once=3)), 0.0)
+    records.add(part(5, 0, buffers=said(once=5)), 0.0)
+    records.stepped(5)
+    assert {n: state.loads(b).item() for n, b in records.served(5).buffers.items()} == {"mean": 4, "once": 5}
+
+
+def test_buffers_from_another_holder_replace_older_ones() -> None:
+    records = Records(1, 0, ["mean", "once"])
+    old, new = ({n: state.dumps(torch.tensor(v)) for n in ("mean", "once")} for v in (1, 5))
+    records.add(part(1, 0, buffers=state.dumps({"mean": torch.tensor(1), "once": torch.tensor(1)})), 0.0)
+    records.stepped(1)
+    records.add(part(3, 0), 0.0)
+    records.adopt(pb.IterationRecord(iteration=1, buffers=old))  # of before what was passed over
+    records.adopt(pb.IterationRecord(iteration=5, buffers=new))
+    records.add(part(6, 0, buffers=state.dumps({"mean": torch.tensor(6)})), 0.0)
+    records.stepped(6)
+    assert {n: state.loads(b).item() for n, b in records.served(6).buffers.items()} == {"mean": 6, "once": 5}
+
+
 def test_a_rank_that_passes_over_an_iteration_is_noticed() -> None:
     records = Records(2, 0)
     for t in (0, 1, 3):

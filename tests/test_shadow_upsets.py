@@ -147,6 +147,57 @@ def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) 
     check_now(here, training)
 
 
+def test_a_hold_is_offered_once_it_has_all_buffers(world: Callable[..., World]) -> None:
+    """A node that comes late is live at once, and gets buffers a few at a time."""
+    here = world(nodes=2, ranks=2)
+    training = here.training()
+    training.buffers = {"mean": torch.ones(2), "frozen": torch.ones(3)}
+    training.begin([0, 1])
+    training.seed_all()
+    here.ready()
+    assert {(h.offered, h.lacks_buffers) for n in (0, 1) for h in here.status(n).holds} == {(False, 2)}
+    training.saying = ["mean", "frozen"]
+    check_now(here, training)
+    assert {(h.offered, h.lacks_buffers) for n in (0, 1) for h in here.status(n).holds} == {(True, 0)}
+    training.saying = []
+    here.stop(1)
+    here.start(1)
+    training.begin([1])
+    with going_on(training):
+        here.ready()
+    here.stepped(training.iteration)
+    (late,) = here.status(1).holds
+    assert (late.live, late.offered, late.lacks_buffers) == (True, False, 2)
+    for name, lacks in (("mean", 1), ("frozen", 0)):
+        training.saying = [name]
+        check_now(here, training)
+        (late,) = here.status(1).holds
+        assert (late.offered, late.lacks_buffers) == (not lacks, lacks)
+    (early,) = here.status(0).holds
+    assert early.offered
+
+
+def test_buffers_of_a_record_that_was_dropped_are_asked_for_again(world: Callable[..., World]) -> None:
+    here = world(nodes=2, ranks=2, replicas=2)
+    training = here.training()
+    training.buffers = {"mean": torch.ones(2)}
+    training.saying = ["mean"]
+    training.begin([0, 1])
+    training.seed_all()
+    here.ready()
+    check_now(here, training)
+    training.saying = []
+    training.iterate(records=[1])  # node 0 never gets this one
+    with going_on(training):
+        asked = training.lines[0, 0].replies
+        wait_until(lambda: any(reply.buffers for reply in asked), "the question")
+        wait_until(lambda: not here.status(0).holds[0].live, "the gap")
+        here.ready()
+    here.stepped(training.iteration)
+    assert sum(reply.buffers for reply in asked) == 1
+    check_now(here, training)  # another holder has given them
+
+
 def test_a_node_comes_back_in_the_midst_and_again_in_the_midst_of_that(world: Callable[..., World]) -> None:
     here = world(nodes=2, ranks=2, replicas=2, channels=2)
     training = here.started()

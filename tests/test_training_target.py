@@ -29,6 +29,7 @@ def hold(
     run: str = "a",
     seeded: bool = True,
     doubtful: bool = False,
+    lacks: int = 0,
 ) -> pb.HoldStatus:
     return pb.HoldStatus(
         shard=pb.Shard(group=shard[0], shard=shard[1]),
@@ -39,6 +40,7 @@ def hold(
         run=run,
         first_iteration=first,
         doubtful=doubtful,
+        lacks_buffers=lacks,
     )
 
 
@@ -98,6 +100,14 @@ def test_one_node_has_all_of_the_last_iteration_and_another_has_not() -> None:
 def test_a_holder_that_lags_is_left_out_where_another_has_the_shard() -> None:
     found = choose([(0, 0)], [node(0, hold(stepped=3, in_full=4)), node(1, hold(stepped=6, in_full=7))])
     assert found == Target(7, "a", {(0, 0): (1,)})
+
+
+def test_a_holder_that_lacks_buffers_is_left_out_where_another_has_them() -> None:
+    late = [node(0, hold((0, 0), lacks=2), hold((0, 1), lacks=2)), node(1, hold((0, 0), in_full=7))]
+    found = choose([(0, 0), (0, 1)], late)
+    assert found == Target(6, "a", {(0, 0): (1,), (0, 1): (0,)})
+    alone = choose([(0, 0)], [node(0, hold(lacks=2)), node(1, hold(lacks=1))])
+    assert alone == Target(6, "a", {(0, 0): (0, 1)})
 
 
 def test_a_crash_while_an_incarnation_begins_loses_nothing() -> None:

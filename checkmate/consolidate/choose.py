@@ -62,7 +62,8 @@ def holders_of(job: Job) -> dict[Shard, tuple[int, ...]]:
 def choose(job: Job, answers: Mapping[int, pb.NodeStatus | str]) -> Source:
     """The newest incarnation's run, and who offers its shards. `answers`: by node; a text where it gave none.
 
-    `Lacking` where a shard is offered by nobody.
+    A shard that nobody offers is had from nodes that lack nothing but buffers, which those of other shards
+    may have: see to it that all are there. `Lacking` where there is no such node either.
     """
     holds = {
         (node, (hold.shard.group, hold.shard.shard)): hold
@@ -77,7 +78,9 @@ def choose(job: Job, answers: Mapping[int, pb.NodeStatus | str]) -> Source:
     lacking: dict[Shard, list[str]] = {}
     for shard, nodes in holders_of(job).items():
         troubles = {node: _trouble(answers[node], holds.get((node, shard)), newest, run) for node in nodes}
-        found[shard] = tuple(node for node in nodes if troubles[node] is None)
+        able = [node for node in nodes if troubles[node] is None]
+        whole = [node for node in able if not holds[node, shard].lacks_buffers]
+        found[shard] = tuple(whole or able)
         if not found[shard]:
             lacking[shard] = [f"{_address(job, node)}: {text}" for node, text in troubles.items()]
     if lacking or newest is None:
@@ -115,7 +118,7 @@ def _trouble(
         return "holds nothing" if answer.holds_nothing or not answer.holds else "does not hold it"
     if (hold.incarnation, hold.run) != (newest, run):
         return f"is still in incarnation {hold.incarnation}, not {newest}"
-    if hold.offered and hold.seeded:
+    if hold.seeded and (hold.offered or (hold.live and hold.lacks_buffers and not hold.doubtful)):
         return None
     if hold.trouble:
         return hold.trouble

@@ -270,8 +270,7 @@ def _one_group(group: int, shards: Sequence[_Fetched]) -> GroupState:
     record.CopyFrom(header.record)
     for shard in shards:
         _add_buffers(record, shard.header.record)
-    known = {parameter.name for parameter in layout.parameters} | set(record.buffers)
-    if without := sorted(set(header.names.values()) - known):
+    if without := sorted(set(header.buffers) - record.buffers.keys()):
         trouble = f"{without[0]} and {len(without) - 1} other buffers or frozen parameters have not come yet"
         raise Lacking({(group, first.header.shard.shard): [trouble]})
     return GroupState(layout, header.optimizer, record, header.names, states)

@@ -206,6 +206,7 @@ class SeedHeader(google.protobuf.message.Message):
     OPTIMIZER_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
+    BUFFERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     iteration: builtins.int
@@ -232,6 +233,10 @@ class SeedHeader(google.protobuf.message.Message):
     def names(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Fetch only: as in BeginRequest"""
 
+    @property
+    def buffers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Fetch only: as in BeginRequest"""
+
     def __init__(
         self,
         *,
@@ -245,10 +250,11 @@ class SeedHeader(google.protobuf.message.Message):
         optimizer: Global___OptimizerSpec | None = ...,
         run: builtins.str = ...,
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        buffers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer", "record", b"record", "shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SeedHeader: typing_extensions.TypeAlias = SeedHeader
@@ -350,6 +356,7 @@ class HoldStatus(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     FIRST_ITERATION_FIELD_NUMBER: builtins.int
     DOUBTFUL_FIELD_NUMBER: builtins.int
+    LACKS_BUFFERS_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last iteration that it stepped; -1 none"""
@@ -360,7 +367,7 @@ class HoldStatus(google.protobuf.message.Message):
     live: builtins.bool
     """counts for commits"""
     offered: builtins.bool
-    """false: its last comparison failed, or a gap; `trouble` says what"""
+    """false: its last comparison failed, a gap, or buffers are lacking; `trouble` says what"""
     trouble: builtins.str
     streams: builtins.int
     """it should have"""
@@ -375,6 +382,8 @@ class HoldStatus(google.protobuf.message.Message):
     """of its incarnation"""
     doubtful: builtins.bool
     """a comparison failed: what it holds is not to be used. A gap makes nothing doubtful"""
+    lacks_buffers: builtins.int
+    """so many of BeginRequest's buffers have not come; another node may have them"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -395,10 +404,11 @@ class HoldStatus(google.protobuf.message.Message):
         run: builtins.str = ...,
         first_iteration: builtins.int = ...,
         doubtful: builtins.bool = ...,
+        lacks_buffers: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus
@@ -571,6 +581,7 @@ class BeginRequest(google.protobuf.message.Message):
     RANKS_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
+    BUFFERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -600,6 +611,10 @@ class BeginRequest(google.protobuf.message.Message):
         tied weights have one tensor and two keys, buffers that are not persistent have none.
         """
 
+    @property
+    def buffers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What records bring in time: buffers and frozen parameters, a few at a time, by name."""
+
     def __init__(
         self,
         *,
@@ -617,10 +632,11 @@ class BeginRequest(google.protobuf.message.Message):
         ranks: builtins.int = ...,
         run: builtins.str = ...,
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        buffers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest
@@ -866,8 +882,11 @@ class RecordReply(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     WANTED_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
+    BUFFERS_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     trouble: builtins.str
+    buffers: builtins.bool
+    """a record was passed over: say all buffers again, for some may have changed in it"""
     @property
     def wanted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SeedWanted]:
         """Shards of this group that the node lacks and no other holder can give, and which parameters."""
@@ -878,8 +897,9 @@ class RecordReply(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         wanted: collections.abc.Iterable[Global___SeedWanted] | None = ...,
         trouble: builtins.str = ...,
+        buffers: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "trouble", b"trouble", "wanted", b"wanted"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "iteration", b"iteration", "trouble", b"trouble", "wanted", b"wanted"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordReply: typing_extensions.TypeAlias = RecordReply

@@ -241,8 +241,9 @@ class Hold:
         for inlet in self.inlets:
             inlet.close()
 
-    def status(self, begin: pb.BeginRequest) -> pb.HoldStatus:
-        """What `Status` says of it."""
+    def status(self, begin: pb.BeginRequest, records: Records) -> pb.HoldStatus:
+        """What `Status` says of it, in a group of which `begin` and `records` are."""
+        lacks = records.lacking(self.stepped)
         return pb.HoldStatus(
             shard=pb.Shard(group=self.plan.group, shard=self.plan.shard),
             incarnation=begin.incarnation,
@@ -250,7 +251,7 @@ class Hold:
             in_full=max(self.in_full, self.stepped) if self.stepped >= self.released else self.stepped,
             seeded=self.seeded,
             live=self.live,
-            offered=self.live and not self.doubtful,
+            offered=self.live and not self.doubtful and not lacks,
             trouble=self.trouble,
             streams=len(self.plan.streams),
             connected=sum(inlet.connected for inlet in self.inlets),
@@ -259,6 +260,7 @@ class Hold:
             run=begin.run,
             first_iteration=begin.first_iteration,
             doubtful=self.doubtful,
+            lacks_buffers=lacks,
         )
 
     def read(

@@ -203,7 +203,7 @@ class Node:
                 holds_nothing=not any(hold.holds_something for _, hold in holds),
                 fenced=self.fenced,
                 incarnation=max(self.committee.incarnation, 0),
-                holds=[hold.status(group.begin) for group, hold in holds],
+                holds=[hold.status(group.begin, group.records) for group, hold in holds],
                 torch=torch.__version__,
                 capability=torch.backends.cpu.get_cpu_capability(),
                 trouble=self.troubles,

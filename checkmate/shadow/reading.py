@@ -103,4 +103,5 @@ def _header(node: Node, group: Group, hold: Hold, request: pb.FetchRequest) -> p
         optimizer=group.begin.optimizer,
         run=group.begin.run,
         names=group.begin.names,
+        buffers=group.begin.buffers,
     )

@@ -17,14 +17,21 @@ StreamKey = tuple[int, int, int]
 class Records:
     """What the ranks of a group said of each iteration. Not thread-safe; the node's lock covers it."""
 
-    def __init__(self, ranks: int, first: int) -> None:
+    def __init__(self, ranks: int, first: int, buffers: Iterable[str] = ()) -> None:
+        """`buffers`: the names of all that parts will bring."""
         self._ranks = ranks
+        self._expected = frozenset(buffers)
         self._parts: dict[int, dict[int, pb.RecordPart]] = {}
         self._done: dict[int, pb.IterationRecord] = {}
         self._buffers: dict[str, bytes] = {}
         self._said: dict[str, int] = {}
         """Of each buffer, the iteration whose record has said it last."""
         self._merged = first - 1
+        self._passed_over: set[int] = set()
+        """Iterations of which the first rank's part never comes: buffers may have changed in them."""
+        self._forgotten = first - 1
+        """The newest of those after which all buffers that were known before have been forgotten."""
+        self._wants_buffers = False
         self._taken: set[int] = set()
         """Iterations whose buffers are among them."""
         self.trouble = ""
@@ -53,6 +60,9 @@ class Records:
             self.ends[key] = max(self.ends.get(key, 0), end.end)
         for passed in range(self._last_of.get(part.position, part.iteration) + 1, part.iteration):
             self.missing.setdefault(passed, now)
+            if part.position == 0:
+                self._passed_over.add(passed)
+                self._wants_buffers = bool(self._expected)
         self._last_of[part.position] = max(self._last_of.get(part.position, -1), part.iteration)
         if self.complete(part.iteration):
             self.missing.pop(part.iteration, None)
@@ -83,11 +93,37 @@ class Records:
         """The record that goes with the state after an iteration; without parts where none is known."""
         return self._done.get(iteration, pb.IterationRecord(iteration=iteration))
 
+    def lacking(self, iteration: int) -> int:
+        """How many buffers are not known after an iteration."""
+        done = self._done.get(iteration)
+        return len(self._expected - (self._buffers if done is None else done.buffers).keys())
+
+    def take_wants_buffers(self) -> bool:
+        """Whether the first rank is to say all buffers again; asked once for each time."""
+        wants, self._wants_buffers = self._wants_buffers, False
+        return wants
+
     def adopt(self, record: pb.IterationRecord) -> None:
         """Take over what is known of an iteration from before these records began, or from another holder."""
         if record.parts:
             self._done.setdefault(record.iteration, record)
-        self._buffers = {**record.buffers, **self._buffers}
+        self._forget_buffers(record.iteration)
+        if record.iteration >= self._forgotten:
+            self._take(record.buffers, record.iteration)
+
+    def _forget_buffers(self, iteration: int) -> None:
+        """What is to be said of an iteration follows on those that were passed over: drop older buffers."""
+        if passed := {one for one in self._passed_over if one <= iteration}:
+            self._passed_over -= passed
+            self._forgotten = max(passed)
+            self._said = {name: said for name, said in self._said.items() if said >= self._forgotten}
+            self._buffers = {name: self._buffers[name] for name in self._said}
+
+    def _take(self, found: Mapping[str, bytes], iteration: int) -> None:
+        """Buffers as they are after an iteration, unless newer ones are known."""
+        newer = {name: data for name, data in found.items() if self._said.get(name, iteration) <= iteration}
+        self._said.update(dict.fromkeys(newer, iteration))
+        self._buffers = {**self._buffers, **newer}
 
     def forget(self, stepped: Iterable[int], reserved: Collection[int]) -> None:
         """Drop what is before the oldest hold's last step, and served records that nobody can ask for.
@@ -108,6 +144,7 @@ class Records:
     def _merge(self, iteration: int) -> None:
         """Take an iteration's buffers, unless newer ones are known."""
         self._merged = max(self._merged, iteration)
+        self._forget_buffers(iteration)
         first = self._parts[iteration].get(0)
         if first is None or not first.buffers or iteration in self._taken:
             return
@@ -117,9 +154,8 @@ class Records:
         except state.StateError as error:
             self.trouble = f"buffers of iteration {iteration} can't be read, older ones are kept: {error}"
             return
-        newer = {name: data for name, data in found.items() if self._said.get(name, iteration) <= iteration}
-        self._said.update(dict.fromkeys(newer, iteration))
-        self._buffers = {**self._buffers, **newer}
+        if iteration > self._forgotten:
+            self._take(found, iteration)
 
 
 def _by_name(blob: bytes) -> Mapping[str, bytes]:

@@ -60,7 +60,8 @@ def _reply(group: Group, part: pb.RecordPart) -> pb.RecordReply:
     ]
     trouble = [_to_tell(hold) for hold in group.holds] if part.position == 0 else []
     said = "; ".join(filter(None, trouble))
-    return pb.RecordReply(iteration=part.iteration, wanted=wanted, trouble=said)
+    buffers = part.position == 0 and group.records.take_wants_buffers()
+    return pb.RecordReply(iteration=part.iteration, wanted=wanted, trouble=said, buffers=buffers)
 
 
 def _to_ask(hold: Hold, now: float) -> list[int]:

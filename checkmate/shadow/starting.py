@@ -59,7 +59,7 @@ def _same(old: Group, request: pb.BeginRequest, layout: Layout) -> bool:
 
 
 def _new_group(node: Node, request: pb.BeginRequest, layout: Layout, old: Group | None) -> Group:
-    records = Records(request.ranks, request.first_iteration)
+    records = Records(request.ranks, request.first_iteration, request.buffers)
     group = Group(request, layout, records)
     kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
     if kept and old is not None:

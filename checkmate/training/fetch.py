@@ -76,8 +76,7 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
 
 def _tell_missing(header: pb.SeedHeader, record: pb.IterationRecord) -> None:
     """Log buffers that no node has got yet: they are sent a few at a time."""
-    known = {parameter.name for parameter in from_json(header.layout).parameters} | set(record.buffers)
-    without = sorted(set(header.names.values()) - known) if record.parts else []
+    without = sorted(set(header.buffers) - record.buffers.keys()) if record.parts else []
     if without:
         _log.warning(
             "the shadow nodes lack buffers or frozen parameters, which stay as the script has made them: %s",

@@ -263,6 +263,7 @@ class Protection:
             ranks=self.session.ranks,
             run=start.plan.run,
             names=self._names(),
+            buffers=sorted(self._buffers.names) if self._buffers is not None else (),
         )
 
     def _names(self) -> dict[str, str]:
@@ -292,6 +293,8 @@ class Protection:
             if wanted.shard % self.session.ranks == self.session.position:
                 numbers = wanted.parameters or self._layout.of_shard(wanted.shard)
                 self._seeders[node].want(wanted.shard, numbers)
+        if reply.buffers and self._buffers is not None:
+            self._buffers.again()
         if reply.trouble != self._troubles.get(node, ""):
             self._troubles[node] = reply.trouble
             _log.warning("shadow node %d: %s", node, reply.trouble or "all is well again")

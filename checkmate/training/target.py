@@ -34,6 +34,7 @@ class _Hold:
     shard: Shard
     stepped: int
     in_full: int
+    lacks_buffers: int
 
 
 def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
@@ -46,7 +47,8 @@ def choose(shards: Sequence[Shard], answers: Sequence[pb.NodeStatus]) -> Target 
     """The target: the smallest "in full" of the holds whose "in full" is not below the largest "stepped".
 
     A hold counts if it is seeded and not doubtful, and of the newest incarnation; or of an older one and the
-    same run, if it has what the newest began from.
+    same run, if it has what the newest began from. Of a shard's holders, one that lacks buffers is left out
+    where another has them all: ranks take what buffers they find with any shard.
     """
     began = _beginning(answers)
     if began is None:
@@ -54,11 +56,17 @@ def choose(shards: Sequence[Shard], answers: Sequence[pb.NodeStatus]) -> Target 
     holds = list(_usable(answers, began))
     stepped = max((hold.stepped for hold in holds), default=0)
     able = [hold for hold in holds if hold.in_full >= stepped]
-    holders = {shard: tuple(hold.node for hold in able if hold.shard == shard) for shard in shards}
+    holders = {shard: _with_most_buffers([hold for hold in able if hold.shard == shard]) for shard in shards}
     lacking = tuple(shard for shard in shards if not holders[shard])
     if lacking:
         return Missing(lacking)
     return Target(min(hold.in_full for hold in able), began.run, holders)
+
+
+def _with_most_buffers(holds: Sequence[_Hold]) -> tuple[int, ...]:
+    """The nodes of a shard's holds that lack no buffers; of all of them where each lacks some."""
+    complete = [hold.node for hold in holds if not hold.lacks_buffers]
+    return tuple(complete or [hold.node for hold in holds])
 
 
 def _beginning(answers: Sequence[pb.NodeStatus]) -> pb.HoldStatus | None:
@@ -76,9 +84,9 @@ def _usable(answers: Sequence[pb.NodeStatus], began: pb.HoldStatus) -> Iterator[
                 continue
             shard = (hold.shard.group, hold.shard.shard)
             if hold.incarnation == began.incarnation:
-                yield _Hold(answer.node, shard, hold.stepped, hold.in_full)
+                yield _Hold(answer.node, shard, hold.stepped, hold.in_full, hold.lacks_buffers)
             elif hold.stepped <= origin <= hold.in_full:
-                yield _Hold(answer.node, shard, hold.stepped, origin)
+                yield _Hold(answer.node, shard, hold.stepped, origin, hold.lacks_buffers)
 
 
 def settled(
