@@ -135,11 +135,11 @@ def walk(training: Training, stall_s: float, every: int, restart_s: float, seed:
 
 
 def test_the_simulation_spreads_as_a_run_along_a_clock_does() -> None:
-    """Mean and spread of both samples, of a training with a partial last segment and many failures."""
-    training = Training(1_000, 1e-3, 10.0, 3.0)
-    walked = [walk(training, 10.0, 470, 300.0, seed) for seed in range(1_500)]
+    """Mean and spread of both samples; three whole segments of five hours, and most of another."""
+    training = Training(1_000, 2e-4, 20.0, 3.0)
+    walked = [walk(training, 3_600.0, 6_500, 1_200.0, seed) for seed in range(3_000)]
     hours, failed = np.array(walked).T
-    found = failures.simulate_conventional(training, 10.0, 470, 300.0, 20_000, seed=4)
+    found = failures.simulate_conventional(training, 3_600.0, 6_500, 1_200.0, 50_000, seed=4)
     total = found.wasted_hours + round(training.iterations) * 3.0 / 3600
     for mine, reference in ((total, hours), (found.failures, failed)):
         error = reference.std() / math.sqrt(len(reference))

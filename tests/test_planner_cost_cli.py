@@ -145,6 +145,7 @@ def test_the_help_shows_the_defaults_that_there_are() -> None:
         (["--every", "30d"], "would not get ahead"),
         (["--plot", "figures.pdf"], "--plot: figures.pdf must end in .png or .svg"),
         (["--plot", "no/such/folder.png"], "which is no folder"),
+        (["--plot", "no/such.SVGZ"], "must end in"),
     ],
 )
 def test_nonsense_is_refused_by_name(arguments: list[str], says: str) -> None:
