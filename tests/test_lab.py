@@ -352,20 +352,3 @@ def _start_up(name: str) -> subprocess.Popen[str]:
         text=True,
         cwd=ROOT,
     )
-
-
-def test_a_cgroup_that_is_still_lived_in_is_named() -> None:
-    mounts = _cgroup_mounts()
-    if not mounts:
-        pytest.skip("no cgroup2 file system is mounted here")
-    cgroup = Path(mounts[0], f"checkmate-test-{os.getpid()}")
-    cgroup.mkdir()
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            Path(cgroup, "cgroup.procs").write_text(str(process.pid))
-            with pytest.raises(LabError, match=f"{cgroup} can't be removed"):
-                state.remove_cgroup(str(cgroup), seconds=0.1)
-        finally:
-            process.kill()
-    state.remove_cgroup(str(cgroup))
-    assert not cgroup.exists()

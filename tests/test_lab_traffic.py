@@ -16,7 +16,7 @@ from rich.console import Console
 
 from checkmate.tagger import build
 from tests.live import alive, needs_bmv2, needs_clang, needs_root
-from topologies import loss, namespaces, state
+from topologies import cgroups, loss, namespaces, state
 from topologies.crew import Crew
 from topologies.demo import run_lab
 from topologies.describe import LabError, load
@@ -153,7 +153,7 @@ def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: 
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
     held = namespaces.processes(namespaces.of_lab(name))
-    cgroup = state.cgroup_for(name)
+    cgroup = cgroups.place(name)
     process.send_signal(number)
     _, words = process.communicate(timeout=30)
     assert process.returncode == 128 + number, words
@@ -172,7 +172,7 @@ def test_a_closed_terminal_leaves_nothing(name: str, small: Path) -> None:
     process.stderr.close()
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=30)
-    _nothing_stays(name, held, state.cgroup_for(name))
+    _nothing_stays(name, held, cgroups.place(name))
 
 
 def test_down_clears_up_after_kill_9_during_traffic(name: str, small: Path) -> None:
@@ -180,7 +180,7 @@ def test_down_clears_up_after_kill_9_during_traffic(name: str, small: Path) -> N
     _wait_for_traffic(name, process)
     held = namespaces.processes(namespaces.of_lab(name))
     assert len(held) >= 5  # switch, controller, two ranks, a sink
-    cgroup = state.cgroup_for(name)
+    cgroup = cgroups.place(name)
     process.kill()
     process.communicate(timeout=30)
     down = subprocess.run([*CLI, "down", name], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
-from topologies import job_files, links, namespaces, state, switches, wiring
+from topologies import cgroups, job_files, links, namespaces, state, switches, wiring
 from topologies.describe import CABLES, BadDescription, LabError, SwitchNode, Topology
 from topologies.job_files import Target
 from topologies.processes import pinned
@@ -201,7 +201,7 @@ class Lab:
 
     def _make(self) -> None:
         self._progress("hosts and links")
-        cgroup = state.cgroup_for(self.name)
+        cgroup = cgroups.place(self.name)
         state.write_record(state.Record(self.name, self.topology.name, self.target, cgroup))
         if cgroup is not None:
             Path(cgroup).mkdir(exist_ok=True)
@@ -290,9 +290,9 @@ def _remove(name: str) -> None:
     """Processes first, hosts before switches; then what they lived in; the folder last."""
     record = state.read_record(name)
     present = namespaces.of_lab(name)
-    namespaces.end_processes(present)
+    cgroup = None if record is None else record.cgroup
+    namespaces.end_processes(present, lambda: cgroups.kill(cgroup))
     for namespace in present:
         namespaces.remove(namespace)
-    if record is not None:
-        state.remove_cgroup(record.cgroup)
+    cgroups.remove(cgroup)
     state.forget(name)

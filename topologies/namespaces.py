@@ -9,14 +9,15 @@ import contextlib
 import ctypes
 import errno
 import os
-import select
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pyroute2 import IPRoute, netns
 
+from topologies.describe import LabError
+from topologies.processes import signal_each
 from topologies.signals import undisturbed
 
 FOLDER = Path(netns.NETNS_RUN_DIR)
@@ -92,32 +93,19 @@ def processes(names: Iterable[str]) -> list[int]:
     return [pid for pid in _all_processes() if pid != os.getpid() and _namespace(pid) in inodes]
 
 
-def end_processes(names: Iterable[str]) -> None:
+def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: None) -> None:
     """End every process in these namespaces: SIGTERM, and after a while SIGKILL till there are none.
 
-    Some start others meanwhile. Each is held by a pidfd and looked at again before it gets a signal, so no
-    stranger that has come by a process's number is ever hit.
+    Some start others meanwhile: those that only `kill_more`, which comes before SIGKILL, may catch.
     """
     chosen = list(names)
-    _signal(chosen, signal.SIGTERM, _TERM_SECONDS)
+    signal_each(lambda: processes(chosen), signal.SIGTERM, _TERM_SECONDS)
+    kill_more()
     deadline = time.monotonic() + _KILL_SECONDS
     while left := processes(chosen):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {', '.join(map(str, left))} don't end, not even by SIGKILL")
-        _signal(chosen, signal.SIGKILL, _KILL_SECONDS)
-
-
-def _signal(names: Sequence[str], number: signal.Signals, seconds: float) -> None:
-    """Send a signal to every process in these namespaces, and wait so long for them to end."""
-    held = [fd for pid in processes(names) if (fd := _hold(pid, names)) is not None]
-    try:
-        for fd in held:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, number)
-        _wait_all(held, seconds)
-    finally:
-        for fd in held:
-            os.close(fd)
+            raise LabError(f"processes {', '.join(map(str, left))} don't end, not even by SIGKILL")
+        signal_each(lambda: processes(chosen), signal.SIGKILL, _KILL_SECONDS)
 
 
 def _all_processes() -> list[int]:
@@ -135,23 +123,3 @@ def _namespace(pid: int) -> tuple[int, int] | None:
         return _identity(Path(f"/proc/{pid}/ns/net"))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-
-
-def _hold(pid: int, names: Iterable[str]) -> int | None:
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    if pid in processes(names):
-        return fd
-    os.close(fd)
-    return None
-
-
-def _wait_all(pidfds: Iterable[int], seconds: float) -> None:
-    """Wait until all have ended; one at a time, for a pidfd stays readable."""
-    deadline = time.monotonic() + seconds
-    for fd in pidfds:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)

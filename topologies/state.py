@@ -1,4 +1,4 @@
-"""What the machine remembers of a lab: a folder under /run, its lock, and its cgroup.
+"""What the machine remembers of a lab: a folder under /run, and its lock.
 
 The folder exists before anything else of the lab does, and goes last, so that `down` finds all there is
 whatever happened to the process that made it.
@@ -12,15 +12,12 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from checkmate.tagger import TaggerUnavailable
-from checkmate.tagger.cgroups import open_own_cgroup
-from topologies.describe import BadDescription, LabError, LabInUse
+from topologies.describe import BadDescription, LabInUse
 from topologies.job_files import JOB_FILE, Target
 
 RUN: Final = Path("/run/checkmate/labs")
@@ -119,44 +116,3 @@ def forget(lab: str) -> None:
     for parent in (RUN, RUN.parent):
         with contextlib.suppress(OSError):  # other labs are there
             parent.rmdir()
-
-
-def cgroup_for(lab: str) -> str | None:
-    """Where a cgroup for the lab's processes may be made: below our own; `None` without cgroup v2.
-
-    The ranks make theirs below it, so that nothing stays of those that are killed.
-    """
-    try:
-        own = open_own_cgroup()
-    except TaggerUnavailable:
-        return None  # the tagger, which needs it, says so where it is missing
-    try:
-        path = Path(os.readlink(f"/proc/self/fd/{own}"))
-    finally:
-        os.close(own)
-    # A mount that is hidden has no path.
-    return str(path / f"checkmate-lab-{lab}") if (path / "cgroup.procs").exists() else None
-
-
-def remove_cgroup(path: str | None, seconds: float = 5.0) -> None:
-    """Remove a lab's cgroup and those below it, once their last processes are gone.
-
-    `LabError` where one is still there after `seconds`.
-    """
-    if path is None:
-        return
-    deadline = time.monotonic() + seconds
-    for directory, _, _ in os.walk(path, topdown=False):
-        while True:
-            try:
-                os.rmdir(directory)
-                break
-            except FileNotFoundError:
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise LabError(
-                        f"the cgroup {directory} can't be removed ({error.strerror}): a process is "
-                        "still in it; once it has ended, checkmate lab down removes the rest"
-                    ) from None
-                time.sleep(0.01)  # a process that is being reaped
