@@ -170,6 +170,7 @@ class Training:
             6000,
         )
         self.incarnation = 0
+        self.run = RUN
         self.buffers: dict[str, torch.Tensor] = {}
         """What records bring: those whose names are in `saying`, with the next one."""
         self.saying: list[str] = []
@@ -197,6 +198,7 @@ class Training:
     def begin(self, nodes: Sequence[int], *, keep: bool = False, run: str = RUN, **other: Any) -> list[str]:
         """Begin, on these nodes, and open their Record streams; the warnings."""
         found: list[str] = []
+        self.run = run
         for node in nodes:
             request = self.begin_request(keep=keep, run=run)
             for name, value in other.items():
@@ -231,6 +233,7 @@ class Training:
         header = pb.SeedHeader(
             job=self.job.job,
             incarnation=self.incarnation,
+            run=self.run,
             shard=pb.Shard(group=self.group, shard=shard),
             iteration=self.iteration,
             parameters=numbers,
@@ -272,6 +275,7 @@ class Training:
         part = pb.RecordPart(
             job=self.job.job,
             incarnation=self.incarnation,
+            run=self.run,
             group=self.group,
             position=position,
             iteration=self.iteration,

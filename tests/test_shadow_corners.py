@@ -23,6 +23,7 @@ from checkmate.shadow.records import Records
 from checkmate.shadow.replica import ReplicaError
 from tests.end_hosts import needs_root, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
+from tests.small_training import RUN
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
 
@@ -268,7 +269,7 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
     here = world(nodes=1, ranks=2)
     training = here.training()
     training.begin([0])
-    header = pb.SeedHeader(job=here.job.job, iteration=-1, parameters=[0])
+    header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, parameters=[0])
     seeds = state.to_seeds(header, [(0, torch.zeros(3), {})])
     with pytest.raises(grpc.RpcError, match="what came has") as refused:
         training.stubs[0].Seed(seeds, timeout=5)

@@ -19,6 +19,7 @@ import trustme
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from checkmate import state
 from checkmate.layout import Parameter, make_layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import OPTIONS, TlsError, open_channel
@@ -28,7 +29,7 @@ from checkmate.shadow.connect import StreamError
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.service import ServeError
 from tests.end_hosts import needs_root, wait_until
-from tests.small_training import Copies, Training, local_job
+from tests.small_training import RUN, Copies, Training, local_job
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
 
@@ -214,6 +215,25 @@ def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
         stub.Release(pb.ReleaseRequest(job=job.job, iteration=5), timeout=5)
 
 
+def test_seeds_and_records_of_another_run_are_refused() -> None:
+    """An incarnation comes round after 256 starts: what was sent then is of another run, and is not taken."""
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        stub.Begin(request_of(job, incarnation=7, run="now"), timeout=5)
+        for run in ("then", ""):
+            header = pb.SeedHeader(job=job.job, incarnation=7, run=run, shard=pb.Shard(), iteration=-1)
+            part = pb.RecordPart(job=job.job, incarnation=7, run=run, iteration=0, answer=True)
+            named = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
+                stub.Seed(state.to_seeds(header, ()), timeout=5)
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
+                list(stub.Record(iter([part]), timeout=5))
+            part.run = header.run = "now"
+            assert [r.iteration for r in stub.Record(iter([part]), timeout=5)] == [0]
+            assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
+
+
 def test_trainers_with_other_software_are_warned() -> None:
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0) as channel:
@@ -235,7 +255,7 @@ def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() 
         training = Training(job, copies)
         stack.callback(training.close)
         training.begin([0])
-        header = pb.SeedHeader(job=job.job, iteration=-1, parameters=[0], shard=pb.Shard())
+        header = pb.SeedHeader(job=job.job, run=RUN, iteration=-1, parameters=[0], shard=pb.Shard())
         piece = pb.ParameterPiece(
             parameter=0, tensor=pb.TensorPiece(dtype="float32", shape=[1], data=b"1234")
         )

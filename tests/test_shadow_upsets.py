@@ -293,7 +293,7 @@ def test_a_record_given_with_seeds_is_served_with_them(world: Callable[..., Worl
     training.begin([0])
     part = pb.RecordPart(iteration=-1, position=0, rng=b"then")
     record = pb.IterationRecord(iteration=-1, parts=[part], buffers={"mean": state.dumps(torch.ones(2))})
-    header = pb.SeedHeader(job=here.job.job, iteration=-1, shard=pb.Shard(), record=record)
+    header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(), record=record)
     now = training.states[-1]
     header.parameters.extend(now)
     training.stubs[0].Seed(state.to_seeds(header, ((n, *v) for n, v in now.items())), timeout=5)

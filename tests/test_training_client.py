@@ -164,7 +164,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line = Line(shadow_node(node), stub, None, lambda *_: None)
     line.start()
     acknowledged = {(0, 0): 0}
-    author = Author("demo", 7, 1, 3, 1)
+    author = Author("demo", 7, "first", 1, 3, 1)
     publisher = Publisher(
         author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()), lambda _: None
     )
@@ -187,7 +187,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
 
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode) -> None:
     faults: list[Exception] = []
-    publisher = Publisher(Author("demo", 0, 0, 1, None), [], lambda _: True, faults.append)
+    publisher = Publisher(Author("demo", 0, "first", 0, 1, None), [], lambda _: True, faults.append)
     publisher.put(Noted(0, {}, {}, object()))
     publisher.close(SECONDS)
     assert isinstance(faults[0], state.StateError)

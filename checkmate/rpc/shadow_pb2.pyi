@@ -214,7 +214,7 @@ class SeedHeader(google.protobuf.message.Message):
     layout: builtins.str
     """Fetch only: Layout.to_json"""
     run: builtins.str
-    """Fetch only: as in BeginRequest"""
+    """as in BeginRequest: incarnations come round"""
     @property
     def shard(self) -> Global___Shard: ...
     @property
@@ -677,6 +677,7 @@ class RecordPart(google.protobuf.message.Message):
     ENDS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     group: builtins.int
@@ -691,6 +692,8 @@ class RecordPart(google.protobuf.message.Message):
     """torch.save of {name: tensor} of those that changed; empty: none"""
     answer: builtins.bool
     """a reply is wanted"""
+    run: builtins.str
+    """as in BeginRequest: incarnations come round"""
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StreamEnd]:
         """boundary ranks only"""
@@ -711,10 +714,11 @@ class RecordPart(google.protobuf.message.Message):
         ends: collections.abc.Iterable[Global___StreamEnd] | None = ...,
         step: Global___Step | None = ...,
         answer: builtins.bool = ...,
+        run: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "run", b"run", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart

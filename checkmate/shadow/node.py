@@ -82,14 +82,20 @@ class Node:
             for hold in list(group.holds):
                 yield group, hold
 
-    def group(self, job: str, number: int, incarnation: int) -> Group:
-        """The group that trainers of an incarnation mean; `Refused` where it has not begun here."""
+    def group(self, job: str, number: int, incarnation: int, run: str) -> Group:
+        """The group that trainers of an incarnation of a run mean; `Refused` where it has not begun here."""
         check_job(self.job, job)
         group = self.groups.get(number)
         if group is None or group.begin.incarnation != incarnation:
             have = f"incarnation {group.begin.incarnation} has" if group else "none has"
             raise Refused(
                 f"DP group {number} has not begun incarnation {incarnation} here; {have}", precondition=True
+            )
+        if group.begin.run != run:
+            raise Refused(
+                f"run {run or '(unnamed)'}: DP group {number} is in run {group.begin.run} here, in the same "
+                f"incarnation {incarnation}",
+                precondition=True,
             )
         return group
 

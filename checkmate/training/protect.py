@@ -106,7 +106,8 @@ class Protection:
         self._steps = Steps(start.next_iteration)
         self._tagger, self._ring = _connect(place, self._layout, start)
         self._hook = GradientHook(watched.ddp, self._layout, parameters, self._ring, start.next_iteration)
-        author = Author(place.job.job, start.plan.incarnation, place.group, place.position, place.side)
+        plan = start.plan
+        author = Author(place.job.job, plan.incarnation, plan.run, place.group, place.position, place.side)
         begin = self._begin_request if place.first else None
         self._lines = [
             Line(node, stubs.to(node.id), begin, self._replied, self._begun) for node in place.nodes
@@ -282,6 +283,7 @@ class Protection:
         return pb.SeedHeader(
             job=self.session.job.job,
             incarnation=self.incarnation,
+            run=self._start.plan.run,
             shard=pb.Shard(group=self.session.group, shard=shard),
             iteration=iteration,
             record=record,

@@ -32,6 +32,7 @@ class Author:
 
     job: str
     incarnation: int
+    run: str
     group: int
     position: int
     side: int | None
@@ -42,6 +43,7 @@ def to_part(author: Author, noted: Noted) -> pb.RecordPart:
     part = pb.RecordPart(
         job=author.job,
         incarnation=author.incarnation,
+        run=author.run,
         group=author.group,
         position=author.position,
         iteration=noted.iteration,
