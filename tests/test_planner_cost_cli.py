@@ -17,7 +17,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from checkmate.cli.main import app
-from planner.cost_inputs import DEFAULTS, CostInputs, ModelInputs, read_inputs
+from planner.cost_inputs import DEFAULTS, CostInputs, ModelInputs
+from planner.cost_reading import read_inputs
 
 DOC = Path(__file__).parent.parent / "docs" / "planning.md"
 

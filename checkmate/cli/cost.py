@@ -88,7 +88,7 @@ def cost(
     Example: checkmate cost --gpus 1024 --iteration 900ms --stall 2s --every 30min --price 3.50 --plot x.png
     """
     values = {name: value for name, value in context.params.items() if isinstance(value, str)}
-    from planner.cost_inputs import read_inputs  # noqa: PLC0415
+    from planner.cost_reading import read_inputs  # noqa: PLC0415
 
     inputs = read_inputs(file, values)
     if plot:
