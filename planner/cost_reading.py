@@ -1,4 +1,4 @@
-"""Reads what `checkmate cost` is told: a YAML, flags over it, defaults under it; every fault with its place."""
+"""Reads what `checkmate cost` is told: a YAML, flags over it, defaults under it; each fault has its place."""
 
 from __future__ import annotations
 
