@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from checkmate import tofino
 from checkmate.parts import Fault, Part, Path, parts
 from checkmate.schema import CPU_PORT, Attachment, Nic, PanelPort, Rank, Switch
@@ -85,9 +87,19 @@ def tofino_faults(raw: Any) -> Iterator[Fault]:
         yield from _used_ports(switch, str(target), [p for p in attached if p.fields.get("switch") == name])
 
 
+def _is_default(key: str, value: object) -> bool:
+    """Whether a switch without the key would be the same, as in a job that a program has written out."""
+    field = Switch.model_fields[key]
+    kind: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    try:
+        return bool(kind.validate_python(value) == field.get_default())
+    except ValidationError:
+        return False
+
+
 def _not_tofino(switch: Part, given: Mapping[str, Any], target: str) -> Iterator[Fault]:
     for key in OF_TOFINO:
-        if key in given:
+        if key in given and not _is_default(key, given[key]):
             yield Fault((*switch.path, key), f"is for a Tofino alone, and the target is {target}; remove it")
     if switch.fields.get("cpu_port") not in (None, CPU_PORT):
         yield Fault(

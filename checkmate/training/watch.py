@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 SAMPLE_BYTES: Final = 16 * 1024
-SAMPLED: Final = 16
+SAMPLED: Final = 8
 """So many parameters an iteration are looked at, in rotation: each a sample, at a place that moves too."""
 
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
