@@ -90,7 +90,8 @@ def tofino_faults(raw: Any) -> Iterator[Fault]:
 def _is_default(key: str, value: object) -> bool:
     """Whether a switch without the key would be the same, as in a job that a program has written out."""
     field = Switch.model_fields[key]
-    kind: TypeAdapter[Any] = TypeAdapter(field.annotation)
+    annotation: Any = field.annotation
+    kind: TypeAdapter[Any] = TypeAdapter(annotation)
     try:
         return bool(kind.validate_python(value) == field.get_default())
     except ValidationError:

@@ -14,6 +14,8 @@ import yaml
 from checkmate.cli.common import print_error
 from checkmate.cli.main import app
 from checkmate.jobs import read_job
+from checkmate.schema import PanelPort, Pfc, Switch
+from checkmate.tofino import FRONT_PANELS
 from topologies.describe import build
 from topologies.job_files import TARGETS
 from topologies.lab_file import LabFile
@@ -69,10 +71,24 @@ def test_the_addresses_of_a_lab_are_as_written() -> None:
 
 
 def test_the_example_of_a_job_works(tmp_path: Path) -> None:
-    job, fabric = blocks("job.md", "yaml")
+    job, fabric, tofino = blocks("job.md", "yaml")
     (tmp_path / "fabric.yaml").write_text(fabric)
     (tmp_path / "job.yaml").write_text(job)
     assert read_job(tmp_path / "job.yaml").job == "gpt"
+    (tmp_path / "fabric.yaml").write_text(tofino)
+    for port in range(1, 5):
+        job = job.replace(f"port: {port}}}", f"port: {port}/0}}")
+    (tmp_path / "job.yaml").write_text(job)
+    found = read_job(tmp_path / "job.yaml")
+    assert [rank.port for rank in found.dp_groups[0].ranks] == [128, 60]
+
+
+def test_every_key_of_a_tofino_is_there() -> None:
+    keys = {*Switch.model_fields, "tag.priority"}
+    assert keys - first_cells("job.md") <= {"name", "target", "address", "device_id", "tls"}
+    text = (DOCS / "job.md").read_text()
+    assert all(f"`{key}`" in text for model in (PanelPort, Pfc) for key in model.model_fields)
+    assert all(board in text for board in FRONT_PANELS)
 
 
 def test_every_command_is_there_and_whether_it_gives_data() -> None:

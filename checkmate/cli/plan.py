@@ -9,9 +9,11 @@ import typer
 from rich.table import Table
 
 from checkmate.cli import capacity as capacities
+from checkmate.cli import tofino
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
+    UsageFault,
     out,
     print_json,
     says_errors,
@@ -58,6 +60,9 @@ def plan(
     jobs: JobArguments,
     as_json: AsJson = False,
     entries: Annotated[bool, typer.Option("--entries", help="Print every entry and group.")] = False,
+    pfc: tofino.PfcFlag = False,
+    bfrt: tofino.BfrtFlag = False,
+    switch: tofino.SwitchName = None,
     capacity: capacities.CapacityFlag = False,
     models: capacities.ModelNames = None,
     optimizer: capacities.Optimizer = "adamw",
@@ -75,10 +80,13 @@ def plan(
     Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
     With --capacity and --model, of one job: also the bandwidth at its shadow NICs, the shadow nodes' memory
     and time; what does not fit is told with the smallest change that would make it.
+    With --pfc or --bfrt, for Tofinos: what lossless delivery needs; a script with what P4Runtime can't set.
 
     Example: checkmate plan jobs/gpt.yaml --json
 
     Example: checkmate plan jobs/gpt.yaml --capacity --model GPT3-XL --iteration-time 1.5s
+
+    Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
     switch_extra()
     if capacity:
@@ -96,7 +104,13 @@ def plan(
         )
         capacities.show(set_of(jobs), wanted, as_json=as_json)
         return
-    loaded, plans = checked_plan(set_of(jobs))
+    found = set_of(jobs)
+    loaded, plans = checked_plan(found)
+    if pfc or bfrt:
+        tofino.show(found, loaded, plans, tofino.Wanted(pfc, bfrt, switch), as_json=as_json)
+        return
+    if switch is not None:
+        raise UsageFault("--switch goes with --pfc or --bfrt")
     targets = _targets(loaded)
     if as_json:
         print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})

@@ -1,0 +1,50 @@
+"""What hosts on a Tofino are told, so that PFC reaches to their NICs: `dcb` and `ethtool` commands. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from checkmate.schema import Job, Nic, Rank, Switch
+from checkmate.switch_ports import settings
+
+
+@dataclass(frozen=True)
+class HostCommands:
+    """The commands for one interface, a POSIX shell's; `$DEV` is the interface that has the address."""
+
+    host: str
+    ip: str
+    switch: str
+    port: str
+    commands: tuple[str, ...]
+
+
+def host_commands(jobs: Sequence[Job]) -> Iterator[HostCommands]:
+    """For every rank and shadow NIC that is attached to a Tofino."""
+    for job in jobs:
+        switches = {switch.name: switch for switch in job.fabric.switches if switch.is_tofino}
+        for group in job.dp_groups:
+            for rank in group.ranks:
+                if rank.switch in switches:
+                    yield _host(f"rank {rank.rank} of {job.job}", rank, switches[rank.switch], job)
+        for node in job.shadow_nodes:
+            for nic in node.nics:
+                if nic.switch in switches:
+                    name = f"shadow node {node.id} of {job.job}"
+                    yield _host(name, nic, switches[nic.switch], job, stuck=True)
+
+
+def _host(name: str, place: Rank | Nic, switch: Switch, job: Job, *, stuck: bool = False) -> HostCommands:
+    """`stuck`: whether the host's NIC gives up pausing when the host has stopped reading."""
+    priority = job.tag.priority
+    commands = [
+        f"DEV=$(ip -o -4 address show to {place.ip}/32 | awk '{{print $2}}')",
+        f'ip link set dev "$DEV" mtu {switch.mtu}',
+        'ethtool --pause "$DEV" autoneg off rx off tx off',
+        f'dcb app replace dev "$DEV" dscp-prio 0:{priority} {job.tag.dscp_bit}:{priority}',
+        f'dcb pfc set dev "$DEV" prio-pfc all:off {priority}:on',
+    ]
+    if stuck:
+        commands.append(f'ethtool --set-tunable "$DEV" pfc-prevention-tout {switch.pfc.watchdog}')
+    return HostCommands(name, str(place.ip), switch.name, settings(switch, place.port).name, tuple(commands))

@@ -1,0 +1,181 @@
+"""Lossless delivery on a Tofino: headroom, thresholds, queues; what can't work is refused, with why."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from checkmate.port_checks import resolve
+from checkmate.schema import Job
+from checkmate.tofino import CHIPS
+from controlplane import plan as planning
+from controlplane.network import Network
+from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom
+from controlplane.tofino.hosts import host_commands
+from controlplane.tofino.pfc import (
+    LEAST_FRAMES,
+    UNIT,
+    NoRoom,
+    PfcPlan,
+    copies_by_port,
+    peers_of,
+    pfc_plan,
+    priority_clashes,
+)
+from tests.jobs_made import tofino_job_data
+
+CHIP = CHIPS["tofino"]
+few = settings(max_examples=40, deadline=None)
+speeds = st.sampled_from(sorted(RESPONSE_QUANTA))
+mtus = st.integers(1280, 9216)
+cables = st.floats(0.5, 500)
+
+
+def made(**kwargs: Any) -> Job:
+    switch = kwargs.pop("switch", {})
+    data = tofino_job_data(**kwargs)
+    data["fabric"]["switches"][0] |= switch
+    assert resolve(data) == []
+    return Job.model_validate(data)
+
+
+def planned(job: Job) -> tuple[Network, PfcPlan]:
+    network = Network([job])
+    plan = planning.plan([job])["tor0"]
+    return network, pfc_plan(network, network.switches["tor0"], plan, job.tag.priority)
+
+
+@given(speeds, cables, mtus)
+def test_headroom_grows_with_cable_and_mtu(speed: str, cable: float, mtu: int) -> None:
+    assume(mtu < 9216)
+    here = headroom(speed, cable, mtu, CHIP)
+    assert headroom(speed, cable + 10, mtu, CHIP).bytes > here.bytes
+    assert headroom(speed, cable, mtu + 1, CHIP).bytes == here.bytes + 2
+    assert here.cells * CHIP.cell_bytes > here.bytes
+
+
+@given(speeds, cables, mtus, st.data())
+@few
+def test_no_frames_that_come_in_meanwhile_take_more_cells(
+    speed: str, cable: float, mtu: int, data: st.DataObject
+) -> None:
+    room = headroom(speed, cable, mtu, CHIP)
+    lengths = data.draw(st.lists(st.integers(64, mtu + ETHERNET), min_size=1, max_size=30))
+    wire = cells = turn = 0
+    while wire + (frame := lengths[turn % len(lengths)]) + BETWEEN_FRAMES <= room.bytes:
+        wire += frame + BETWEEN_FRAMES
+        cells += cells_of(frame, CHIP)
+        turn += 1
+    assert cells <= room.cells
+
+
+def test_headroom_of_a_100g_port_by_hand() -> None:
+    """5 m of cable there and back hold 631.3 bytes at 100 Gbit/s; the peer has 394 quanta of 64 bytes."""
+    room = headroom("100G", 5, 9000, CHIP)
+    assert (room.own_frame, room.pfc_frame, room.cable, room.response) == (9038, 84, 632, 25216)
+    assert room.bytes == 9038 + 84 + 632 + 25216 + 15360 + 9038
+    terms, total = room.arithmetic().split(" = ")
+    assert sum(int(term) for term in re.findall(r"(\d+) \(", terms)) == room.bytes == int(total.split()[0])
+
+
+jobs = st.builds(
+    made,
+    ranks=st.integers(2, 8),
+    groups=st.integers(1, 2),
+    nodes=st.integers(1, 4),
+    nics=st.integers(1, 2),
+    channels=st.integers(1, 3),
+    switch=st.fixed_dictionaries(
+        {"mtu": mtus, "cable": st.floats(0.5, 300), "speed": st.sampled_from(["40G", "100G"])}
+    ),
+)
+
+
+@given(jobs)
+@few
+def test_whatever_ingress_admits_has_room(job: Job) -> None:
+    network, plan = planned(job)
+    switch_plan = planning.plan([job])["tor0"]
+    used, shadows = peers_of(network, "tor0")
+    groups = copies_by_port(network, switch_plan)
+    admitted = {sender.port.device_port: sender.admitted(plan.threshold) for sender in plan.senders}
+    assert set(admitted) == set(used) - shadows
+    assert sum(admitted.values()) == plan.ingress_pool + plan.skid_pool <= plan.available
+    copied = sum(sender.admitted(plan.threshold) * sender.copies for sender in plan.senders)
+    assert copied == plan.egress_pool <= plan.available
+    shares = sum(sender.copies for sender in plan.senders)
+    assert plan.egress_pool + UNIT * shares > plan.available, "a higher threshold would do"
+    assert plan.threshold % UNIT == plan.hysteresis % UNIT == 0
+    assert 0 < plan.hysteresis < plan.threshold
+    rooms = {queue.port.device_port: queue.cells for queue in plan.queues}
+    assert set(rooms) >= shadows & {out for gs in groups.values() for g in gs for out, _ in g.replicas}
+    for port, room in rooms.items():
+        sent = [i for i, gs in groups.items() if any(port == out for g in gs for out, _ in g.replicas)]
+        assert room >= sum(admitted[i] for i in sent)
+
+
+@given(jobs, st.integers(1, 400_000))
+@few
+def test_too_small_a_buffer_is_refused_with_the_arithmetic(job: Job, cells: int) -> None:
+    (switch,) = job.fabric.switches
+    changed = switch.model_copy(update={"pfc": switch.pfc.model_copy(update={"cells": cells})})
+    job = job.model_copy(update={"fabric": job.fabric.model_copy(update={"switches": (changed,)})})
+    least = LEAST_FRAMES * cells_of(switch.mtu + ETHERNET, CHIP)
+    try:
+        _, plan = planned(job)
+    except NoRoom as error:
+        said = re.search(
+            r"copies: (.*) = (\d+) cells of the (\d+) .*rest is (-?\d+), for (\d+) thr", str(error)
+        )
+        assert said, error
+        kept = sum(int(a) * int(b) for a, b in re.findall(r"(\d+) x (\d+)", said[1]))
+        assert (kept, cells) == (int(said[2]), int(said[3]))
+        assert cells - kept == int(said[4])
+        assert int(said[4]) // int(said[5]) // UNIT * UNIT < least
+    else:
+        assert plan.threshold >= least
+
+
+def test_jobs_that_share_a_switch_have_one_priority() -> None:
+    one, two, three = made(), made(name="two", number=1), made(name="three")
+    other = two.model_copy(update={"tag": two.tag.model_copy(update={"priority": 5, "dscp_bit": 16})})
+    elsewhere = three.fabric.switches[0].model_copy(update={"name": "tor9"})
+    away = other.model_copy(
+        update={"job": "three", "fabric": three.fabric.model_copy(update={"switches": (elsewhere,)})}
+    )
+    assert priority_clashes([one, two, away]) == []
+    (clash,) = priority_clashes([one, other, away])
+    assert clash.job == "two"
+    assert "DSCP 0 would have priority 5 here and 3 in job 'demo', on switch 'tor0'" in clash.message
+
+
+def test_hosts_map_plain_and_tagged_segments_to_one_priority() -> None:
+    job = made(nodes=2, nics=1)
+    job = job.model_copy(update={"tag": job.tag.model_copy(update={"priority": 5, "dscp_bit": 8})})
+    hosts = list(host_commands([job]))
+    assert [host.port for host in hosts] == ["1/0", "2/0", "3/0", "4/0", "5/0"]
+    for host in hosts:
+        assert any("dscp-prio 0:5 8:5" in command for command in host.commands)
+        gives_up = any("pfc-prevention-tout 200" in command for command in host.commands)
+        assert gives_up == host.host.startswith("shadow node")
+
+
+@pytest.mark.skipif(not shutil.which("ethtool"), reason="needs ethtool")
+def test_ethtool_understands_what_hosts_are_told() -> None:
+    """On the loopback interface, which can do none of it: ethtool gets as far as asking the kernel."""
+    (host, *_) = [h for h in host_commands([made()]) if h.host.startswith("shadow node")]
+    commands = [command for command in host.commands if command.startswith("ethtool")]
+    assert len(commands) == 2
+    for command in commands:
+        shell = ["sh", "-c", f"DEV=lo; {command}"]
+        done = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=20)
+        assert re.search("not supported|not permitted", done.stderr, re.IGNORECASE), (command, done.stderr)
+        wrong = subprocess.run([*shell[:-1], f"{shell[-1]}0 x"], capture_output=True, text=True, check=False)
+        assert wrong.returncode != 0
+        assert "ot supported" not in wrong.stderr
