@@ -103,9 +103,9 @@ NAMED: Final = (
 _BY_NAME: Final[Mapping[str, NamedModel]] = {model.name.lower(): model for model in NAMED}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A model's trained parameters in registration order, as training lays them out."""
+    """A model's trained parameters in registration order, as training lays them out. Equal only to itself."""
 
     name: str
     parameters: tuple[Parameter, ...]

@@ -1,15 +1,15 @@
 """How long an optimizer step takes on so many cores and nodes, from what was measured on a few. Pure.
 
-Up to the largest number of threads measured it is what was measured; beyond, Amdahl's law through that point:
-a + b / cores, with a and b of the least squares of relative error. A node's share of the step is its share
-of the elements (paper, section "Optimizer Scaling across Multiple Nodes").
+Up to the largest number of threads measured it is what was measured; beyond, Amdahl's law through that
+point: a + b / cores, with a and b of the least squares of relative error. A node's share of the step is its
+share of the elements (paper, section "Optimizer Scaling across Multiple Nodes").
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,21 @@ class StepTimes:
         """Seconds that more cores don't change, and seconds that they share."""
         return amdahl(self.seconds)
 
-    def on(self, cores: int) -> float:
-        """Seconds of a step of the whole model on one node of so many cores."""
-        most = max(self.seconds)
+    def on(self, cores: float) -> float:
+        """Seconds of a step of the whole model on one node of so many cores.
+
+        One measurement tells nothing of more cores, so they are taken to be of no use.
+        """
+        least, most = min(self.seconds), max(self.seconds)
         if cores in self.seconds:
-            return self.seconds[cores]
-        fixed, shared = self.amdahl
+            return self.seconds[int(cores)]
+        if cores < least:
+            return self.seconds[least] * least / cores
         if cores > most:
+            fixed, shared = self.amdahl
             return self.seconds[most] * (fixed + shared / cores) / (fixed + shared / most)
-        below = max((n for n in self.seconds if n < cores), default=None)
+        below = max(n for n in self.seconds if n < cores)
         above = min(n for n in self.seconds if n > cores)
-        if below is None:
-            return self.seconds[above] * (fixed + shared / cores) / (fixed + shared / above)
         part = (1 / below - 1 / cores) / (1 / below - 1 / above)
         return self.seconds[below] + part * (self.seconds[above] - self.seconds[below])
 
@@ -99,10 +102,10 @@ def dtype_of(model: Model) -> str:
 
 
 def amdahl(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """a and b, neither negative, of a + b / threads. Of one measurement: all of it is shared."""
+    """a and b, neither negative, of a + b / threads. Of one measurement: none of it is shared."""
     if len(seconds) == 1:
-        ((threads, took),) = seconds.items()
-        return 0.0, took * threads
+        (took,) = seconds.values()
+        return took, 0.0
     # Relative errors: rows (1/t, 1/(n t)), right-hand side 1.
     rows = [(1 / took, 1 / (threads * took)) for threads, took in seconds.items()]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -126,7 +129,7 @@ def largest_share(model: Model, nodes: int) -> float:
     return max(sizes) / model.elements
 
 
-def predicted(times: StepTimes, model: Model, nodes: int, cores_each: int) -> float:
+def predicted(times: StepTimes, model: Model, nodes: int, cores_each: float) -> float:
     """Seconds of a step on so many nodes of so many cores each."""
     return times.on(cores_each) * largest_share(model, nodes)
 
@@ -134,26 +137,14 @@ def predicted(times: StepTimes, model: Model, nodes: int, cores_each: int) -> fl
 def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> list[Point]:
     """The paper's scaling figure: step time over cores, a node more for every `cores_each`.
 
-    Cores are spread evenly; where they don't divide, the node with the fewest decides.
+    Cores are spread evenly over the nodes.
     """
+    shares = {nodes: largest_share(model, nodes) for nodes in range(1, nodes_most + 1)}
     points = []
     for cores in range(1, cores_each * nodes_most + 1):
         nodes = -(-cores // cores_each)
-        points.append(Point(cores, nodes, predicted(times, model, nodes, cores // nodes)))
+        points.append(Point(cores, nodes, times.on(cores / nodes) * shares[nodes]))
     return points
-
-
-def nodes_needed(
-    times: StepTimes, model: Model, cores_each: int, iteration_s: float, most: int = NODES_MAX
-) -> int | None:
-    """The fewest nodes whose step fits in an iteration; `None`: not even `most`."""
-    fitting = (n for n in range(1, most + 1) if predicted(times, model, n, cores_each) <= iteration_s)
-    return next(fitting, None)
-
-
-def to_data(profile: Profile) -> dict[str, object]:
-    """As `read_profile` reads it."""
-    return asdict(profile)
 
 
 def read_profile(file: Path) -> Profile:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli import consolidate, cost, lab, plan, remove, run, shadow, shell, status, validate
+from checkmate.cli import consolidate, cost, lab, plan, profile, remove, run, shadow, shell, status, validate
 
 app = typer.Typer(
     name="checkmate",
@@ -28,6 +28,7 @@ for command in (
     shadow.shadow,
     consolidate.consolidate,
     cost.cost,
+    profile.profile,
 ):
     app.command()(command)
 app.add_typer(lab.app, name="lab")

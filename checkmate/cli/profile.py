@@ -1,0 +1,294 @@
+"""`checkmate profile`: this machine as a shadow node, measured, and how many like it a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from checkmate.cli.capacity import Dtype, IterationTime, Optimizer, quantity
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.wording import counted
+from topologies.signals import unwinding
+
+if TYPE_CHECKING:
+    from planner.models import Model
+    from planner.optimizers import NamedOptimizer
+    from planner.scaling import Profile, StepTimes
+    from planner.sizing import Sizing
+
+_ENDINGS = (".png", ".svg")
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A model on 1, 2, ... nodes; `enough`: the fewest that do, `None` where none do."""
+
+    model: Model
+    times: StepTimes
+    sizings: list[Sizing]
+    enough: Sizing | None
+
+
+@says_errors
+def profile(
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A named model, or module:function; may be given several times."),
+    ] = None,
+    optimizer: Optimizer = "adamw",
+    dtype: Dtype = None,
+    threads: Annotated[
+        str | None,
+        typer.Option("--threads", help="To measure with.", show_default="1,2,4,... up to all cores"),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, max=3600, help="Of each measurement, at least.")
+    ] = 2.0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="To measure in, such as 8GB.", show_default="70% of what is free", metavar="SIZE"
+        ),
+    ] = None,
+    iteration_time: IterationTime = None,
+    cores: Annotated[
+        int | None, typer.Option("--cores", min=1, max=1024, help="Of a shadow node.", show_default="as here")
+    ] = None,
+    node_memory: Annotated[
+        str | None,
+        typer.Option("--node-memory", help="Of a shadow node.", show_default="as here", metavar="SIZE"),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="To show, at least.")] = 4,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the scaling figure: FILE.png or FILE.svg.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine as a shadow node, and work out how many like it a model takes.
+
+    Receiving: bytes a second into buckets, over loopback. Stepping: the optimizer's step of each --model, by
+    number of threads; layer by layer where the model doesn't fit in memory. Run it on an idle machine like
+    the shadow nodes; `plan --capacity --profile` reads what --json prints. Needs no root, except for receive
+    buffers as large as a shadow node's.
+
+    Example: checkmate profile --model GPT3-XL --iteration-time 1.5s --plot scaling.png
+    """
+    if plot:
+        _check_picture(plot)
+    from planner import machine  # noqa: PLC0415 - torch takes a second
+    from planner.models import load_model  # noqa: PLC0415
+    from planner.optimizers import NamedOptimizer  # noqa: PLC0415
+    from planner.units import nbytes  # noqa: PLC0415
+    from planner.units import seconds as time_of  # noqa: PLC0415
+
+    chosen = NamedOptimizer(optimizer)
+    loaded = [load_model(name, dtype) for name in dict.fromkeys(models or ["ResNet50"])]
+    counts = _threads(threads, machine.cores())
+    iteration = quantity("--iteration-time", iteration_time, time_of) if iteration_time else None
+    room = int(quantity("--memory", memory, nbytes)) if memory else None
+    node_room = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else machine.memory()
+    busy = machine.busy_cores()
+    if busy > machine.BUSY * machine.cores():
+        err.print(
+            f"[yellow]busy:[/yellow] other processes keep about {busy:.1f} of {machine.cores()} cores; "
+            "what is measured now is slower than this machine is",
+            soft_wrap=True,
+        )
+    with unwinding():
+        measured, forced = _measure(loaded, chosen, counts, seconds, room)
+    each = cores or machine.cores()
+    sized = [_sized(model, chosen, measured, each, node_room, iteration, nodes) for model in loaded]
+    if plot:
+        _draw(plot, sized, each, nodes, iteration)
+    if as_json:
+        print_json(_data(measured, sized, busy, forced, iteration))
+        return
+    _print(measured, sized, forced, iteration)
+    if plot:
+        out.print(f"figure: {plot}", markup=False, soft_wrap=True)
+
+
+def _measure(
+    models: Sequence[Model],
+    optimizer: NamedOptimizer,
+    threads: Sequence[int],
+    seconds: float,
+    room: int | None,
+) -> tuple[Profile, bool]:
+    """All measurements, with progress on a terminal; and whether receive buffers were a shadow node's."""
+    from planner import machine, profile_receive, profile_step  # noqa: PLC0415
+    from planner.scaling import Profile  # noqa: PLC0415
+
+    received: dict[int, float] = {}
+    with _progress() as progress:
+        task = progress.add_task("receiving", total=len(profile_receive.NICS) + len(models) * len(threads))
+        for nics in profile_receive.NICS:
+            progress.update(task, description=f"receiving, {counted(nics, 'NIC')}")
+            for rate in profile_receive.measure(nics, seconds):
+                received[nics] = rate
+            progress.advance(task)
+        steps = []
+        for model in models:
+            steps.append(
+                profile_step.measure(
+                    model,
+                    optimizer,
+                    threads,
+                    seconds,
+                    room or machine.memory_available(),
+                    lambda text, part: progress.update(task, description=text, advance=part),
+                )
+            )
+    return Profile(machine.cores(), received, tuple(steps)), profile_receive.may_force()
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        yield progress
+
+
+def _sized(
+    model: Model,
+    optimizer: NamedOptimizer,
+    measured: Profile,
+    cores: int,
+    memory: int,
+    iteration_s: float | None,
+    least: int,
+) -> _Sized:
+    from planner.sizing import Machine, sizings  # noqa: PLC0415
+
+    times = measured.steps_of(model, optimizer.name)
+    node = Machine(cores, memory, max(measured.receive_bytes_per_s.values()))
+    found, enough = sizings(model, optimizer, times, node, iteration_s, least)
+    return _Sized(model, times, found, enough)
+
+
+def _data(
+    measured: Profile, sized: Sequence[_Sized], busy: float, forced: bool, iteration_s: float | None
+) -> dict[str, object]:
+    """What `plan --capacity --profile` reads, and what follows. Times in seconds, sizes in bytes."""
+    return {
+        **asdict(measured),
+        "busy_cores": busy,
+        "receive_buffers_as_asked": forced,
+        "iteration_seconds": iteration_s,
+        "sizes": [
+            {
+                "model": one.model.name,
+                "nodes_needed": one.enough.nodes if one.enough else None,
+                "nodes": [asdict(sizing) for sizing in one.sizings],
+            }
+            for one in sized
+        ],
+    }
+
+
+def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s: float | None) -> None:
+    from planner.units import show_seconds  # noqa: PLC0415
+
+    made = Table(title="this machine, measured", title_justify="left")
+    made.add_column("what")
+    made.add_column("with")
+    made.add_column("figure", justify="right")
+    for nics, rate in measured.receive_bytes_per_s.items():
+        made.add_row("receiving into buckets, loopback", counted(nics, "NIC"), f"{rate * 8e-9:.3g} Gbit/s")
+    for one in sized:
+        name = f"{one.times.optimizer} step of {one.model.name}"
+        for count, took in one.times.seconds.items():
+            made.add_row(name, counted(count, "thread"), show_seconds(took))
+    out.print(made)
+    for one in sized:
+        if one.times.by_layer:
+            out.print(
+                f"{one.model.name} did not fit in memory: stepped by layer, a kind at a time, and added up",
+                soft_wrap=True,
+            )
+        out.print(_size_table(one, iteration_s))
+        _verdict(one, iteration_s)
+    if not forced:
+        err.print("[yellow]note:[/yellow] without CAP_NET_ADMIN, receive buffers were smaller than a node's")
+
+
+def _size_table(one: _Sized, iteration_s: float | None) -> Table:
+    from planner.capacity_report import size  # noqa: PLC0415
+    from planner.units import show_seconds  # noqa: PLC0415
+
+    most = max(one.times.seconds)
+    cores = one.sizings[0].cores
+    beyond = f", from {counted(most, 'core')} to {cores} a node" if cores > most else ""
+    made = Table(title=f"{one.model.name}, {one.times.dtype}, predicted{beyond}", title_justify="left")
+    for column in ("nodes", "cores", "step", "receiving", "memory"):
+        made.add_column(column, justify="right")
+    made.add_column("enough" if iteration_s is None else f"enough for {show_seconds(iteration_s)}")
+    for sizing in one.sizings:
+        made.add_row(
+            str(sizing.nodes),
+            str(sizing.cores),
+            show_seconds(sizing.step_seconds),
+            show_seconds(sizing.receive_seconds),
+            size(sizing.memory_bytes),
+            f"no: {', '.join(sizing.short_of)}" if sizing.short_of else "yes" if iteration_s else "memory",
+        )
+    return made
+
+
+def _verdict(one: _Sized, iteration_s: float | None) -> None:
+    if iteration_s is None:
+        return
+    if one.enough is not None:
+        out.print(f"{one.model.name}: {counted(one.enough.nodes, 'shadow node')} needed")
+        return
+    last = one.sizings[-1]
+    out.print(
+        f"{one.model.name}: not even {last.nodes} nodes, the most of a DP group, are enough "
+        f"({', '.join(last.short_of)}); more cores or NICs a node, or more DP groups"
+    )
+
+
+def _threads(said: str | None, cores: int) -> list[int]:
+    """Numbers of threads, ascending; `UsageFault`."""
+    if said is None:
+        powers = [1 << i for i in range(cores.bit_length()) if 1 << i < cores]
+        return [*powers, cores]
+    try:
+        counts = sorted({int(part) for part in said.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1 or counts[-1] > cores:
+        raise UsageFault(
+            f"--threads must be numbers from 1 to {cores}, this machine's cores, such as 1,{cores}"
+        )
+    return counts
+
+
+def _check_picture(file: Path) -> None:
+    """Before anything is measured: whether the picture can be drawn, and be where it is wanted."""
+    if file.suffix.lower() not in _ENDINGS:
+        raise UsageFault(f"--plot: {file} must end in {' or '.join(_ENDINGS)}")
+    if file.is_dir() or not file.parent.is_dir():
+        why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is no folder"
+        raise UsageFault(f"--plot: {file} {why}")
+    try:
+        import matplotlib  # noqa: F401, PLC0415
+    except ImportError:
+        raise UsageFault('--plot draws with matplotlib, which needs: pip install ".[plan]"') from None
+
+
+def _draw(file: Path, sized: Sequence[_Sized], cores: int, nodes: int, iteration_s: float | None) -> None:
+    with err.status("drawing", spinner="line"):
+        from planner.profile_figure import Line, write_figure  # noqa: PLC0415
+
+        try:
+            write_figure(file, [Line(one.model, one.times) for one in sized], cores, nodes, iteration_s)
+        except OSError as error:
+            raise UsageFault(f"--plot: {file} can't be written: {error.strerror}") from None

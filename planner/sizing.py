@@ -1,0 +1,87 @@
+"""How many shadow nodes a model takes: by step, receiving and memory, from a machine's profile. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkmate.layout import ITEMSIZES
+from checkmate.shadow.receive import SETS
+from planner.demand import KeepsState
+from planner.models import Model
+from planner.scaling import NODES_MAX, StepTimes, largest_share, predicted
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What the fullest of so many nodes takes. `memory_bytes`: without the sockets' buffers."""
+
+    nodes: int
+    cores: int
+    step_seconds: float
+    receive_seconds: float
+    memory_bytes: int
+    short_of: tuple[str, ...]
+    """What doesn't fit: `step`, `receiving`, `memory`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A shadow node. `receive_bytes_per_s`: of all its NICs."""
+
+    cores: int
+    memory: int
+    receive_bytes_per_s: float
+
+
+def sizing(
+    model: Model,
+    optimizer: KeepsState,
+    times: StepTimes,
+    machine: Machine,
+    nodes: int,
+    iteration_s: float | None,
+) -> Sizing:
+    """A model on so many machines, held against an iteration's time where there is one.
+
+    While one iteration is stepped the next is received, so each by itself must fit.
+    """
+    share = largest_share(model, nodes)
+    step = predicted(times, model, nodes, machine.cores)
+    receive = share * model.nbytes / machine.receive_bytes_per_s
+    memory = int(share * memory_of(model, optimizer))
+    over = {
+        "step": iteration_s is not None and step > iteration_s,
+        "receiving": iteration_s is not None and receive > iteration_s,
+        "memory": memory > machine.memory,
+    }
+    short = tuple(what for what, is_over in over.items() if is_over)
+    return Sizing(nodes, nodes * machine.cores, step, receive, memory, short)
+
+
+def sizings(
+    model: Model,
+    optimizer: KeepsState,
+    times: StepTimes,
+    machine: Machine,
+    iteration_s: float | None,
+    least: int = 4,
+) -> tuple[list[Sizing], Sizing | None]:
+    """From 1 node to the fewest that do, `least` at least; and these, `None` where not even the most do."""
+    found: list[Sizing] = []
+    enough: Sizing | None = None
+    for nodes in range(1, NODES_MAX + 1):
+        one = sizing(model, optimizer, times, machine, nodes, iteration_s)
+        found.append(one)
+        if enough is None and not one.short_of:
+            enough = one
+        if enough is not None and nodes >= least:
+            break
+    return found, enough
+
+
+def memory_of(model: Model, optimizer: KeepsState) -> int:
+    """Bytes of the whole model: parameters and state, twice (a reader may keep a copy), and gradients."""
+    return sum(
+        p.elements * (2 * (ITEMSIZES[p.dtype] + optimizer.state_bytes(p.dtype)) + SETS * ITEMSIZES[p.dtype])
+        for p in model.parameters
+    )

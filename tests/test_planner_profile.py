@@ -1,0 +1,347 @@
+"""A machine as a shadow node: real sockets and steps of a small model, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from checkmate.layout import Parameter
+from planner import machine, profile_receive, profile_step
+from planner.demand import Demand, Setting
+from planner.models import Model, layers_of, load_model
+from planner.optimizers import NamedOptimizer
+from planner.profile_figure import Line, write_figure
+from planner.profile_step import TooLittleMemory, needed, samples_of
+from planner.scaling import (
+    NODES_MAX,
+    Profile,
+    ProfileError,
+    StepTimes,
+    amdahl,
+    curve,
+    dtype_of,
+    largest_share,
+    predicted,
+    read_profile,
+)
+from planner.sizing import Machine, memory_of, sizings
+from tests.jobs_made import job, job_data
+from tests.test_cli import invoke
+
+ADAMW = NamedOptimizer("adamw")
+TINY = "tests.test_planner_profile:tiny"
+
+
+def tiny() -> nn.Module:
+    """For --model: 24 equal layers, so that shards can be equal."""
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(24))})
+
+
+@cache
+def named(name: str) -> Model:
+    return load_model(name)
+
+
+def times(seconds: dict[int, float], elements: int = 1000) -> StepTimes:
+    return StepTimes("m", "AdamW", "float32", elements, seconds, by_layer=False)
+
+
+COUNTS = st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True).map(sorted)
+
+
+@given(COUNTS, st.floats(1e-3, 10), st.floats(1e-3, 10))
+def test_amdahls_law_is_found_again(counts: list[int], fixed: float, shared: float) -> None:
+    measured = {n: fixed + shared / n for n in counts}
+    assert amdahl(measured) == pytest.approx((fixed, shared), rel=1e-3, abs=1e-4)
+    found = times(measured)
+    for cores in (*counts, 0.5 * (counts[0] + counts[1]), counts[-1] + 1, 4 * counts[-1]):
+        assert found.on(cores) == pytest.approx(fixed + shared / cores, rel=1e-3)
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(1e-3, 10), min_size=1, max_size=6), st.floats(0.5, 200))
+def test_whatever_was_measured_times_are_positive_and_kept(seconds: dict[int, float], cores: float) -> None:
+    found = times(dict(sorted(seconds.items())))
+    assert all(found.on(n) == took for n, took in seconds.items())
+    assert 0 < found.on(cores) <= max(seconds.values()) * max(1, min(seconds) / cores) * (1 + 1e-9)
+    assert min(amdahl(found.seconds)) >= 0
+
+
+def test_one_measurement_promises_nothing_of_more_cores() -> None:
+    assert times({4: 2.0}).on(28) == 2.0
+    assert times({4: 2.0}).on(1) == 8.0
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 16))
+def test_the_fullest_node_decides(sizes: list[int], nodes: int) -> None:
+    model = Model("m", tuple(Parameter(f"p{i}", (n,), "float32") for i, n in enumerate(sizes)))
+    share = largest_share(model, nodes)
+    assert 1 / nodes - 1e-9 <= share <= 1
+    assert share * sum(sizes) >= max(sizes) - 1e-6
+    measured = times({1: 3.0, 4: 1.0}, sum(sizes))
+    assert predicted(measured, model, nodes, 4) == pytest.approx(share)
+
+
+def test_the_curve_adds_a_node_for_every_so_many_cores() -> None:
+    model = load_model(TINY)
+    points = curve(times({1: 4.0, 2: 2.0}), model, 2, 3)
+    assert [(p.cores, p.nodes) for p in points] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3)]
+    assert [p.seconds for p in points] == pytest.approx([4 / n for n in range(1, 7)])
+
+
+def test_the_papers_gpt3_needs_one_node() -> None:
+    """6 s with one core, 500 ms with 28; an iteration of batch 4 takes more than 2 s (the paper)."""
+    model = load_model("GPT3-6.7B")
+    measured = StepTimes("GPT3-6.7B", "AdamW", "bfloat16", model.elements, {1: 6.0, 28: 0.5}, by_layer=False)
+    node = Machine(28, 10**12, 25e9)
+    found, enough = sizings(model, ADAMW, measured, node, 2.0)
+    assert enough is not None
+    assert enough.nodes == 1
+    assert [s.nodes for s in found] == [1, 2, 3, 4]
+    assert found[1].step_seconds == pytest.approx(0.25, rel=0.02)
+
+
+@settings(max_examples=40)
+@given(
+    st.floats(0.01, 20), st.floats(1e9, 1e12), st.floats(1e8, 1e12), st.sampled_from(["GPT3-XL", "ResNet50"])
+)
+def test_the_number_of_nodes_is_the_fewest(iteration: float, memory: float, rate: float, name: str) -> None:
+    model = named(name)
+    node = Machine(4, int(memory), rate)
+    found, enough = sizings(model, ADAMW, times({1: 6.0, 4: 2.0}, model.elements), node, iteration)
+    fitting = [s.nodes for s in found if not s.short_of]
+    assert (enough.nodes if enough else None) == (fitting[0] if fitting else None)
+    if enough is None:
+        assert len(found) == NODES_MAX
+    for one in found:
+        assert ("step" in one.short_of) == (one.step_seconds > iteration)
+        assert ("memory" in one.short_of) == (one.memory_bytes > int(memory))
+
+
+def test_memory_is_that_of_a_plan() -> None:
+    model = load_model("ResNet50")
+    (node,) = Demand(job(nodes=1), (model,), Setting(ADAMW, 1e11, 1)).nodes
+    assert memory_of(model, ADAMW) == node.memory.total - node.memory.socket_buffers
+
+
+def test_a_model_that_fits_is_stepped_whole() -> None:
+    model = load_model(TINY)
+    (sample,) = samples_of(model, ADAMW, needed(model.parameters, ADAMW))
+    assert (sample.parameters, sample.weight) == (model.parameters, 1.0)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(["ResNet50", "GPT3-XL", "LLaMA2-7B"]), st.integers(1 << 20, 20 << 30))
+def test_layers_stand_for_all_of_their_kind_and_fit(name: str, memory: int) -> None:
+    model = named(name)
+    samples = samples_of(model, ADAMW, memory)
+    stepped = sum(sample.weight * sum(p.elements for p in sample.parameters) for sample in samples)
+    assert stepped == pytest.approx(model.elements)
+    for sample in samples:
+        assert needed(sample.parameters, ADAMW) <= memory
+        assert sample.weight >= 1
+    kinds = {tuple((p.shape, p.dtype) for p in layer) for layer in layers_of(model.parameters)}
+    assert len(samples) in (1, len(kinds))
+
+
+def test_too_little_memory_is_said() -> None:
+    with pytest.raises(TooLittleMemory, match="0 MB are too little memory"):
+        samples_of(load_model("ResNet50"), ADAMW, 1)
+
+
+@pytest.mark.parametrize("nics", profile_receive.NICS)
+def test_receiving_is_measured_with_real_sockets(nics: int) -> None:
+    before = children()
+    rates = list(profile_receive.measure(nics, 0.2))
+    assert len(rates) >= 1
+    assert rates[-1] > 1e6
+    assert children() == before
+
+
+def test_receiving_that_is_broken_off_leaves_nothing() -> None:
+    before, threads, files = children(), thread_count(), len(os.listdir("/proc/self/fd"))
+    rates = profile_receive.measure(2, 60)
+    next(rates)
+    rates.close()
+    assert (children(), thread_count()) == (before, threads)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def children() -> list[int]:
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in found.split()]
+
+
+def thread_count() -> int:
+    return threading.active_count()
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 30_000])
+def test_a_step_is_measured_whole_and_by_layer(memory: int) -> None:
+    model = load_model(TINY)
+    threads = torch.get_num_threads()
+    said: list[tuple[str, float]] = []
+    found = profile_step.measure(
+        model, ADAMW, (1, 2), 0.01, memory, lambda text, part: said.append((text, part))
+    )
+    assert list(found.seconds) == [1, 2]
+    assert min(found.seconds.values()) > 0
+    assert found.by_layer == (memory == 30_000)
+    assert sum(part for _, part in said) == pytest.approx(2)
+    assert torch.get_num_threads() == threads
+    assert found.elements == model.elements
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.svg"])
+def test_the_figure_names_axes_models_and_nodes(tmp_path: Path, name: str) -> None:
+    model = load_model(TINY)
+    lines = [
+        Line(model, times({1: 4.0, 2: 2.2})),
+        Line(Model("other", model.parameters), StepTimes("o", "AdamW", "float32", 1, {1: 4.1}, True)),
+    ]
+    file = tmp_path / name
+    write_figure(file, lines, 2, 3, 1.5)
+    written = file.read_bytes()
+    write_figure(file, lines, 2, 3, 1.5)
+    assert file.read_bytes() == written
+    assert [f.name for f in tmp_path.iterdir()] == [name]
+    if name.endswith("png"):
+        assert written.startswith(b"\x89PNG")
+        return
+    text = written.decode()
+    for words in ("cores, over all shadow nodes", "time of an optimizer step", TINY, "other (by layer)"):
+        assert words in text
+    assert all(
+        words in text for words in ("1 node", "2 nodes", "3 nodes", "iteration, 1.5 s", "measured here")
+    )
+
+
+def profile(*options: str) -> tuple[int, str]:
+    return invoke("profile", "--model", TINY, "--seconds", "0.1", "--threads", "1", *options)
+
+
+def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
+    picture = tmp_path / "scaling.svg"
+    code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4")
+    assert code == 0
+    text = output[output.index("{\n") :]
+    said = json.loads(text)
+    assert [step["model"] for step in said["steps"]] == [TINY]
+    assert said["sizes"][0]["nodes_needed"] == 1
+    assert [size["cores"] for size in said["sizes"][0]["nodes"]] == [4, 8, 12, 16]
+    assert set(said["receive_bytes_per_s"]) == {"1", "2"}
+    assert picture.read_text().startswith("<?xml")
+
+    kept = tmp_path / "profile.json"
+    kept.write_text(text)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2)))
+    line: list[str | Path] = [
+        "plan",
+        file,
+        "--capacity",
+        "--model",
+        TINY,
+        "--profile",
+        kept,
+        "--iteration-time",
+        "10s",
+    ]
+    code, output = invoke(*line, "--node-memory", "4GB", "--json")
+    assert code == 0, output
+    plan = json.loads(output[output.index("{\n") :])
+    assert plan["not_checked"] == []
+    step = said["steps"][0]["seconds"]["1"]
+    assert [node["step_seconds"] for node in plan["nodes"]] == pytest.approx([step / 2] * 2)
+    rate = min(said["receive_bytes_per_s"]["2"] / 2, 100e9 / 8)
+    assert plan["nics"][0]["receive_seconds"] == pytest.approx(plan["nics"][0]["bytes"] / rate)
+    code, output = invoke(*line, "--node-memory", "4GB", "--iteration-time", "1us")
+    assert code == 2
+    assert "for the optimizer step of an iteration of 1e-06 s" in " ".join(output.split())
+
+
+def test_the_command_says_what_is_enough() -> None:
+    code, output = profile("--iteration-time", "10s")
+    assert code == 0
+    assert f"{TINY}: 1 shadow node needed" in " ".join(output.split())
+    code, output = profile("--iteration-time", "1us", "--memory", "0.06MB")
+    assert code == 0
+    assert "by layer" in output
+    assert "not even 16 nodes" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--threads", "0"], "--threads must be numbers from 1 to"),
+        (["--threads", "1,x"], "--threads must be numbers from 1 to"),
+        (["--threads", "4096"], "this machine's cores"),
+        (["--plot", "x.pdf"], "--plot: x.pdf must end in .png or .svg"),
+        (["--plot", "/nowhere/x.png"], "/nowhere, which is no folder"),
+        (["--iteration-time", "soon"], "--iteration-time must be a time"),
+        (["--memory", "0GB"], "--memory must be more than 0"),
+        (["--model", "GPT9"], "no model GPT9"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_measured(line: Sequence[str], said: str) -> None:
+    code, output = invoke("profile", *line)
+    assert code == 2
+    assert said in " ".join(output.split())
+
+
+def test_a_profile_of_another_optimizer_is_refused() -> None:
+    kept = Profile(1, {1: 1e9}, (times({1: 1.0}),))
+    with pytest.raises(ProfileError, match="no step of SGD in float32; it has m, AdamW, float32"):
+        kept.steps_of(load_model(TINY), "SGD")
+    assert kept.steps_of(load_model(TINY), "AdamW").model == "m"
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    kept = Profile(8, {1: 1.5e9, 2: 2e9}, (times({1: 1.0, 8: 0.25}),))
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(asdict(kept)))
+    assert read_profile(file) == kept
+    for wrong in ("[]", "{}", '{"steps": [], "cores": 1, "receive_bytes_per_s": {}}', "no"):
+        file.write_text(wrong)
+        with pytest.raises(ProfileError, match="is no profile; make one"):
+            read_profile(file)
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    assert machine.cores() >= 1
+    assert 0 < machine.memory_available() < machine.memory()
+    assert math.isfinite(machine.busy_cores())
+    assert dtype_of(load_model(TINY)) == "float32"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_profile_that_is_interrupted_leaves_nothing_behind(number: signal.Signals) -> None:
+    line = [sys.executable, "-m", "checkmate.cli.entry", "profile", "--model", TINY, "--seconds", "60"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (sender := listed.read_text().split()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in error
+    assert out == ""
+    assert not any(Path(f"/proc/{pid}/stat").exists() for pid in sender)
