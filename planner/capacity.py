@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,14 +24,19 @@ CORES_MOST: Final = 512
 
 @dataclass(frozen=True)
 class SwitchUse:
-    """How much of each thing a switch needs and holds; and its ports that the job takes."""
+    """How much of each thing a switch needs, what each target holds of it, and the ports that the job takes."""
 
     switch: str
     target: str
     used: Mapping[str, int]
-    holds: Mapping[str, int]
+    targets: Mapping[str, Mapping[str, int]]
     training_ports: int
     shadow_ports: int
+
+    @property
+    def holds(self) -> Mapping[str, int]:
+        """What its own target does."""
+        return self.targets[self.target]
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,9 @@ def _tables(found: Capacity, with_channels: Callable[[int], Sequence[SwitchUse]]
                 for channels in range(job.channels - 1, 0, -1)
                 if _use_of(with_channels(channels), use.switch, what) <= use.holds[what]
             )
-            channels = next(fitting, None)
-            change = (
-                f"use at most {counted(channels, 'channel')}"
-                if channels
-                else "fewer channels alone don't help: spread the DP groups over more switches"
-            )
+            changes = [f"at most {counted(channels, 'channel')}" for channels in itertools.islice(fitting, 1)]
+            changes += [f"a {target}" for target, holds in use.targets.items() if holds[what] >= needed]
+            change = _or(changes) if changes else "spread the DP groups over more switches"
             message = (
                 f"{needed:,} {what} needed on switch {use.switch} ({use.target}), "
                 f"which holds {use.holds[what]:,}; {change}"

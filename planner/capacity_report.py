@@ -111,12 +111,17 @@ def _summary(found: Capacity) -> Table:
 
 
 def _switch(use: SwitchUse) -> Table:
-    made = _table(f"switch {use.switch} ({use.target})", ("what",), ("used", "holds", "share"))
+    """Targets that hold the same share a column; the switch's own comes first."""
+    alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for target in sorted(use.targets, key=lambda name: (name != use.target, name)):
+        alike.setdefault(tuple(sorted(use.targets[target].items())), []).append(target)
+    columns = [f"held by {', '.join(names)}" for names in alike.values()]
+    made = _table(f"switch {use.switch} ({use.target})", ("what",), ("used", "share", *columns))
     for what, used in sorted(use.used.items()):
-        share = f"{used / use.holds[what]:.1%}"
-        made.add_row(what, f"{used:,}", f"{use.holds[what]:,}", share)
-    made.add_row("ports of ranks", f"{use.training_ports:,}", "", "")
-    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}", "", "")
+        held = [f"{dict(holds)[what]:,}" for holds in alike]
+        made.add_row(what, f"{used:,}", f"{used / use.holds[what]:.1%}", *held)
+    made.add_row("ports of ranks", f"{use.training_ports:,}")
+    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}")
     return made
 
 

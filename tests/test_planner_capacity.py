@@ -268,12 +268,14 @@ def test_a_full_table_names_the_most_channels_that_fit() -> None:
     made = job(channels=8)
 
     def uses(channels: int) -> list[SwitchUse]:
-        return [SwitchUse("tor0", "bmv2", {"streams": 10 * channels}, {"streams": 35}, 2, 2)]
+        targets = {"bmv2": {"streams": 35}, "tofino": {"streams": 80}, "tofino2": {"streams": 79}}
+        return [SwitchUse("tor0", "bmv2", {"streams": 10 * channels}, targets, 2, 2)]
 
     found = Capacity(demand(made, model(1000)), Limits(LINE), tuple(uses(8)))
     (fault,) = misfits(found, uses)
     assert fault.message == (
-        "80 streams needed on switch tor0 (bmv2), which holds 35; use at most 3 channels"
+        "80 streams needed on switch tor0 (bmv2), which holds 35; "
+        "it would fit with at most 3 channels, or with a tofino"
     )
 
 
@@ -352,6 +354,12 @@ def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], said: str)
     code, output = invoke("plan", job_file, "--capacity", *line)
     assert code == 2
     assert said in " ".join(output.split())
+
+
+def test_options_of_capacity_are_refused_without_it(job_file: Path) -> None:
+    code, output = invoke("plan", job_file, "--iteration-time", "1s")
+    assert code == 2
+    assert "--iteration-time goes with --capacity" in output
 
 
 def test_two_jobs_are_refused(tmp_path: Path) -> None:

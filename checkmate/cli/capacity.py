@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from checkmate.jobs import JobError, JobSet, Located, locate
 from checkmate.schema import Job
 from controlplane import plan as planning
 from controlplane.codec import Codec
+from controlplane.errors import ControlError
 
 if TYPE_CHECKING:
     from planner.capacity import Capacity, Limits, SwitchUse
@@ -82,6 +84,20 @@ class Wanted:
     profile: Path | None
     cores: int | None
     receive_buffer: int
+
+    @property
+    def given(self) -> list[str]:
+        """Those that say nothing without `--capacity`."""
+        said = {
+            "--model": self.models,
+            "--dtype": self.dtype,
+            "--iteration-time": self.iteration_time,
+            "--nic-rate": self.nic_rate,
+            "--node-memory": self.node_memory,
+            "--profile": self.profile,
+            "--cores": self.cores,
+        }
+        return [option for option, value in said.items() if value]
 
 
 class DoesNotFit(JobError):
@@ -172,13 +188,28 @@ def _switches(job: Job) -> list[SwitchUse]:
     from planner.capacity import SwitchUse  # noqa: PLC0415
 
     targets = {switch.name: switch.target for switch in job.fabric.switches}
+    holds = {target: limits for target in planning.GROUPS_MAX if (limits := _limits_of(target))}
     found = []
     for name, plan in planning.plan([job]).items():
-        holds = planning.limits(targets[name], Codec.for_target(targets[name]).table_sizes())
         ranks = sum(rank.switch == name for group in job.dp_groups for rank in group.ranks)
         nics = sum(nic.switch == name for node in job.shadow_nodes for nic in node.nics)
-        found.append(SwitchUse(name, targets[name], plan.usage(), holds, ranks, nics))
+        own = {targets[name]: table_limits(targets[name])}
+        found.append(SwitchUse(name, targets[name], plan.usage(), {**holds, **own}, ranks, nics))
     return found
+
+
+@cache
+def table_limits(target: str) -> Mapping[str, int]:
+    """How much of each thing a target holds. `NotCompiled` where its P4Info isn't there."""
+    return planning.limits(target, Codec.for_target(target).table_sizes())
+
+
+def _limits_of(target: str) -> Mapping[str, int] | None:
+    """The same of a target that the job may not have; `None` where its P4Info isn't there."""
+    try:
+        return table_limits(target)
+    except ControlError:
+        return None
 
 
 def _with_channels(job: Job, channels: int) -> Job:

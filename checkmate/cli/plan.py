@@ -89,21 +89,23 @@ def plan(
     Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
     switch_extra()
+    wanted = capacities.Wanted(
+        models or (),
+        optimizer,
+        dtype,
+        iteration_time,
+        link_rate,
+        nic_rate,
+        node_memory,
+        profile,
+        cores,
+        receive_buffer,
+    )
     if capacity:
-        wanted = capacities.Wanted(
-            models or (),
-            optimizer,
-            dtype,
-            iteration_time,
-            link_rate,
-            nic_rate,
-            node_memory,
-            profile,
-            cores,
-            receive_buffer,
-        )
         capacities.show(set_of(jobs), wanted, as_json=as_json)
         return
+    if wanted.given:
+        raise UsageFault(f"{wanted.given[0]} goes with --capacity")
     found = set_of(jobs)
     loaded, plans = checked_plan(found)
     if pfc or bfrt:
