@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -56,6 +57,11 @@ def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
 def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[Run, list[tuple[int, str]]]:
     """Both ranks to their end: what they left, and each one's status and errors."""
     file = Orders(str(folder), layers=1, width=32, **orders).write(folder / "orders.json")
+    return Run(folder, 2), run_ranks(folder, nodes, "tests.training_script", str(file))
+
+
+def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[tuple[int, str]]:
+    """Both ranks of a program to their end: each one's status and errors."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     common = {
@@ -68,7 +74,7 @@ def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[Run,
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training_script", str(file)],
+            [sys.executable, "-m", *program],
             cwd=ROOT,
             env={**common, "RANK": str(rank)},
             stderr=subprocess.PIPE,
@@ -81,7 +87,7 @@ def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[Run,
     finally:
         for process in ranks:
             process.kill()
-    return Run(folder, 2), [(code, errors) for errors, code in ends]
+    return [(code, errors) for errors, code in ends]
 
 
 def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
@@ -159,3 +165,26 @@ def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp
         assert "no folder of checkpoints is named (checkpoints=, or CHECKMATE_CHECKPOINTS)" in errors
         assert "fresh=True starts anew" in errors
     nodes[1].start()
+
+
+@pytest.mark.slow
+def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    """No thread, hook, tagger or socket: another model can be protected, or the script goes on without."""
+    ends = run_ranks(tmp_path, nodes, "tests.half_way_script", str(tmp_path))
+    assert [code for code, _ in ends] == [0, 0], ends
+    nothing = {
+        "hooks": 0,
+        "clipped": 0,
+        "protected": 0,
+        "tagger": 0,
+        "ring": 0,
+        "interval": 0.005,
+        "threads": [],
+    }
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert "hook" in found["hook"].pop("error")
+        assert "NoScaler" in found["scaler"].pop("error")
+        found.get("alone", {}).pop("error", None)
+        assert found == dict.fromkeys(found, nothing)
+        assert ("alone" in found) == (rank == 0)

@@ -21,6 +21,7 @@ from checkmate.optimizers import apply_options, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica import Replica
 from checkmate.training import session
+from checkmate.training.checks import check_kept
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Noted, Recorder, RefusedError, Watched
 from checkmate.training.slices import EXACT_BYTES, Buffers, Rotation, Slices, fitting, kept_beside
@@ -382,6 +383,29 @@ def test_buffers_that_no_record_can_hold_are_left_out_and_named(caplog: pytest.L
     assert list(find()) == ["small", "middle"]
     assert "to make them itself: large" in caplog.text
     assert list(fitting(lambda: dict(model.named_buffers()))()) == ["small", "large", "middle"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "torch.sparse_coo"),
+        (torch.empty(3, device="meta"), "meta"),
+        (torch.ones(3).as_subclass(type("Labelled", (torch.Tensor,), {})), "Labelled"),
+        (torch.ones(3, dtype=torch.complex64).conj(), ""),
+        (torch.ones(1).expand(5), ""),
+        (torch.ones(2).half(), ""),
+    ],
+)
+def test_buffers_that_cannot_be_kept_are_refused(tensor: torch.Tensor, kind: str) -> None:
+    """Before training begins, and not with the first record."""
+    loop = Loop(adamw)
+    loop.model.last.register_buffer("odd", tensor)
+    watched = Watched(loop.ddp, loop.optimizer)
+    if not kind:
+        check_kept(watched)
+        return
+    with pytest.raises(state.StateError, match=f"last.odd, a buffer .* can't be kept, for it is {kind}: "):
+        check_kept(watched)
 
 
 def test_buffers_are_sent_again_for_a_node_that_comes_back() -> None:

@@ -93,13 +93,14 @@ class Line:
             return self._changed.wait_for(lambda: not self._parts, timeout)
 
     def close(self) -> None:
-        """End the thread; what is still queued is lost."""
+        """End the thread, if it was started; what is still queued is lost."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
         if self._call is not None:
             self._call.cancel()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE

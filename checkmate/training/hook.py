@@ -10,6 +10,7 @@ the order of summation nor the bits depend on DDP's (design, section 7).
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -71,11 +72,7 @@ class GradientHook:
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(parameters)
         }
-        self._stagings = {
-            device: staging_for(device, self._staging_failed)
-            for device in {parameter.device for parameter in parameters}
-        }
-        pinned = any(device.type == "cuda" for device in self._stagings)
+        pinned = any(parameter.device.type == "cuda" for parameter in parameters)
         self.tensors = [
             torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), pin_memory=pinned)
             for bucket in layout.buckets
@@ -91,10 +88,18 @@ class GradientHook:
         self._next = 0  # to be submitted
         self._ends: dict[int, dict[tuple[int, int], int]] = {}
         self._reduced: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
-        self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
-        self._finisher.start()
-        ddp.register_comm_hook(self, GradientHook.run)
+        self._stagings: dict[torch.device, Staging] = {}
+        with ExitStack() as undo:
+            for device in {parameter.device for parameter in parameters}:
+                self._stagings[device] = staging_for(device, self._staging_failed)
+                undo.callback(self._stagings[device].close)
+            self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
+            self._finisher.start()
+            undo.callback(self._end_finisher)
+            self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
+            undo.callback(self._allreduce.close)
+            ddp.register_comm_hook(self, GradientHook.run)
+            self._undo = undo.pop_all()
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one of DDP's buckets; the future has it back, reduced. On the thread that runs backward."""
@@ -133,11 +138,11 @@ class GradientHook:
 
     def close(self) -> None:
         """End the threads; a reduction under way fails, and breaks the ring. The ring stays the caller's."""
-        self._allreduce.close()
+        self._undo.close()
+
+    def _end_finisher(self) -> None:
         self._reduced.put(None)
         self._finisher.join()
-        for staging in self._stagings.values():
-            staging.close()
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """The bucket's gradients by parameter, in place, without those of empty parameters."""

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final
 
-import grpc
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate import state
 from checkmate.layout import Layout
-from checkmate.optimizers import UnsupportedOptimizer, spec_of
-from checkmate.ring import Place, Ring, connect_ring
+from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.schema import ShadowNode
 from checkmate.training import restore, session
-from checkmate.training.client import Line, Stubs, reason
+from checkmate.training.checks import check_all_stepped, check_kept
+from checkmate.training.client import Line, Stubs
 from checkmate.training.hook import GradientHook
 from checkmate.training.publish import Author, Publisher
+from checkmate.training.ready import await_ready
 from checkmate.training.records import Recorder, Watched
 from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.session import Session
 from checkmate.training.slices import Buffers, Slices, kept_beside, state_names, synchronised
 from checkmate.training.steps import Steps
+from checkmate.training.wiring import connect
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -41,7 +41,6 @@ WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
 """How long `close` waits until the shadow nodes have the last record."""
 HASTE_SECONDS: Final = 0.5
-_POLL_SECONDS: Final = 0.1
 
 
 def protect(
@@ -64,28 +63,20 @@ def protect(
     deadline = time.monotonic() + wait
     place = session.join(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
-    _check_kept(watched)
-    stubs = Stubs(place.job)
-    start = restore.take_start()
-    if start is None:
-        start = Start(restore.plan_fresh(place, stubs, min(wait, restore.FRESH_SECONDS)))
-        if start.plan.trouble and place.rank == 0:
-            _log.warning("%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble)
-    return Protection(place, watched, stubs, start, deadline)
-
-
-def _check_kept(watched: Watched) -> None:
-    """`StateError` where something can't be kept, before training begins."""
-    for name, give in (
-        ("scheduler", watched.scheduler and watched.scheduler.state_dict),
-        ("scaler", watched.scaler and watched.scaler.state_dict),
-        ("extra", watched.extra),
-    ):
-        if give is not None:
-            try:
-                state.dumps(give())
-            except state.StateError as error:
-                raise state.StateError(f"{name}: {error}") from None
+    check_kept(watched)
+    with ExitStack() as undo:
+        stubs = Stubs(place.job)
+        undo.callback(stubs.close)
+        start = restore.take_start()
+        if start is None:
+            start = Start(restore.plan_fresh(place, stubs, min(wait, restore.FRESH_SECONDS)))
+            if start.plan.trouble and place.rank == 0:
+                _log.warning(
+                    "%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble
+                )
+        protection = Protection(place, watched, stubs, start, deadline)
+        undo.pop_all()
+        return protection
 
 
 class Protection:
@@ -96,36 +87,43 @@ class Protection:
         self._watched = watched
         self._stubs = stubs
         self._start = start
-        names = session.trained(watched.ddp)
-        parameters = list(names.values())
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        self._layout: Layout = session.lay_out(watched.ddp, place.shards)
-        self._spec = spec_of(watched.optimizer, numbers)
-        _check_all_stepped(self._spec, list(names))
-        self._device = parameters[0].device.type
-        self._steps = Steps(start.next_iteration)
-        self._tagger, self._ring = _connect(place, self._layout, start)
-        self._hook = GradientHook(watched.ddp, self._layout, parameters, self._ring, start.next_iteration)
-        plan = start.plan
-        author = Author(place.job.job, plan.incarnation, plan.run, place.group, place.position, place.side)
-        begin = self._begin_request if place.first else None
-        self._lines = [
-            Line(node, stubs.to(node.id), begin, self._replied, self._begun) for node in place.nodes
-        ]
-        source = Source(parameters, watched.optimizer, self._steps)
-        self._seeders = {
-            node.id: Seeder(node.id, stubs.to(node.id), source, self._seed_header) for node in place.nodes
-        }
-        self._publisher = Publisher(author, self._lines, self._hook.passed, self._fault)
-        self._buffers = self._new_buffers()
-        self._recorder = self._new_recorder(names)
-        self._hook.on_reduced = self._recorder.reduced
         self._troubles: dict[int, str] = {}
         self._closed = False
+        self._last, self._patience, self._deadline = (
+            False,
+            0.0,
+            0.0,
+        )  # of `close`: where we don't come to be, nothing is waited for
         self._pid = os.getpid()
-        session.protected.add(id(watched.ddp))
-        atexit.register(self._at_exit)
-        self._bring_up(deadline)
+        with ExitStack() as undo:
+            undo.callback(stubs.close)
+            names = session.trained(watched.ddp)
+            parameters = list(names.values())
+            numbers = {parameter: number for number, parameter in enumerate(parameters)}
+            self._layout: Layout = session.lay_out(watched.ddp, place.shards)
+            self._spec = spec_of(watched.optimizer, numbers)
+            check_all_stepped(self._spec, list(names))
+            self._device = parameters[0].device.type
+            self._steps = Steps(start.next_iteration)
+            ring = connect(place, self._layout, start, undo)
+            self._hook = GradientHook(watched.ddp, self._layout, parameters, ring, start.next_iteration)
+            undo.callback(self._hook.close)
+            self._lines = [self._new_line(node, undo) for node in place.nodes]
+            source = Source(parameters, watched.optimizer, self._steps)
+            self._seeders = {node.id: self._new_seeder(node, source, undo) for node in place.nodes}
+            undo.callback(self._finish_lines)
+            self._publisher = Publisher(self._author(), self._lines, self._hook.passed, self._fault)
+            undo.callback(lambda: self._publisher.close(self._patience))
+            self._buffers = self._new_buffers()
+            self._recorder = self._new_recorder(names)
+            undo.callback(lambda: self._recorder.close(self._last))
+            self._hook.on_reduced = self._recorder.reduced
+            session.protected.add(id(watched.ddp))
+            undo.callback(session.protected.discard, id(watched.ddp))
+            atexit.register(self._at_exit)
+            undo.callback(atexit.unregister, self._at_exit)
+            self._bring_up(deadline)
+            self._undo = undo.pop_all()
 
     @property
     def iteration(self) -> int:
@@ -146,25 +144,10 @@ class Protection:
         if self._closed:
             return
         self._closed = True
-        last = last and _ends_well(sys.exc_info()[1])
-        atexit.unregister(self._at_exit)
-        session.protected.discard(id(self._watched.ddp))
-        patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
-        deadline = time.monotonic() + patience
-        self._recorder.close(last)
-        self._publisher.close(patience)
-        for line in self._lines:
-            if line.connected:
-                line.finish(deadline - time.monotonic())
-        for seeder in self._seeders.values():
-            seeder.close()
-        for line in self._lines:
-            line.close()
-        self._hook.close()
-        self._ring.close()
-        if self._tagger is not None:
-            self._tagger.close()
-        self._stubs.close()
+        self._last = last and _ends_well(sys.exc_info()[1])
+        self._patience = FLUSH_SECONDS if self._last and self._hook.error is None else HASTE_SECONDS
+        self._deadline = time.monotonic() + self._patience
+        self._undo.close()
 
     def __enter__(self) -> Protection:
         return self
@@ -173,6 +156,26 @@ class Protection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(last=_ends_well(error))
+
+    def _author(self) -> Author:
+        place, plan = self.session, self._start.plan
+        return Author(place.job.job, plan.incarnation, plan.run, place.group, place.position, place.side)
+
+    def _new_line(self, node: ShadowNode, undo: ExitStack) -> Line:
+        begin = self._begin_request if self.session.first else None
+        line = Line(node, self._stubs.to(node.id), begin, self._replied, self._begun)
+        undo.callback(line.close)
+        return line
+
+    def _new_seeder(self, node: ShadowNode, source: Source, undo: ExitStack) -> Seeder:
+        seeder = Seeder(node.id, self._stubs.to(node.id), source, self._seed_header)
+        undo.callback(seeder.close)
+        return seeder
+
+    def _finish_lines(self) -> None:
+        for line in self._lines:
+            if line.connected:
+                line.finish(self._deadline - time.monotonic())
 
     def _new_recorder(self, names: Mapping[str, nn.Parameter]) -> Recorder:
         return Recorder(
@@ -205,7 +208,7 @@ class Protection:
         self._seed_at_start(box[0])
         waiting = [""]
         if place.first:
-            waiting = [self._await_ready(deadline)]
+            waiting = [await_ready(place, self._stubs, self.incarnation, deadline)]
         dist.broadcast_object_list(waiting, src=place.spokesman, group=self._watched.ddp.process_group)
         if place.first and waiting[0]:
             _log.warning("training begins without all shadow nodes: %s", waiting[0])
@@ -218,33 +221,6 @@ class Protection:
             for node in place.holders(shard):
                 if node.id in begun and node.id not in kept:
                     self._seeders[node.id].want(shard, self._layout.of_shard(shard))
-
-    def _await_ready(self, deadline: float) -> str:
-        """Wait until all holds of the group are connected and seeded; what isn't, by then."""
-        while True:
-            lacking = self._lacking()
-            if not lacking or time.monotonic() > deadline:
-                return "; ".join(lacking)
-            time.sleep(_POLL_SECONDS)
-
-    def _lacking(self) -> list[str]:
-        """What keeps the group's nodes from following, if anything does."""
-        place, found = self.session, []
-        for node in place.nodes:
-            try:
-                status = self._stubs.to(node.id).Status(pb.StatusRequest(job=place.job.job), timeout=2)
-            except grpc.RpcError as error:
-                found.append(f"shadow node {node.id} ({node.mgmt}): {reason(error)}")
-                continue
-            held = {
-                hold.shard.shard: hold
-                for hold in status.holds
-                if (hold.shard.group, hold.incarnation) == (place.group, self.incarnation)
-            }
-            for shard in range(place.shards):
-                if node in place.holders(shard) and (trouble := _not_ready(held.get(shard))):
-                    found.append(f"shadow node {node.id}, shard {shard}: {trouble}")
-        return found
 
     def _begin_request(self) -> pb.BeginRequest:
         """What the group's first rank says to a node, at connect and at every reconnect."""
@@ -313,55 +289,3 @@ class Protection:
 def _ends_well(error: BaseException | None) -> bool:
     """Whether a script that ends by this has come to its end; `sys.exit(0)` is none that failed."""
     return error is None or (isinstance(error, SystemExit) and not error.code)
-
-
-def _check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
-    """`UnsupportedOptimizer` where another optimizer would step a parameter: nodes wouldn't know."""
-    stepped = {number for group in spec.groups for number in group.parameters}
-    left = [name for number, name in enumerate(names) if number not in stepped]
-    if left:
-        raise UnsupportedOptimizer(
-            f"the optimizer lacks {left[0]} and {len(left) - 1} others that are trained: give them to it, in "
-            "a parameter group, or set requires_grad=False; one optimizer steps a protected model"
-        )
-
-
-def _not_ready(hold: pb.HoldStatus | None) -> str:
-    """Why a hold can't follow yet; empty where it can."""
-    if hold is None:
-        return "not begun"
-    if hold.connected < hold.streams:
-        return f"{hold.connected} of {hold.streams} streams are connected"
-    return "" if hold.seeded else "not seeded"
-
-
-def _connect(place: Session, layout: Layout, start: Start) -> tuple[Tagger | None, Ring]:
-    """The tagger on boundary ranks, and the ring."""
-    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}".encode()
-    where = Place(
-        place.position,
-        place.ips,
-        place.job.channels,
-        incarnation=start.plan.incarnation,
-        dscp_bit=place.job.tag.dscp_bit,
-        fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
-    )
-    tagger, trouble = None, None
-    if place.side is not None:
-        try:
-            tagger = Tagger.attach()
-        except TaggerUnavailable as error:
-            trouble = (f"rank {place.rank}: {error.missing}", error.remedy)
-    troubles: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(troubles, trouble)
-    found = next((one for one in troubles if one is not None), None)
-    if found is not None:
-        if tagger is not None:
-            tagger.close()
-        raise TaggerUnavailable(*found)
-    try:
-        return tagger, connect_ring(where, tagger)
-    except BaseException:
-        if tagger is not None:
-            tagger.close()
-        raise

@@ -106,15 +106,16 @@ class Recorder:
         self.fault: Exception | None = None
         """Set by another thread: raised at the next step."""
         self._parameters = list(names.values())
+        # First: a thing that is no scaler is an error, and leaves no hook behind.
+        self._scaler = (
+            ScalerWatch(watched.scaler, watched.optimizer, self) if watched.scaler is not None else None
+        )
         self._handles = [
             watched.optimizer.register_step_pre_hook(self._before_step),
             watched.optimizer.register_step_post_hook(self._after_step),
             watched.ddp.register_forward_pre_hook(self._before_forward),
         ]
         clip.listen(self._parameters, self._before_scaling, self._clipped)
-        self._scaler = (
-            ScalerWatch(watched.scaler, watched.optimizer, self) if watched.scaler is not None else None
-        )
 
     def reduced(self, iteration: int) -> None:
         """DDP has finished an iteration's backward: gradients are what shadow nodes get."""
