@@ -24,7 +24,7 @@ CORES_MOST: Final = 512
 
 @dataclass(frozen=True)
 class SwitchUse:
-    """How much of each thing a switch needs, what each target holds of it, and the ports that the job takes."""
+    """How much of each thing a switch needs and each target holds; and its ports that the job takes."""
 
     switch: str
     target: str

@@ -187,7 +187,7 @@ def _switches(job: Job) -> list[SwitchUse]:
     """What the control plane would install, with every stream connected."""
     from planner.capacity import SwitchUse  # noqa: PLC0415
 
-    targets = {switch.name: switch.target for switch in job.fabric.switches}
+    targets: dict[str, str] = {switch.name: switch.target for switch in job.fabric.switches}
     holds = {target: limits for target in planning.GROUPS_MAX if (limits := _limits_of(target))}
     found = []
     for name, plan in planning.plan([job]).items():
