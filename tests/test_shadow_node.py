@@ -78,9 +78,12 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     here = world(nodes=2, ranks=2, replicas=2)
     training = here.started()
     watch = Watch(here.nodes[1].node)
+    start = time.monotonic()
     for _ in range(2):
         training.iterate()
     here.stepped(1)
+    taken = time.monotonic() - start
+    assert all(0 < here.status(node).pull_seconds < taken for node in here.nodes)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(picture(watch.see()))
     said = console.export_text()
@@ -88,7 +91,7 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     assert said.count("live") == 2
     assert "127.0.4.2" in said
     assert " B/s" in said or " kB/s" in said
-    assert "memory" in said
+    assert "memory" in said and "pull" in said and "step" in said
     fence(here, training)
     console.print(picture(watch.see()))
     assert "fenced" in console.export_text()

@@ -232,6 +232,22 @@ def test_a_stream_pauses_while_no_set_of_buckets_is_free(pipe: Callable[[], Pipe
     assert one.reader.bytes == 3 * len(third)
 
 
+def test_an_iteration_is_timed_from_its_first_byte_to_its_last(pipe: Callable[[], Pipe]) -> None:
+    one = pipe()
+    buckets = {0: iteration_of(one.layout, 0, 0)[0]}
+    data = on_the_wire(one.stream, buckets)
+    before = time.monotonic()
+    one.theirs.sendall(data[:10])
+    wait_until(lambda: one.inlet.received == 10, "ten bytes")
+    between = time.monotonic()
+    time.sleep(0.05)
+    one.theirs.sendall(data[10:])
+    wait_until(lambda: one.inlet.whole == 0, "an iteration")
+    ((iteration, began, ended),) = one.inlet.pulls
+    assert iteration == 0
+    assert before <= began <= between < between + 0.05 < ended <= time.monotonic()
+
+
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_broken_connection_is_noticed_also_in_a_pause_and_what_came_is_read(
     pipe: Callable[[], Pipe], reset: bool

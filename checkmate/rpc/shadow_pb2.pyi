@@ -429,6 +429,7 @@ class NodeStatus(google.protobuf.message.Message):
     STEP_SECONDS_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     NICS_FIELD_NUMBER: builtins.int
+    PULL_SECONDS_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -444,6 +445,8 @@ class NodeStatus(google.protobuf.message.Message):
     """the last step's"""
     memory_bytes: builtins.int
     """resident"""
+    pull_seconds: builtins.float
+    """from the first to the last byte of the last iteration's gradients; waiting included"""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -465,8 +468,9 @@ class NodeStatus(google.protobuf.message.Message):
         step_seconds: builtins.float = ...,
         memory_bytes: builtins.int = ...,
         nics: collections.abc.Iterable[Global___NicStatus] | None = ...,
+        pull_seconds: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus

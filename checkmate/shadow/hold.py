@@ -227,6 +227,16 @@ class Hold:
             return f"the record of iteration {following} has not come"
         return None
 
+    def pull_seconds(self) -> float:
+        """From the first byte to the last of the newest iteration that has come whole; 0 where none has."""
+        inlets = [inlet for inlet in self.inlets if inlet.layout.nbytes]
+        times = [{t: (began, ended) for t, began, ended in tuple(inlet.pulls)} for inlet in inlets]
+        common = set.intersection(*(set(one) for one in times)) if times else set()
+        if not common:
+            return 0.0
+        spans = [one[max(common)] for one in times]
+        return max(ended for _, ended in spans) - min(began for began, _ in spans)
+
     def settle(self) -> None:
         """Drop streams and gradients; the state stays, to be read."""
         for inlet in self.inlets:

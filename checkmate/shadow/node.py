@@ -213,6 +213,7 @@ class Node:
                 torch=torch.__version__,
                 capability=torch.backends.cpu.get_cpu_capability(),
                 trouble=self.troubles,
+                pull_seconds=max((hold.pull_seconds() for _, hold in holds), default=0.0),
                 step_seconds=self.step_seconds,
                 memory_bytes=memory.resident(),
                 nics=[

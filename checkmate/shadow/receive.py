@@ -15,6 +15,8 @@ import socket
 import sys
 import termios
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -95,6 +97,9 @@ class Inlet:
         self._piece = 0
         self._room: memoryview | None = None
         self._stood = (-1, 0.0)
+        self._began: float | None = None  # when the first byte of `iteration` came
+        self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
+        """Of the last iterations: which, and when its first and its last byte came."""
         self._lock = threading.Lock()
         self._closed = False
 
@@ -170,6 +175,8 @@ class Inlet:
                 return self._break(f"the connection broke: {error.strerror}")
             if not count:
                 return self._break(_CLOSED)
+            if self._began is None:
+                self._began = time.monotonic()
             taken += count
             self.position += count
             self.received += count
@@ -199,6 +206,8 @@ class Inlet:
         self._piece += 1
         if self._piece == len(self.layout.pieces):
             self._piece = 0
+            self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
+            self._began = None
             self.iteration += 1
 
 

@@ -104,7 +104,8 @@ def picture(seen: Seen) -> Group:
             size(hold.bytes),
         )
     nics = ", ".join(f"{ip} {size(rate)}/s" for ip, rate in seen.rates.items())
-    lines = [f"{nics}; step {status.step_seconds * 1000:.3g} ms; memory {size(status.memory_bytes)}"]
+    times = f"pull {status.pull_seconds * 1000:.3g} ms; step {status.step_seconds * 1000:.3g} ms"
+    lines = [f"{nics}; {times}; memory {size(status.memory_bytes)}"]
     lines += [f"[yellow]{hold.trouble}[/yellow]" for hold in status.holds if hold.trouble]
     lines += [f"[yellow]{trouble}[/yellow]" for trouble in status.trouble]
     return Group(table, *lines)
