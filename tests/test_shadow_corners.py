@@ -15,8 +15,9 @@ import torch
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
+from checkmate.shadow import restarting
 from checkmate.shadow.commit import Committee
-from checkmate.shadow.group import reusable
+from checkmate.shadow.group import Refused, reusable
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.records import Records
@@ -32,6 +33,29 @@ pytestmark = needs_root  # SO_RCVBUFFORCE
 def world() -> Iterator[Callable[..., World]]:
     with ExitStack() as stack:
         yield lambda **kwargs: World(stack, **kwargs)
+
+
+def test_a_late_fence_leaves_the_next_incarnation_alone(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that still reads on when training begins anew, and one whose caller has gone."""
+    monkeypatch.setattr(restarting, "QUIET", 0.6)
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    node = here.nodes[0].node
+    request = pb.FenceRequest(job=here.job.job, timeout=8)
+    late = training.stubs[0].Fence.future(request, timeout=10)
+    wait_until(lambda: node.fenced, "fenced")
+    training.incarnation, training.first = 1, 1
+    training.begin([0], run="second")
+    with pytest.raises(grpc.RpcError, match="incarnation 1 has begun meanwhile, and is not fenced"):
+        late.result()
+    with pytest.raises(Refused, match="who called has gone"):
+        restarting.fence(node, here.job.job, 5, lambda: False)
+    training.seed_all()
+    here.ready()
+    check_now(here, training)
 
 
 def test_the_parts_of_the_last_step_stay_until_they_are_kept() -> None:

@@ -160,6 +160,23 @@ def test_closing_does_not_wait_for_a_node_that_hangs(node: RecordingNode, stub: 
     assert time.monotonic() - start < 5
 
 
+def test_closing_does_not_wait_for_a_begin_that_is_just_about_to_be_said(
+    node: RecordingNode, stub: ShadowStub
+) -> None:
+    node.hanging = True
+
+    def begin() -> pb.BeginRequest:
+        assert line._closing.wait(10)
+        time.sleep(0.2)  # `close` has looked for a call to cancel, and there was none
+        return pb.BeginRequest()
+
+    line = Line(shadow_node(node), stub, begin, lambda node, reply: None)
+    line.start()
+    start = time.monotonic()
+    line.close()
+    assert time.monotonic() - start < 10
+
+
 def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, stub: ShadowStub) -> None:
     line = Line(shadow_node(node), stub, None, lambda *_: None)
     line.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.group import Group, Refused, check_job
@@ -13,11 +14,18 @@ QUIET = 0.2
 """A fenced node reads on until nothing has come for so many seconds."""
 
 
-def fence(node: Node, job: str, timeout: float) -> pb.NodeStatus:
-    """Stop committing in this incarnation for good, read on until it is quiet, and say what there is."""
+def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lambda: True) -> pb.NodeStatus:
+    """Stop committing in this incarnation for good, read on until it is quiet, and say what there is.
+
+    `Refused`, and another incarnation is left alone, where the answer isn't `wanted` any more when its turn
+    comes, or training has begun anew meanwhile.
+    """
     check_job(node.job, job)
     deadline = time.monotonic() + timeout
     with node.changed:
+        if not wanted():
+            raise Refused("who called has gone: nothing is fenced", precondition=True)
+        committee = node.committee
         node.fenced, node.answered = True, False
         for group in node.groups.values():
             start = (group.begin.incarnation, group.begin.run)
@@ -31,6 +39,9 @@ def fence(node: Node, job: str, timeout: float) -> pb.NodeStatus:
         if (now_seen := _seen(node)) != seen:
             since, seen = time.monotonic(), now_seen
     with node.changed:
+        if node.committee is not committee:
+            number = node.committee.incarnation
+            raise Refused(f"incarnation {number} has begun meanwhile, and is not fenced", precondition=True)
         node.refresh()
         node.answered = True
         return node.status(job)

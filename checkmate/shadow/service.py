@@ -40,7 +40,9 @@ class Service(rpc.ShadowServicer):
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         timeout = min(request.timeout or _left(context), _left(context))
-        return self._answer(context, lambda: restarting.fence(self._node, request.job, timeout))
+        return self._answer(
+            context, lambda: restarting.fence(self._node, request.job, timeout, context.is_active)
+        )
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(

@@ -122,6 +122,8 @@ class Line:
         if self._begin is not None:
             request = self._begin()
             self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
+            if self._closing.is_set():
+                self._call.cancel()
             for warning in self._call.result().warnings:
                 _log.warning("shadow node %d: %s", self.node.id, warning)
             self._on_begun(request)
