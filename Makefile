@@ -28,8 +28,8 @@ lint: setup ## ruff, mypy --strict, import-linter
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --config setup.cfg
 
-ptf: setup ## Packet tests; TARGET=softswitch (default) or bmv2
-	@$(PYTHON) -m ptf_tests --target $(TARGET)
+ptf: setup ## Packet tests; TARGET=softswitch (default) or bmv2; tofino with PTF_CONFIG=FILE
+	@$(PYTHON) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))
 
 p4: setup ## Compile the data plane with p4c
 	@$(PYTHON) -m p4src.compile

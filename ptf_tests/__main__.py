@@ -13,12 +13,14 @@ import sys
 import unittest
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
 
 from ptf_tests import targets
+from ptf_tests.config import Config, ConfigError, read_config
 from ptf_tests.namespace import NamespaceError
 from ptf_tests.report import Row, Teller
 from ptf_tests.targets import TargetError
@@ -32,29 +34,49 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("scapy").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        targets.command(options.target)
+        config = _config(options.target, options.config)
+        target = config.target if config else options.target or "softswitch"
+        if config is None:
+            targets.command(target)
         out = Console(highlight=False, soft_wrap=True, quiet=options.json)
         teller = Teller(out, Console(stderr=True), verbose=options.verbose)
-        rows = run(options.target, options.suite or SUITES, teller)
-    except (TargetError, NamespaceError) as error:
-        print(f"ptf_tests: {error}", file=sys.stderr)
+        rows = run(config or target, options.suite or SUITES, teller)
+    except (TargetError, NamespaceError, ConfigError) as error:
+        for line in str(error).splitlines():
+            print(f"ptf_tests: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ptf_tests: interrupted", file=sys.stderr)
         return 130
     if options.json:
-        print(json.dumps({"target": options.target, "tests": [asdict(row) for row in rows]}, indent=1))
+        print(json.dumps({"target": target, "tests": [asdict(row) for row in rows]}, indent=1))
     return 1 if any(row.outcome == "failed" for row in rows) else 0
 
 
-def run(target: str, suites: Sequence[str], teller: Teller) -> list[Row]:
-    """Run suites in a network namespace of this process's own, which it enters for good."""
+def _config(target: str | None, file: Path | None) -> Config | None:
+    """The file of a switch that is up, which has to be of the target that is asked for."""
+    if file is None:
+        if target in targets.STANDING:
+            raise TargetError(
+                f"a {target} isn't started here: name the file that says where one is, with --config FILE "
+                f"(make ptf TARGET={target} PTF_CONFIG=FILE; docs/tofino.md)"
+            )
+        return None
+    config = read_config(file)
+    if target not in (None, config.target):
+        raise ConfigError(f"{file}: target: is {config.target}, and {target} is asked for")
+    return config
+
+
+def run(where: Config | str, suites: Sequence[str], teller: Teller) -> list[Row]:
+    """Run suites on a target, in a network namespace that this process enters for good; or as a file says."""
     # Imported late: nobody should wait for them to read --help; and PTF greets on stdout.
     with contextlib.redirect_stdout(io.StringIO()):
         from ptf_tests.base import SwitchTest  # noqa: PLC0415
         from ptf_tests.lab import Lab  # noqa: PLC0415
+        from ptf_tests.standing import Standing  # noqa: PLC0415
 
-    lab = Lab(target)
+    lab = Lab(where) if isinstance(where, str) else Standing(where)
     rows: list[Row] = []
     try:
         with teller.running():
@@ -63,7 +85,7 @@ def run(target: str, suites: Sequence[str], teller: Teller) -> list[Row]:
             for suite in suites:
                 tests = loader.loadTestsFromModule(importlib.import_module(f"ptf_tests.{suite}"))
                 rows += teller.suite(suite, tests)
-        teller.end(target, rows)
+        teller.end(lab.target, rows)
     finally:
         lab.close()
     return rows
@@ -75,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Packet tests of the P4 program on a target, in a network namespace of their own.",
         epilog="example: python -m ptf_tests --target bmv2 --suite streams",
     )
-    parser.add_argument("--target", choices=targets.TARGETS, default="softswitch", help="default: softswitch")
+    kinds = (*targets.TARGETS, *targets.STANDING)
+    parser.add_argument("--target", choices=kinds, help="default: softswitch, or the file's")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a switch that is up, as this YAML says")
     parser.add_argument(
         "--suite", choices=SUITES, action="append", help="only this one; may be given more than once"
     )

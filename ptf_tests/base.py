@@ -23,7 +23,7 @@ from controlplane.reconcile import Update
 from controlplane.replication import mark, replicate
 from controlplane.streams import rewrite
 from controlplane.stub import punt
-from ptf_tests.lab import Lab
+from ptf_tests.lab import Stage
 from ptf_tests.packets import (
     BOUNDARY,
     BROADCAST,
@@ -50,7 +50,7 @@ _numbers = itertools.count(1)
 class SwitchTest(BaseTest):  # type: ignore[misc]
     """A test with the one switch under test; it starts with a flood group of all ports."""
 
-    lab: ClassVar[Lab]
+    lab: ClassVar[Stage]
     switch: ClassVar[Switch]
 
     def setUp(self) -> None:

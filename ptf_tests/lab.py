@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import grpc
@@ -26,7 +27,44 @@ _PTF_CONFIG = {
 }
 
 
-class Lab:
+class Stage(ABC):
+    """Where the tests happen: the switch under test, and PTF's data plane (PTF's device 0)."""
+
+    target: str
+
+    @abstractmethod
+    def start(self) -> Switch:
+        """The switch under test, with the program loaded."""
+
+    @abstractmethod
+    def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[Switch]:
+        """Further switches by number, each with its ports' interfaces."""
+
+    @abstractmethod
+    def stop_switches(self, switches: list[Switch]) -> None:
+        """End some switches before the rest."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything that was started."""
+
+    def open_dataplane(self, interfaces: Mapping[int, str]) -> None:
+        """PTF's data plane, over the interfaces that lead to the ports."""
+        ptf.config.update(_PTF_CONFIG)
+        ptf.ptfutils.default_timeout = 5.0
+        ptf.ptfutils.default_negative_timeout = 0.01
+        ptf.dataplane_instance = ptf.dataplane.DataPlane(ptf.config)
+        for port, interface in interfaces.items():
+            ptf.dataplane_instance.port_add(interface, 0, port)
+
+    def close_dataplane(self) -> None:
+        """End it, where it was opened."""
+        if ptf.dataplane_instance is not None:
+            ptf.dataplane_instance.kill()
+            ptf.dataplane_instance = None
+
+
+class Lab(Stage):
     """Enters a new network namespace for good; one for each process."""
 
     def __init__(self, target: str) -> None:
@@ -38,14 +76,9 @@ class Lab:
         namespace.add_links(fabric.interface_pairs())
 
     def start(self) -> Switch:
-        """Start the switch under test, and PTF's data plane (PTF's device 0)."""
+        """Start the switch under test, and PTF's data plane."""
         (switch,) = self.start_switches({0: {port: f"s{port}" for port in PORTS}})
-        ptf.config.update(_PTF_CONFIG)
-        ptf.ptfutils.default_timeout = 5.0
-        ptf.ptfutils.default_negative_timeout = 0.01
-        ptf.dataplane_instance = ptf.dataplane.DataPlane(ptf.config)
-        for port in PORTS:
-            ptf.dataplane_instance.port_add(f"t{port}", 0, port)
+        self.open_dataplane({port: f"t{port}" for port in PORTS})
         for device, port, interface in fabric.host_interfaces():
             ptf.dataplane_instance.port_add(interface, device, port)
         return switch
@@ -77,7 +110,5 @@ class Lab:
 
     def close(self) -> None:
         """End everything that was started; the namespace goes with this process."""
-        if ptf.dataplane_instance is not None:
-            ptf.dataplane_instance.kill()
-            ptf.dataplane_instance = None
+        self.close_dataplane()
         self.stop_switches([switch for _, switch in self._running])

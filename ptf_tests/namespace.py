@@ -47,6 +47,15 @@ def add_links(pairs: Iterable[tuple[str, str]]) -> None:
             ip.link("set", index=ip.link_lookup(ifname=name)[0], state="up")
 
 
+def mtu(name: str) -> int | None:
+    """An interface's MTU in bytes; `None` where there is no such interface."""
+    with IPRoute() as ip:
+        for link in ip.get_links():
+            if link.get_attr("IFLA_IFNAME") == name:
+                return int(link.get_attr("IFLA_MTU"))
+    return None
+
+
 def frames_sent(names: Iterable[str]) -> dict[str, int]:
     """How many frames each interface has sent so far."""
     wanted = set(names)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import grpc
 from finsy import (
@@ -23,10 +23,11 @@ from finsy import (
 from finsy.proto import U128, p4r, p4r_grpc
 
 from controlplane.codec import Codec
-from controlplane.entities import Entity, Entry, Holdings
+from controlplane.entities import Entity, Entry, Group, Holdings
 from controlplane.reconcile import Update, batches, difference
 
 _TIMEOUT = 10.0
+_LOAD_TIMEOUT = 60.0
 _BATCH = 500
 _ELECTION_ID = 1
 
@@ -58,10 +59,17 @@ class Punted:
 
 
 class Switch:
-    """A connected switch; `close` ends the connection."""
+    """A connected switch; `close` ends the connection.
 
-    def __init__(self, address: str, device_id: int, codec: Codec) -> None:
+    `ports`: the switch's own number of each port, where tests use others.
+    """
+
+    def __init__(
+        self, address: str, device_id: int, codec: Codec, ports: Mapping[int, int] | None = None
+    ) -> None:
         self.codec = codec
+        self._ports = dict(ports or {})
+        self._tests_ports = {port: number for number, port in self._ports.items()}
         self.device_id = device_id
         self._channel = grpc.insecure_channel(address)
         self._stub = p4r_grpc.P4RuntimeStub(self._channel)
@@ -103,7 +111,8 @@ class Switch:
                     self._arbitration.put(response.arbitration)
                 elif response.HasField("packet"):
                     packet = P4PacketIn.decode(response, self.codec.schema)
-                    self._punted.put(Punted(packet.payload, int(packet["ingress_port"])))
+                    port = int(packet["ingress_port"])
+                    self._punted.put(Punted(packet.payload, self._tests_ports.get(port, port)))
         except grpc.RpcError:
             return  # closed, by us or with the switch: the next call says so
 
@@ -116,8 +125,24 @@ class Switch:
                 action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
                 config=self.codec.pipeline_config(),
             ),
-            timeout=_TIMEOUT,
+            timeout=_LOAD_TIMEOUT,
         )
+
+    def take_over(self) -> None:
+        """Of a switch that is up: empty it where it runs the program, else load that."""
+        request = p4r.GetForwardingPipelineConfigRequest(
+            device_id=self.device_id, response_type=p4r.GetForwardingPipelineConfigRequest.P4INFO_AND_COOKIE
+        )
+        try:
+            reply = self._stub.GetForwardingPipelineConfig(request, timeout=_TIMEOUT)
+        except grpc.RpcError as error:
+            if not isinstance(error, grpc.Call) or error.code() != grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+            reply = p4r.GetForwardingPipelineConfigResponse()
+        if self.codec.schema.has_p4info(reply.config.p4info):
+            self.reconcile(Holdings())
+        else:
+            self.set_pipeline()
 
     def close(self) -> None:
         """End stream and channel."""
@@ -141,7 +166,7 @@ class Switch:
                 p4r.WriteRequest(
                     device_id=self.device_id,
                     election_id=U128.encode(_ELECTION_ID),
-                    updates=[self.codec.encode_update(update) for update in batch],
+                    updates=[self.codec.encode_update(self._there(update)) for update in batch],
                 ),
                 timeout=_TIMEOUT,
             )
@@ -149,7 +174,12 @@ class Switch:
     def holdings(self) -> Holdings:
         """All table entries and multicast groups that the switch holds."""
         found = (self.codec.decode(entity) for entity in self._read(self.codec.read_all()))
-        return Holdings.of(entity for entity in found if entity is not None)
+        return Holdings.of(_renumbered(entity, self._tests_ports) for entity in found if entity is not None)
+
+    def _there(self, update: Update) -> Update:
+        """An update with the switch's own port numbers."""
+        old, new = (one and _renumbered(one, self._ports) for one in (update.old, update.new))
+        return Update(old, new)
 
     def _read(self, entities: Iterable[p4r.Entity]) -> Iterator[p4r.Entity]:
         request = p4r.ReadRequest(device_id=self.device_id, entities=entities)
@@ -174,7 +204,8 @@ class Switch:
 
     def packet_out(self, port: int, frame: bytes) -> None:
         """Send a frame out of a port (section 16.1)."""
-        self._requests.put(P4PacketOut(frame, padding=0, egress_port=port).encode_update(self.codec.schema))
+        packet = P4PacketOut(frame, padding=0, egress_port=self._ports.get(port, port))
+        self._requests.put(packet.encode_update(self.codec.schema))
 
     def punted(self, timeout: float) -> Punted | None:
         """The next frame for the controller; `None` after `timeout` seconds without."""
@@ -182,3 +213,13 @@ class Switch:
             return self._punted.get(timeout=timeout)
         except queue.Empty:
             return None
+
+
+def _renumbered(entity: Entity, ports: Mapping[int, int]) -> Entity:
+    """The entity with other port numbers: a group's replicas, and where frames are forwarded to."""
+    if isinstance(entity, Group):
+        return Group(entity.id, frozenset((ports.get(port, port), i) for port, i in entity.replicas))
+    if entity.action == "forward":
+        port = entity["port"]
+        return replace(entity, params=(("port", ports.get(port, port)),))
+    return entity

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import IO
 
 TARGETS = ("softswitch", "bmv2")
+STANDING = ("tofino", "tofino2")
+"""Targets that can't be started here: a file says where such a switch is (`config`)."""
 CPU_PORT = 510
 _FIRST_GRPC_PORT = 9559
 _FIRST_THRIFT_PORT = 9090
