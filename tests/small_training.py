@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ class Copies:
         self._nodes = {str(nic.ip): node.id for node in job.shadow_nodes for nic in node.nics}
         self.hellos: list[tuple[int, Hello]] = []
         self.refusing = False
+        self.resetting = False
         self._listeners = [
             socket.create_server((str(s.stub.ip), s.stub.port), backlog=64) for s in job.fabric.switches
         ]
@@ -113,6 +115,11 @@ class Copies:
                 continue
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
             hello = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
+            if self.resetting:  # what was acknowledged a moment ago
+                self.hellos.append((self._nodes[address[0]], hello))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+                continue
             key = (hello.boundary, hello.channel, hello.shadow_id)
             with self._lock:
                 self.hellos.append((self._nodes[address[0]], hello))

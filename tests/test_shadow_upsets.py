@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -52,6 +54,23 @@ def test_a_stub_that_refuses_at_first_is_tried_again(world: Callable[..., World]
     wait_until(lambda: bool(here.status(0).holds[0].seeded), "seeded")
     assert not here.status(0).holds[0].live
     here.copies.refusing = False
+    here.ready()
+    check_now(here, training)
+
+
+def test_a_stub_that_resets_what_it_has_acknowledged_is_not_tried_without_a_pause(
+    world: Callable[..., World],
+) -> None:
+    here = world(nodes=1, ranks=2)
+    here.copies.resetting = True
+    training = here.training()
+    training.begin([0])
+    training.seed_all()
+    time.sleep(1.2)
+    of_one = Counter((hello.boundary, hello.channel) for _, hello in here.copies.hellos)
+    assert len(of_one) == 2 * here.job.channels
+    assert max(of_one.values()) <= 5  # at 0, 0.1, 0.3, 0.7 and 1.5 s
+    here.copies.resetting = False
     here.ready()
     check_now(here, training)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,8 @@ log = logging.getLogger("checkmate")
 
 _TIMEOUT = 5.0
 _BACKOFF = (0.1, 2.0)
+_STEADY = 10.0
+"""A connection that has lasted so many seconds was a good one: the next is tried at once."""
 
 
 class Connector:
@@ -35,9 +38,23 @@ class Connector:
         self._on_change = on_change
         self._stopping = threading.Event()
         self._turns: defaultdict[StreamPlan, threading.Lock] = defaultdict(threading.Lock)
+        self._attached: dict[StreamPlan, float] = {}
+        """When a stream was last connected,"""
+        self._pauses: dict[StreamPlan, float] = {}
+        """and for how long to wait before the next attempt."""
 
     def connect(self, inlet: Inlet, incarnation: int) -> None:
         """Connect a stream at the inlet's position; returns at once. One thread calls it at a time."""
+        self._pauses.pop(inlet.plan, None)
+        self._start(inlet, incarnation)
+
+    def connect_again(self, inlet: Inlet, incarnation: int) -> None:
+        """The same for one that broke: after a pause, which grows, where it breaks soon again and again."""
+        if time.monotonic() - self._attached.get(inlet.plan, 0.0) > _STEADY:
+            self._pauses.pop(inlet.plan, None)
+        self._start(inlet, incarnation)
+
+    def _start(self, inlet: Inlet, incarnation: int) -> None:
         self._turns[inlet.plan]  # made here, so that threads only find it
         name = f"connect {inlet.plan}"
         threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
@@ -47,7 +64,8 @@ class Connector:
         self._stopping.set()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
-        pause, said = _BACKOFF[0], ""
+        said = ""
+        self._pause(inlet.plan)
         while not (inlet.closed or self._stopping.is_set()):
             try:
                 with self._turns[inlet.plan]:
@@ -58,8 +76,13 @@ class Connector:
                 if inlet.broken != said:
                     said = inlet.broken
                     log.warning("%s; trying on", said)
-                self._stopping.wait(pause)
-                pause = min(2 * pause, _BACKOFF[1])
+                self._pause(inlet.plan)
+
+    def _pause(self, plan: StreamPlan) -> None:
+        """Wait before an attempt: not at first, then longer each time."""
+        pause = self._pauses.get(plan, 0.0)
+        self._pauses[plan] = min(max(2 * pause, _BACKOFF[0]), _BACKOFF[1])
+        self._stopping.wait(pause)
 
     def _try(self, inlet: Inlet, incarnation: int) -> None:
         """One attempt. Two at a time, and the late hello of a closed inlet might replace its heir."""
@@ -77,6 +100,7 @@ class Connector:
         if not inlet.attach(sock):
             sock.close()
             return
+        self._attached[plan] = time.monotonic()
         self._readers[plan.nic].add(inlet)
         self._on_change()
 

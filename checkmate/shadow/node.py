@@ -284,4 +284,4 @@ class Node:
         with self.changed:
             group = self.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
-                self.connector.connect(inlet, group.begin.incarnation)
+                self.connector.connect_again(inlet, group.begin.incarnation)
