@@ -44,7 +44,7 @@ def names(front_panel: str | None, ports: Mapping[str, PanelPort]) -> dict[str, 
     return found | {name: port.device_port for name, port in ports.items() if port.device_port is not None}
 
 
-def settings(switch: Switch, device_port: int) -> PortSettings:
+def port_settings(switch: Switch, device_port: int) -> PortSettings:
     """A port's own settings, and where it has none, its switch's. A port without a name has its number."""
     by_port = {port: name for name, port in names(switch.front_panel, switch.ports).items()}
     name = by_port.get(device_port)

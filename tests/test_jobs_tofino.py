@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate import tofino
 from checkmate.jobs import JobError, read_job, read_jobs
 from checkmate.port_checks import resolve
 from checkmate.schema import Job, PanelPort
-from checkmate.switch_ports import FEC, names, settings
+from checkmate.switch_ports import FEC, names, port_settings
 from tests.jobs_made import job_data, tofino_job_data
 
+few = settings(max_examples=40, deadline=None)
 ODD, EVEN, FULL = "wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"
 
 
@@ -62,6 +63,7 @@ def test_front_panels_are_as_switches_show_them() -> None:
 
 
 @given(st.sampled_from(["tofino", "tofino2"]), st.integers(0, 511))
+@few
 def test_every_device_port_has_one_use(target: str, port: int) -> None:
     chip = tofino.CHIPS[target]
     recirculates = port in tofino.recirculation_ports(chip)
@@ -75,7 +77,7 @@ def test_names_become_device_ports(tmp_path: Path) -> None:
     assert [nic.port for nic in job.shadow_nodes[0].nics] == [152, 160]
     (switch,) = job.fabric.switches
     assert switch.packet_port == 192
-    assert settings(switch, 136).name == "2/0"
+    assert port_settings(switch, 136).name == "2/0"
 
 
 def test_names_stand_in_a_fabric_of_its_own_too(tmp_path: Path) -> None:
@@ -108,9 +110,9 @@ def test_a_switch_may_have_a_map_of_its_own(tmp_path: Path) -> None:
     data["fabric"]["switches"][0]["ports"]["2/0"] = {"device_port": 60, "speed": "40G", "cable": 30}
     job = read_job(write(tmp_path, data))
     assert [rank.port for rank in job.dp_groups[0].ranks] == [4, 60, 12]
-    found = settings(job.fabric.switches[0], 60)
+    found = port_settings(job.fabric.switches[0], 60)
     assert (found.name, found.speed, found.fec, found.cable) == ("2/0", "40G", "none", 30.0)
-    assert settings(job.fabric.switches[0], 4).fec == "rs"
+    assert port_settings(job.fabric.switches[0], 4).fec == "rs"
 
 
 @pytest.mark.parametrize(
@@ -194,12 +196,14 @@ junk = st.recursive(
 
 
 @given(junk)
+@few
 def test_no_data_breaks_the_naming_of_ports(data: Any) -> None:
     for fault in resolve(data):
         assert fault.path[-1] == "port"
 
 
 @given(st.data())
+@few
 def test_any_port_of_any_board_is_read_back_by_its_name(data: st.DataObject) -> None:
     board = data.draw(st.sampled_from(sorted(tofino.FRONT_PANELS)))
     name = data.draw(st.sampled_from(sorted(tofino.front_panel(board))))
@@ -211,7 +215,7 @@ def test_any_port_of_any_board_is_read_back_by_its_name(data: st.DataObject) -> 
     switch = Job.model_validate(raw).fabric.switches[0]
     port = raw["dp_groups"][0]["ranks"][0]["port"]
     assert names(board, {name: PanelPort()})[name] == port
-    found = settings(switch, port)
+    found = port_settings(switch, port)
     assert (found.name, found.speed, found.fec) == (name, speed, FEC[speed][-1])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.entities import Entry, Group
@@ -24,6 +24,7 @@ from ptf_tests.packets import PORTS
 from ptf_tests.switch import _renumbered
 from ptf_tests.targets import TargetError
 
+few = settings(max_examples=40, deadline=None)
 ROOT = Path(__file__).resolve().parent.parent
 RIGHT: dict[str, Any] = {
     "target": "tofino",
@@ -98,6 +99,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @given(st.permutations(list(PORTS)), st.frozensets(st.tuples(st.sampled_from(PORTS), st.integers(0, 3))))
+@few
 def test_ports_are_renumbered_and_back(other: list[int], replicas: frozenset[tuple[int, int]]) -> None:
     there = {port: 128 + number for port, number in zip(PORTS, other, strict=True)}
     back = {number: port for port, number in there.items()}

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from checkmate import tofino
 from checkmate.schema import Switch
-from checkmate.switch_ports import PortSettings, settings
+from checkmate.switch_ports import PortSettings, port_settings
 from controlplane.tofino.headroom import ETHERNET
 from controlplane.tofino.pfc import PfcPlan
 
@@ -27,7 +27,7 @@ LOSSY_ICOS = 7
 
 def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> str:
     """The script for one switch; `peers` has each used port with what it leads to."""
-    ports = [settings(switch, number) for number in sorted(peers)]
+    ports = [port_settings(switch, number) for number in sorted(peers)]
     chip = {"tofino": "tf1", "tofino2": "tf2"}[switch.target]
     return "\n".join(
         [

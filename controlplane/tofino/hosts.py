@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from checkmate.schema import Job, Nic, Rank, Switch
-from checkmate.switch_ports import settings
+from checkmate.switch_ports import port_settings
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,6 @@ def _host(name: str, place: Rank | Nic, switch: Switch, job: Job, *, stuck: bool
     ]
     if stuck:
         commands.append(f'ethtool --set-tunable "$DEV" pfc-prevention-tout {switch.pfc.watchdog}')
-    return HostCommands(name, str(place.ip), switch.name, settings(switch, place.port).name, tuple(commands))
+    return HostCommands(
+        name, str(place.ip), switch.name, port_settings(switch, place.port).name, tuple(commands)
+    )

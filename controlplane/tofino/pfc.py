@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from checkmate import tofino
 from checkmate.schema import Job, Switch
-from checkmate.switch_ports import PortSettings, settings
+from checkmate.switch_ports import PortSettings, port_settings
 from controlplane.entities import Group, ip_text
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
@@ -96,14 +96,14 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
         Sender(port, peers[number], headroom(port.speed, port.cable, switch.mtu, chip), _most(copies, number))
         for number in sorted(peers)
         if number not in shadows
-        for port in (settings(switch, number),)
+        for port in (port_settings(switch, number),)
     )
     available = switch.pfc.cells or chip.free_cells
     two_frames = LEAST_FRAMES * cells_of(switch.mtu + ETHERNET, chip)
     threshold = _threshold(switch, senders, available, two_frames)
     admitted = {sender.port.device_port: sender.admitted(threshold) for sender in senders}
     queues = tuple(
-        Queue(settings(switch, number), peers[number], number in shadows, room)
+        Queue(port_settings(switch, number), peers[number], number in shadows, room)
         for number in sorted(peers)
         if (room := _room(number, admitted, copies, shadow=number in shadows))
     )
@@ -202,8 +202,8 @@ def _spreads(
     return [
         Spread(
             group.id,
-            settings(switch, port).name,
-            tuple(settings(switch, out).name for out, _ in sorted(group.replicas)),
+            port_settings(switch, port).name,
+            tuple(port_settings(switch, out).name for out, _ in sorted(group.replicas)),
             admitted[port] * len(group.replicas),
         )
         for port, groups in sorted(copies.items())

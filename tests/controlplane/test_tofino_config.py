@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import unknown_fields
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane import codec as codecs
@@ -26,6 +26,7 @@ from controlplane.tofino.device_config import (
 from p4src import sde_install
 from tests.tofino_made import write_compiled
 
+few = settings(max_examples=40, deadline=None)
 programs = st.builds(
     Program,
     st.text(min_size=1, max_size=20),
@@ -43,6 +44,7 @@ programs = st.builds(
 
 
 @given(programs)
+@few
 def test_pi_form_is_three_parts_each_after_its_length(program: Program) -> None:
     blob = pack(program, "pi")
     (pipeline,) = program.pipelines
@@ -64,6 +66,7 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 @given(programs)
+@few
 def test_stratums_form_is_its_message_on_the_wire(program: Program) -> None:
     """Written out by hand from bf.proto's field numbers, without our descriptor."""
     (pipeline,) = program.pipelines

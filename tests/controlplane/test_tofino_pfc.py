@@ -52,6 +52,7 @@ def planned(job: Job) -> tuple[Network, PfcPlan]:
 
 
 @given(speeds, cables, mtus)
+@few
 def test_headroom_grows_with_cable_and_mtu(speed: str, cable: float, mtu: int) -> None:
     assume(mtu < 9216)
     here = headroom(speed, cable, mtu, CHIP)
