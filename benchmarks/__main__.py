@@ -21,7 +21,7 @@ from topologies.signals import unwinding
 
 SUITES = (
     *("goodput", "packets", "copies", "faults", "control_plane"),
-    *("allreduce", "shadow_receive", "shadow_step", "shadow_memory", "iteration", "recovery"),
+    *("allreduce", "shadow_receive", "shadow_step", "shadow_memory", "iteration", "batches", "recovery"),
 )
 
 

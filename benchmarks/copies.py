@@ -1,14 +1,17 @@
-"""The paper's network figure, for AllGather: what the switch receives and sends with 2 to 16 copies.
+"""The paper's network figure, for AllGather and AllReduce: what the switch receives and sends with copies.
 
 Offloads are off, so that a frame is a packet. Beside the measured figures stands what the schedule predicts:
-each of the n chunks crosses n - 1 links, and is tagged, and so copied, on one of them.
+each of the n chunks crosses n - 1 links in an AllGather and twice as many in an AllReduce, and is tagged, and
+so copied, on one of them.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from rich.progress import track
 
@@ -16,14 +19,19 @@ from benchmarks.figures import Figure, Result, Skipped
 from benchmarks.rings import controlled, gather, quiet_warmup
 from checkmate.jobs import read_job
 from checkmate.schedule import FIRST, LAST, stream_elements
+from topologies.crew import Crew
 from topologies.describe import load
 from topologies.lab import Lab
 
 TITLE = (
-    "Copies: ring AllGather of 4 ranks, 1 channel, frames of 1,500 bytes; bandwidth and frames at the switch"
+    "Copies: ring AllGather and AllReduce of 4 ranks, 1 channel, frames of 1,500 bytes; bandwidth and frames "
+    "at the switch"
 )
 COPIES = (2, 4, 8, 16)
 RANKS, BYTES, ITERATIONS = 4, 12_000_000, 4
+Operation = Literal["allgather", "allreduce"]
+OPERATIONS: Mapping[Operation, int] = {"allgather": 1, "allreduce": 2}
+"""Each, and how often it sends all chunks round the ring."""
 
 
 def measure() -> list[Result]:
@@ -47,35 +55,33 @@ def _with(copies: int) -> list[Result]:
         )
         topology = load(str(file))
     with Lab(topology, "softswitch", name=f"copies{copies}", offloads=False) as lab, controlled(lab) as crew:
-        plain = gather(crew, BYTES, ITERATIONS, tagged=False)
-        before = _ports(lab)
-        tagged = gather(crew, BYTES, ITERATIONS, tagged=True)
-        after = _ports(lab)
+        return [result for operation in OPERATIONS for result in _run(lab, crew, copies, operation)]
+
+
+def _run(lab: Lab, crew: Crew, copies: int, operation: Operation) -> list[Result]:
+    nbytes = BYTES // OPERATIONS[operation]
+    plain = gather(crew, nbytes, ITERATIONS, tagged=False, operation=operation)
+    before = _ports(lab)
+    tagged = gather(crew, nbytes, ITERATIONS, tagged=True, operation=operation)
+    after = _ports(lab)
     received, sent, frames_in, frames_out = (after[way] - before[way] for way in _WAYS)
     seconds = sum(tagged.seconds)
-    predicted = 1 + copies * tagged_share()
+    predicted = 1 + copies * tagged_share() / OPERATIONS[operation]
+    name = f"{operation}, {copies} copies"
+    note = f"the schedule predicts {predicted:.3g}"
+    frames = f"{frames_out:,} / {frames_in:,}"
     return [
-        Figure(
-            f"{copies} copies: bytes sent / received from the ranks",
-            (sent / received,),
-            "",
-            note=f"the schedule predicts {predicted:.3g}",
-        ),
-        Figure(
-            f"{copies} copies: frames sent / received from the ranks, ACKs included",
-            (frames_out / frames_in,),
-            "",
-            note=f"{frames_out:,} / {frames_in:,}",
-        ),
-        Figure(f"{copies} copies: switch receives", (8e-9 * received / seconds,), "Gbit/s"),
-        Figure(f"{copies} copies: switch sends", (8e-9 * sent / seconds,), "Gbit/s"),
-        Figure(f"{copies} copies: ring's rate, tagged / untagged", (tagged.goodput() / plain.goodput(),), ""),
-        Figure(f"{copies} copies: ring's rate", (tagged.goodput(),), "Gbit/s"),
+        Figure(f"{name}: bytes sent / received from the ranks", (sent / received,), "", note=note),
+        Figure(f"{name}: frames, ACKs included", (frames_out / frames_in,), "", note=frames),
+        Figure(f"{name}: switch receives", (8e-9 * received / seconds,), "Gbit/s"),
+        Figure(f"{name}: switch sends", (8e-9 * sent / seconds,), "Gbit/s"),
+        Figure(f"{name}: ring's rate, tagged / untagged", (tagged.goodput() / plain.goodput(),), ""),
+        Figure(f"{name}: ring's rate", (tagged.goodput(),), "Gbit/s"),
     ]
 
 
 def tagged_share(elements: int = 1_000_000) -> float:
-    """Which part of the ring's traffic is tagged: all chunks once, of (n - 1) times all."""
+    """Which part of an AllGather's traffic is tagged: all chunks once, of (n - 1) times all."""
     once = sum(stream_elements(elements, 1, 0, RANKS, side) for side in (FIRST, LAST))
     return once / (elements * (RANKS - 1))
 

@@ -29,7 +29,7 @@ BATCH: Final = 8
 TITLE: Final = (
     f"Iteration time: a GPT of 5 million parameters, {BATCH} x 64 bytes a rank, 4 ranks that share one core"
 )
-ROUNDS: Final = 4
+ROUNDS: Final = 3
 PAIRS: Final = 5
 """Of blocks of Checkmate and of the untagged ring, in each round."""
 SHORT: Final = 6

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Literal
 
 from pyroute2 import IPRoute
 
@@ -29,8 +30,15 @@ def controlled(lab: Lab) -> Iterator[Crew]:
         yield crew
 
 
-def gather(crew: Crew, nbytes: int, iterations: int, *, tagged: bool) -> Outcome:
-    """Rings gather `nbytes` of tensors in `iterations`; shadow nodes read the copies where tagged."""
+def gather(
+    crew: Crew,
+    nbytes: int,
+    iterations: int,
+    *,
+    tagged: bool,
+    operation: Literal["allgather", "allreduce"] = "allgather",
+) -> Outcome:
+    """Rings gather, or reduce, `nbytes` of tensors in `iterations`; shadow nodes read copies where tagged."""
     load = Load(
         nbytes,
         iterations,
@@ -39,6 +47,7 @@ def gather(crew: Crew, nbytes: int, iterations: int, *, tagged: bool) -> Outcome
         tagged=tagged,
         digest=False,
         verify="none",
+        operation=operation,
         receive_buffer=_RECEIVE_BUFFER,
     )
     outcome = Traffic(crew, load).run()

@@ -306,6 +306,18 @@ def test_a_bad_job_file_is_explained(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"verify": "last"}, "an allreduce can't be verified"), ({"dtype": "int8"}, "of floating types")],
+)
+def test_what_an_allreduce_cannot_do_is_explained(tmp_path: Path, change: dict[str, str], words: str) -> None:
+    bucket = {"elements": 1, "dtype": change.get("dtype", "float32")}
+    job = {"ips": loopback(2), "buckets": [bucket], "iterations": 1, "operation": "allreduce"}
+    done = worker(tmp_path, {**job, "verify": change.get("verify", "none")})
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_rank_outside_the_ring_is_explained(tmp_path: Path) -> None:
     job: dict[str, object] = {"ips": loopback(2), "buckets": [{"elements": 1}], "iterations": 1}
     done = worker(tmp_path, job, rank=2)

@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 from checkmate import tcp, wire
-from checkmate.ring.worker import BucketSpec, RankResult, RingJob, run_rank
+from checkmate.ring.worker import BucketSpec, Operation, RankResult, RingJob, run_rank
 from checkmate.schedule import Bucket, stream_layout
 from tests.end_hosts import Capture, Segment, inside, lone_namespace, needs_root, shell, veth_pair
 from tests.rings import on_all_ranks
@@ -50,8 +50,11 @@ def streams_of(segments: list[Segment], incarnation: int) -> dict[tuple[str, int
     return {key: bytes(stream) for key, stream in streams.items()}
 
 
-@pytest.mark.parametrize(("ranks", "channels"), [(2, 1), (4, 2)])
-def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "channels", "operation"), [(2, 1, "allgather"), (4, 2, "allgather"), (3, 2, "allreduce")]
+)
+def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int, operation: Operation) -> None:
+    gathers = operation == "allgather"
     sizes = [(700_001, 0), (3, 1), (500_000, 1), (250_000, 0)]
     job = RingJob(
         ips=[f"127.0.0.{rank + 1}" for rank in range(ranks)],
@@ -61,11 +64,15 @@ def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int) ->
         incarnation=250,
         group=3,
         slice_bytes=100_000,
+        operation=operation,
+        verify="each" if gathers else "none",
     )
     results, segments = run_captured(job)
     streams = streams_of(segments, incarnation=250)
     buckets = [Bucket(count, 4, shadow_id) for count, shadow_id in sizes]
-    assert [result.verified for result in results] == [2] * ranks
+    assert [result.verified for result in results] == [2 * gathers] * ranks
+    rounds = (ranks - 1) if gathers else 2 * (ranks - 1)
+    assert sum(result.sent_bytes for result in results) == 2 * rounds * results[0].bytes_per_iteration
     reported = 0
     for rank, result in enumerate(results):
         assert not any(result.faults.values())

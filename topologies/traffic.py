@@ -28,8 +28,9 @@ class Load:
     """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations.
 
     `tagged` False leaves tagger and shadow nodes out, `digest` False the hashing at both ends: then bytes are
-    counted only. Ranks `verify` what they gathered, and rest for `pause` seconds between two iterations.
-    Of each of `tails` there is a digest at the tagging side, for shadow nodes that join in mid-stream.
+    counted only. Ranks `verify` what they gathered (not what they reduced), and rest for `pause` seconds
+    between two iterations. Of each of `tails` there is a digest at the tagging side, for shadow nodes that
+    join in mid-stream.
     """
 
     nbytes: int = 200_000_000
@@ -39,6 +40,7 @@ class Load:
     tagged: bool = True
     digest: bool = True
     verify: Literal["each", "last", "none"] = "each"
+    operation: Literal["allgather", "allreduce"] = "allgather"
     pause: float = 0.0
     receive_buffer: int = RECEIVE_BUFFER
     tails: tuple[Tail, ...] = ()
@@ -87,6 +89,7 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
         "tag": load.tagged,
         "digest": load.digest,
         "verify": load.verify,
+        "operation": load.operation,
         "pause": load.pause,
         "tails": [asdict(tail) for tail in load.tails],
     }

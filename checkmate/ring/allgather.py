@@ -1,27 +1,34 @@
-"""AllGather of buckets over one ring, again and again: what the labs' ranks run."""
+"""AllGather of buckets over one ring, again and again: what the labs' ranks run; or another collective."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
 
 from checkmate.ring.connections import Ring, RingError
 from checkmate.ring.engine import Count, Engine, OnTagged
-from checkmate.ring.steps import SLICE_BYTES, allgather_steps
+from checkmate.ring.steps import SLICE_BYTES, Position, Steps, allgather_steps
 from checkmate.schedule import Bucket
 
 
 class AllGather:
     """Gathers the same buckets again and again over one ring. A context manager: `close` ends its threads."""
 
-    def __init__(self, ring: Ring, buckets: Sequence[Bucket], slice_bytes: int = SLICE_BYTES) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        buckets: Sequence[Bucket],
+        slice_bytes: int = SLICE_BYTES,
+        steps_of: Callable[[Bucket, Position, int], Steps] = allgather_steps,
+    ) -> None:
+        """`steps_of` `allreduce_steps` makes an AllReduce of it: buckets are summed and averaged first."""
         self._buckets = buckets
         self._gathered = Count()
         self._error: RingError | None = None
         self._engine = Engine(
-            ring, buckets, allgather_steps, slice_bytes, lambda _: self._gathered.advance(), self._fail
+            ring, buckets, steps_of, slice_bytes, lambda _: self._gathered.advance(), self._fail
         )
 
     def run(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:

@@ -15,12 +15,14 @@ from checkmate import wire
 from checkmate.ring.allgather import AllGather
 from checkmate.ring.connections import DEFAULT_PORT, Place, Ring, RingError, connect_ring
 from checkmate.ring.digests import Digests, Model, StreamResult, Tail, Whole
-from checkmate.ring.steps import SLICE_BYTES
+from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allreduce_steps
 from checkmate.ring.tensors import Contents
 from checkmate.schedule import Bucket, chunk_sent, chunk_slice, side_of
 from checkmate.tagger import Tagger
 
 DType = Literal["float32", "float64", "float16", "bfloat16", "int32", "int8"]
+Operation = Literal["allgather", "allreduce"]
+_STEPS = {"allgather": allgather_steps, "allreduce": allreduce_steps}
 
 
 class BucketSpec(Model):
@@ -36,12 +38,14 @@ class RingJob(Model):
 
     `total_bytes` counts the buckets' bytes. `digest` False leaves the hashing out, for benchmarks; `tag`
     False the tagger. `group` is the DP group's index in the job. `pause`: seconds between two AllGathers,
-    as long as training would compute. `tails`: for shadow nodes that join in mid-stream.
+    as long as training would compute. `tails`: for shadow nodes that join in mid-stream. An AllReduce isn't
+    verified: what it should come to no rank knows alone.
     """
 
     ips: Annotated[list[str], Field(min_length=2)]
     buckets: Annotated[list[BucketSpec], Field(min_length=1)]
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX)] = 1
+    operation: Operation = "allgather"
     iterations: Annotated[int, Field(ge=1)] | None = None
     total_bytes: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
@@ -63,6 +67,14 @@ class RingJob(Model):
             raise ValueError("give either iterations or total_bytes")
         if self.total_bytes and not sum(spec.elements for spec in self.buckets):
             raise ValueError("total_bytes is never reached, for all buckets are empty")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_reduced(self) -> RingJob:
+        if self.operation == "allreduce" and self.verify != "none":
+            raise ValueError('an allreduce can\'t be verified: give verify "none"')
+        if self.operation == "allreduce" and any("float" not in spec.dtype for spec in self.buckets):
+            raise ValueError("an allreduce averages: its buckets are of floating types")
         return self
 
 
@@ -107,7 +119,7 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
     with ExitStack() as stack:
         tagger = stack.enter_context(Tagger.attach()) if tagging else None
         ring = stack.enter_context(connect_ring(_place(job, rank), tagger, job.timeout))
-        gather = stack.enter_context(AllGather(ring, buckets, job.slice_bytes))
+        gather = stack.enter_context(AllGather(ring, buckets, job.slice_bytes, _STEPS[job.operation]))
         lab = _Rank(job, ring, gather, buckets, tensors, digests, Contents(job.seed))
         seconds = [
             lab.iterate(iteration, last=iteration == iterations - 1) for iteration in range(iterations)
@@ -181,13 +193,9 @@ class _Rank:
 
 def sender_bytes(job: RingJob, buckets: list[Bucket], rank: int, channel: int) -> int:
     """Bytes that a rank sends on a channel in one iteration."""
-    ranks = len(job.ips)
-    chunks = [chunk_sent(ranks, rank, round_) for round_ in range(ranks - 1)]
-    return sum(
-        len(chunk_slice(bucket.elements, job.channels, channel, ranks, chunk)) * bucket.itemsize
-        for bucket in buckets
-        for chunk in chunks
-    )
+    at = Position(rank, len(job.ips), channel, job.channels)
+    steps = [_STEPS[job.operation](bucket, at, job.slice_bytes) for bucket in buckets]
+    return sum(send.stop - send.start for one in steps for send in one.sends)
 
 
 def _place(job: RingJob, rank: int) -> Place:
