@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from checkmate.schema import Switch
 from checkmate.wording import counted
 from controlplane import plan as planning
-from controlplane import stub
 from controlplane.codec import Codec
 from controlplane.endpoint import Answer, Connected, FairQueue, View, answer
-from controlplane.entities import Entity, EntryKey, Holdings
+from controlplane.entities import EntryKey, Holdings
 from controlplane.errors import SwitchUnreachable, TooMuch, Unsure, WriteRefused
+from controlplane.memory import Memory
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 from controlplane.reconcile import Update, difference
 from controlplane.session import Session
+from controlplane.stub_frames import Segment, parse
 
 LOG = logging.getLogger("checkmate")
 RECONNECT_SECONDS = 0.5
@@ -66,7 +67,7 @@ class SwitchController:
         self.switch = switch
         self.codec = Codec.for_switch(switch)
         self.network = network
-        self.held: Holdings | None = None
+        self._memory: Memory | None = None
         self.plan: SwitchPlan = planning.empty_plan(switch.name)
         self.session: Session | None = None
         self._view = View(network, switch.name, {}, Connected(), {})
@@ -77,6 +78,11 @@ class SwitchController:
         self._read = Holdings()
         self._loaded = False
         self._notes = Notes()
+
+    @property
+    def held(self) -> Holdings | None:
+        """What the switch is to hold, as far as the controller remembers; `None` before the first `write`."""
+        return self._memory.held if self._memory is not None else None
 
     def check(self, network: Network) -> SwitchPlan:
         """The plan for `network`, held to the switch's limits; raises `TooMuch`."""
@@ -113,8 +119,8 @@ class SwitchController:
         assert self.session is not None
         async with self._writing:
             network = self.network
-            if self.held is None:
-                self.held = self._read
+            if self._memory is None:
+                self._memory = Memory(self._read)
             plan = self.check(network)
             updates = difference(self._read, plan.holdings)
             done = 0
@@ -174,9 +180,8 @@ class SwitchController:
 
     def _adopt(self, network: Network, plan: SwitchPlan) -> None:
         self.network, self.plan = network, plan
-        self.held = Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups))
-        connected = Connected(self.held.table("streams"))
-        self._view = View.of(network, self.switch.name, plan.boundary_ids, connected)
+        self._memory = Memory(Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups)))
+        self._view = View.of(network, self.switch.name, plan.boundary_ids, self._memory.connected)
 
     @property
     def connected(self) -> Connected:
@@ -227,7 +232,7 @@ class SwitchController:
 
     async def _fill_queue(self, session: Session) -> None:
         async for port, frame in session.packets():
-            segment = stub.parse(frame)
+            segment = parse(frame)
             if segment is not None:
                 self._queue.put(segment, port, self._view)
                 self._waiting.set()
@@ -246,20 +251,22 @@ class SwitchController:
                 await asyncio.sleep(0)  # a flood must not keep reads and reloads from their turn
             self._waiting.clear()
 
-    async def _answer(self, session: Session, batch: Sequence[tuple[stub.Segment, int]]) -> None:
+    async def _answer(self, session: Session, batch: Sequence[tuple[Segment, int]]) -> None:
         """Answer segments in order; their frames go out once all their changes are on the switch."""
+        assert self._memory is not None
+        memory = self._memory
         changes: dict[EntryKey, Update] = {}
         answers: list[tuple[int, Answer]] = []
         for segment, port in batch:
             found = answer(segment, port, self._view)
-            self._remember(found, changes)
+            memory.take(found, changes)
             answers.append((port, found))
         updates = [u for u in changes.values() if u.old != u.new]
         try:
             if updates:
                 await session.write(sorted(updates, key=lambda update: update.new is None))
         except (WriteRefused, SwitchUnreachable) as error:
-            self._forget(updates)
+            memory.forget(updates)
             if isinstance(error, Unsure):
                 self._lost.set()
             LOG.warning("%s", error)
@@ -269,38 +276,3 @@ class SwitchController:
                 self._notes.say(f"switch {self.switch.name}: {found.note}")
             if found.frame is not None:
                 await session.send_packet(port, found.frame)
-
-    def _remember(self, found: Answer, changes: dict[EntryKey, Update]) -> None:
-        """Take an answer's changes into memory, and into the updates to write."""
-        admission = found.admission
-        drops = [*(admission.drop if admission else ()), *([found.drop] if found.drop else ())]
-        for entry in drops:
-            self._change(entry.key, None, changes)
-        for entry in admission.put if admission else ():
-            self._change(entry.key, entry, changes)
-
-    def _change(self, key: EntryKey, new: Entity | None, changes: dict[EntryKey, Update]) -> None:
-        assert self.held is not None
-        old = self.held.entries.get(key)
-        first = changes[key].old if key in changes else old
-        changes[key] = Update(first, new)
-        self._set(old, new)
-
-    def _forget(self, updates: Iterable[Update]) -> None:
-        """Take back what the switch refused."""
-        for update in updates:
-            self._set(update.new, update.old)
-
-    def _set(self, old: Entity | None, new: Entity | None) -> None:
-        assert self.held is not None
-        if new is not None:
-            self.held.put(new)
-        elif old is not None:
-            self.held.drop(old)
-        for entity, change in ((old, self.connected.drop), (new, self.connected.put)):
-            if (
-                entity is not None
-                and entity.feature == "streams"
-                and getattr(entity, "table", "") == "streams"
-            ):
-                change(entity)  # type: ignore[arg-type]

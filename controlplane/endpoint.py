@@ -12,11 +12,11 @@ from ipaddress import IPv4Address
 
 from checkmate import wire
 from checkmate.schema import Nic
-from controlplane import streams, stub
+from controlplane import streams, stub_frames
 from controlplane.entities import Entry
 from controlplane.network import Network
 from controlplane.streams import Admission, Connection, Refused, StreamKey
-from controlplane.stub import Kind, Segment
+from controlplane.stub_frames import Kind, Segment
 
 STRANGERS = None
 """The queue that all sources share which no job knows."""
@@ -93,11 +93,13 @@ def answer(segment: Segment, port: int, view: View) -> Answer:
     here = view.network.switches[view.switch].stub
     match segment.kind:
         case Kind.ARP:
-            return Answer(stub.arp_reply(here, segment))
+            return Answer(stub_frames.arp_reply(here, segment))
         case Kind.SYN:
             if segment.stub_port == here.port and view.knows(segment, port):
-                return Answer(stub.syn_ack(here, segment))
-            return Answer(stub.reset(here, segment), note=f"refused a SYN from {segment.ip} at port {port}")
+                return Answer(stub_frames.syn_ack(here, segment))
+            return Answer(
+                stub_frames.reset(here, segment), note=f"refused a SYN from {segment.ip} at port {port}"
+            )
         case Kind.RST:
             entry = _named(segment, port, view)
             return Answer(drop=entry, note=f"{segment.ip}:{segment.port} reset its stream" if entry else "")
@@ -105,8 +107,8 @@ def answer(segment: Segment, port: int, view: View) -> Answer:
             entry = _named(segment, port, view)
             if entry is not None:
                 note = f"{segment.ip}:{segment.port} closed its stream"
-                return Answer(stub.finish(here, segment), drop=entry, note=note)
-            return Answer(stub.reset(here, segment))
+                return Answer(stub_frames.finish(here, segment), drop=entry, note=note)
+            return Answer(stub_frames.reset(here, segment))
         case Kind.DATA:
             return _hello(segment, port, view)
         case _:
@@ -144,7 +146,7 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
         )
     except Refused as refusal:
         return Answer(
-            stub.reset(here, segment),
+            stub_frames.reset(here, segment),
             drop=_named(segment, port, view, behind=(0, wire.HELLO_LENGTH)),
             note=f"refused a hello from {segment.ip}:{segment.port}: {refusal}",
         )
@@ -152,7 +154,7 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
     if stale is not None and streams.key_of(stale) != admission.key:
         # The node has this address and port anew: it can't have the older stream any more.
         admission = replace(admission, drop=(*admission.drop, stale))
-    frame = stub.acknowledge(here, segment)
+    frame = stub_frames.acknowledge(here, segment)
     if view.connected.by_stream.get(admission.key) == admission.put[0]:
         return Answer(frame)  # a repeated hello
     return Answer(frame, admission)

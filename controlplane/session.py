@@ -1,4 +1,4 @@
-"""One switch over P4Runtime: connecting, arbitration, the pipeline, reading and writing.
+"""One switch over P4Runtime: the pipeline, reading, writing, packets.
 
 `controller` decides what is written; this only carries it.
 """
@@ -7,135 +7,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
-from finsy.grpcutil import GRPCCredentialsTLS, GRPCStatusCode
-from finsy.p4client import P4Client, P4ClientError, P4RpcStatus
+from finsy.grpcutil import GRPCStatusCode
+from finsy.p4client import P4ClientError
 from finsy.p4entity import P4PacketIn, P4PacketOut
 from finsy.proto import U128, p4r
 
-from checkmate.schema import Switch, Tls
+from checkmate.schema import Switch
 from checkmate.wording import counted
 from controlplane.codec import Codec
+from controlplane.connection import GONE, Connection
 from controlplane.entities import Holdings
-from controlplane.errors import (
-    AnotherPrimary,
-    ControlError,
-    SwitchUnreachable,
-    Unsure,
-    WriteRefused,
-    WrongPipeline,
-)
+from controlplane.errors import ControlError, SwitchUnreachable, Unsure, WriteRefused, WrongPipeline
 from controlplane.reconcile import Update, batches
 
-ELECTION_ID = 100
-"""Above the one with which `checkmate shell` opens, so that a shell beside a controller is a backup."""
 BATCH = 250
 """Updates a Write request. A refusal has some 100 to 200 bytes for each of them in gRPC's trailing
 metadata, of which a client takes 64 KB; with more, the details would be lost."""
 HEARTBEAT_SECONDS = 5.0
-_GONE = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
 
 class NoProgram(WrongPipeline):
     """The switch runs no program yet."""
 
 
-class Session:
+class Session(Connection):
     """A P4Runtime session with one switch; use as an async context manager.
 
     Without `primary` it only reads, beside whatever controller there is.
     """
 
     def __init__(self, switch: Switch, codec: Codec, *, primary: bool = True, timeout: float = 5.0) -> None:
-        self.switch = switch
+        super().__init__(switch, primary=primary, timeout=timeout)
         self.codec = codec
-        self._primary = primary
-        self._timeout = timeout
-        self._client = P4Client(switch.address, _credentials(switch.tls), wait_for_ready=False)
-
-    async def __aenter__(self) -> Self:
-        await self._client.open()
-        try:
-            await self._reach()
-            if self._primary:
-                await self._become_primary()
-        except BaseException:
-            await self._client.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._client.close()
-
-    @property
-    def _name(self) -> str:
-        return f"switch {self.switch.name} at {self.switch.address}"
-
-    async def _reach(self) -> None:
-        channel = self._client.channel
-        assert channel is not None
-        try:
-            await asyncio.wait_for(channel.channel_ready(), self._timeout)
-        except TimeoutError:
-            tls = " with TLS" if self.switch.tls else ""
-            raise SwitchUnreachable(
-                f"{self._name} doesn't answer{tls} within {self._timeout:g} s; "
-                "is its P4Runtime server running, and is `address` in the job's fabric right?"
-            ) from None
-
-    async def _become_primary(self) -> None:
-        election = ELECTION_ID
-        for _ in range(2):
-            update = p4r.MasterArbitrationUpdate(
-                device_id=self.switch.device_id, election_id=U128.encode(election)
-            )
-            try:
-                await self._client.send(p4r.StreamMessageRequest(arbitration=update))
-                reply = (await asyncio.wait_for(self._client.receive(), self._timeout)).arbitration
-            except P4ClientError as error:
-                if error.is_election_id_used:
-                    raise self._another_primary() from None
-                raise self._failed("arbitration", error) from None
-            except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
-                raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
-            status = P4RpcStatus.from_status(reply.status)
-            if status.code == GRPCStatusCode.OK:
-                self._election = election
-                return
-            if status.code == GRPCStatusCode.ALREADY_EXISTS:
-                raise self._another_primary()
-            election = U128.decode(reply.election_id)  # NOT_FOUND: a former primary had this higher one
-        raise self._another_primary()
-
-    def _open(self) -> None:
-        """Calls on a closed session are those of a switch that is gone."""
-        if self._client.channel is None:
-            raise SwitchUnreachable(f"the session with {self._name} is closed")
-
-    def _another_primary(self) -> AnotherPrimary:
-        return AnotherPrimary(
-            f"{self._name} (device {self.switch.device_id}) has another primary controller; "
-            "one `checkmate run` serves all jobs of a switch"
-        )
-
-    def _failed(self, what: str, error: P4ClientError) -> Exception:
-        if error.code in _GONE:
-            return SwitchUnreachable(f"{self._name} went away during {what}: {error.message}")
-        if error.code == GRPCStatusCode.PERMISSION_DENIED:
-            return self._another_primary()
-        if error.code == GRPCStatusCode.UNIMPLEMENTED:
-            return SwitchUnreachable(
-                f"what answers for {self._name} is no P4Runtime server ({error.message}); "
-                "a lab's switches are reached from its namespace of the controller only"
-            )
-        if error.code == GRPCStatusCode.NOT_FOUND and what == "arbitration":
-            return SwitchUnreachable(f"{self._name} has no device {self.switch.device_id}: {error.message}")
-        return WriteRefused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
 
     async def ensure_pipeline(self, *, replace: bool = False) -> bool:
         """See that the switch runs our program; load it where there is none, or with `replace`.
@@ -161,7 +66,7 @@ class Session:
         try:
             await self._client.request(request)
         except P4ClientError as error:
-            if error.code in (*_GONE, GRPCStatusCode.PERMISSION_DENIED):
+            if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
                 raise self._failed("loading the program", error) from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
@@ -296,19 +201,3 @@ class Session:
                 yield int(packet["ingress_port"]), packet.payload
             elif message.HasField("arbitration") and message.arbitration.status.code != GRPCStatusCode.OK:
                 raise self._another_primary()
-
-
-def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
-    if tls is None:
-        return None
-    for file in (tls.ca, tls.cert, tls.key):
-        _readable(file)
-    return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)
-
-
-def _readable(file: Path | None) -> None:
-    if file is not None:
-        try:
-            file.read_bytes()
-        except OSError as error:
-            raise SwitchUnreachable(f"can't read the TLS file {file}: {error.strerror}") from None

@@ -9,7 +9,7 @@ from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
 from checkmate.wire import Hello
-from controlplane import stub
+from controlplane import stub, stub_frames
 from controlplane.forwarding import discard, forward
 from controlplane.replication import mark
 from ptf_tests.base import SwitchTest, TaggedTest, count
@@ -232,16 +232,16 @@ class PacketOut(StubTest):
         """SYN and hello, with the control plane's own answers: what the shadow node's kernel sees"""
         syn = segment("S", options=[("MSS", 1460), ("NOP", None), ("WScale", 7)])
         self.punts(syn)
-        parsed = stub.parse(syn)
+        parsed = stub_frames.parse(syn)
         assert parsed is not None
-        answer = stub.syn_ack(STUB, parsed)
+        answer = stub_frames.syn_ack(STUB, parsed)
         self.check_packet_out(SHADOW.switch_port, answer)
         self._is(answer, flags="SA", seq=0xFFFFFFFF, ack=SHADOW.isn + 1)
         hello = segment("PA", HELLO, seq=SHADOW.isn + 1, ack=0)
         self.punts(hello)
-        parsed = stub.parse(hello)
+        parsed = stub_frames.parse(hello)
         assert parsed is not None
-        answer = stub.acknowledge(STUB, parsed)
+        answer = stub_frames.acknowledge(STUB, parsed)
         self.check_packet_out(SHADOW.switch_port, answer)
         self._is(answer, flags="A", seq=0, ack=SHADOW.isn + 17)
 

@@ -22,7 +22,7 @@ from checkmate.schema import Switch
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP, PRIMARY = 1, 101
-"""Election ids below and above the controller's (`controlplane.session.ELECTION_ID`)."""
+"""Election ids below and above the controller's (`controlplane.connection.ELECTION_ID`)."""
 PACKAGES = ("p4runtime-shell==0.0.6", "protobuf==3.20.3", "setuptools<81")
 
 

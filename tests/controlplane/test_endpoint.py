@@ -14,12 +14,12 @@ from scapy.packet import Packet
 from checkmate import wire
 from checkmate.schema import Job
 from checkmate.wire import Hello
-from controlplane import stub
+from controlplane import stub_frames
 from controlplane.endpoint import Answer, Connected, FairQueue, View, answer
 from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.plan import plan_switch
-from controlplane.stub import Kind, Segment
+from controlplane.stub_frames import Kind, Segment
 from tests.jobs_made import job, job_data
 
 JOB = job(channels=2, ranks=3, nodes=2, replicas=1)
@@ -41,7 +41,7 @@ def segment(flags: str, payload: bytes = b"", **fields: object) -> bytes:
 
 
 def ask(frame: bytes, at: View, port: int = NIC.port) -> Answer:
-    parsed = stub.parse(frame)
+    parsed = stub_frames.parse(frame)
     assert parsed is not None
     return answer(parsed, port, at)
 
@@ -232,7 +232,7 @@ def test_a_new_connection_replaces_the_old_whatever_the_incarnations() -> None:
 @settings(max_examples=50, deadline=None)
 def test_no_frame_upsets_the_parser(noise: bytes) -> None:
     for frame in (noise, segment("PA", noise), segment("S")[:-1] + noise, segment("S")[: len(noise)]):
-        found = stub.parse(frame)
+        found = stub_frames.parse(frame)
         if found is not None:
             answer(found, 1, view())
 
@@ -259,7 +259,7 @@ def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None
 
 def test_resets_of_no_connection_are_not_even_queued() -> None:
     queue = FairQueue()
-    reset = stub.parse(segment("R", seq=1))
+    reset = stub_frames.parse(segment("R", seq=1))
     assert reset is not None
     for _ in range(1000):
         queue.put(reset, NIC.port, view())
