@@ -115,6 +115,25 @@ def test_a_restarted_process_that_fails_is_quoted_by_its_new_words(crew: Crew, t
         crew.wait(lambda: False, "nothing", 10)
 
 
+def test_the_cause_is_quoted_before_its_consequences(crew: Crew) -> None:
+    """Even where the cause ends last, for it cleans up after its last words."""
+    crew.start("victim", "rank0", ["sh", "-c", "sleep 0.2; echo broken pipe >&2; exit 1"])
+    crew.start("cause", "rank1", ["sh", "-c", "echo no memory >&2; sleep 0.5; exit 3"])
+    crew.start("another", "rank2", ["sleep", "60"])
+    with pytest.raises(LabError) as failed:
+        crew.wait(lambda: False, "nothing", 30)
+    assert str(failed.value) == (
+        "cause ended with status 3: no memory; then victim ended with status 1: broken pipe"
+    )
+
+
+def test_of_many_that_fail_the_first_are_quoted(crew: Crew) -> None:
+    for number in range(6):
+        crew.start(f"p{number}", "rank0", ["sh", "-c", f"sleep {number / 10}; echo {number} >&2; exit 1"])
+    with pytest.raises(LabError, match=r"^p0 .*: 0; then p1 .*: 1; .*p3 .*: 3; then 2 more$"):
+        crew.wait(lambda: False, "nothing", 30)
+
+
 def test_nothing_stays_of_a_crew(lab: Lab) -> None:
     with Crew(lab) as crew:
         member = crew.start("supervisor", "rank1", ["sh", "-c", SUPERVISOR])

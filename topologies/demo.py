@@ -1,6 +1,6 @@
-"""The demo: a lab, real traffic through its switch, and the proof that nothing was lost or changed.
+"""The demo of the switch: a lab, real traffic through it, and the proof that nothing was lost or changed.
 
-`python -m topologies.demo` is what `make demo` runs; `checkmate lab run` is the same with every option.
+`python -m topologies.demo` is `make demo-switch`; `checkmate lab run` is the same with every option.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def show(outcome: Outcome, lab: Lab, console: Console) -> None:
     console.print(verdict.table(outcome.verdict))
     for switch in outcome.switches:
         console.print(_switch_line(switch), highlight=False)
+    for drops in outcome.port_drops:
+        console.print(f"[bold]{drops}[/bold]", highlight=False)
     console.print(_ring_line(outcome, lab), highlight=False)
     console.print(_sentence(outcome), highlight=False)
 
@@ -64,7 +66,8 @@ def _switch_line(switch: dict[str, Any]) -> str:
 def _ring_line(outcome: Outcome, lab: Lab) -> str:
     goodput = min(rank["goodput_bits_per_second"] for rank in outcome.ranks) / 1e9
     lossy = f", with {lab.loss:.2%} loss on training links ({lab.loss_by})" if lab.loss else ""
-    again = f"{outcome.retransmitted:,} segments sent again{lossy}"
+    late = f", each way up to {lab.jitter * 1000:g} ms late" if lab.jitter else ""
+    again = f"{outcome.retransmitted:,} segments sent again{lossy}{late}"
     return f"rings: {goodput:.2f} Gbit/s a rank at the least, {again}"
 
 

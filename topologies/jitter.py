@@ -30,6 +30,21 @@ _ETH_P_ALL: Final = 3
 _BUFFER: Final = 64 << 20
 _FRAME_MAX: Final = 1 << 17
 _BATCH: Final = 64
+_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+
+
+def seconds(text: str) -> float:
+    """`5ms`, `500us`, `0.005s` or `0.005` in seconds; `BadDescription` where it is no delay from 0 to 1 s."""
+    from topologies.describe import BadDescription  # noqa: PLC0415 - the process of the cables needs none of it
+
+    number, unit = next((text.removesuffix(u), u) for u in _UNITS if text.endswith(u))
+    try:
+        value = float(number) * _UNITS[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise BadDescription(f"{text!r} is no jitter: give a delay such as 5ms or 0.005, 1 s at most")
+    return value
 
 
 class Way:

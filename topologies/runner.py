@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from checkmate.jobs import read_job
 from topologies import traffic
 from topologies.crew import Crew, Member
 from topologies.describe import LabError
+from topologies.port_drops import PortDrops, port_drops
 from topologies.serving import await_streams
 from topologies.serving import status as read_status
 from topologies.steps import Steps
@@ -33,11 +34,15 @@ _LOOK_SECONDS: Final = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: the verdict, what each rank says, and each switch (`checkmate status --json`)."""
+    """What came of a run: the verdict, what each rank says, and each switch (`checkmate status --json`).
+
+    `port_drops`: what switches lost for good at their ports, which their counters in P4 can't tell.
+    """
 
     verdict: Verdict
     ranks: list[dict[str, Any]]
     switches: list[dict[str, Any]]
+    port_drops: list[PortDrops]
 
     @property
     def good(self) -> bool:
@@ -68,7 +73,9 @@ class Outcome:
         """Plain data for `--json`."""
         kept = ("rank", "goodput_bits_per_second", "retransmitted_segments", "verified", "faults")
         ranks = [{key: rank[key] for key in kept} for rank in self.ranks]
-        return {"good": self.good} | self.verdict.data() | {"ranks": ranks, "switches": self.switches}
+        drops = [asdict(drop) for drop in self.port_drops]
+        more = {"ranks": ranks, "switches": self.switches, "port_drops": drops}
+        return {"good": self.good} | self.verdict.data() | more
 
 
 class Traffic:
@@ -134,14 +141,16 @@ class Traffic:
         Where copies are missing, it gives them up `quiet` seconds after the last that came.
         """
         status: list[dict[str, Any]] = []
+        ended = time.time()
         if self.shadows:
             self._steps("shadow nodes read to the end")
             self._await_end(quiet)
+            ended = time.time()
             status = read_status(self.crew)  # counters go with the streams
         for member in self.shadows:
             self.crew.stop(member)
         ranks = [self.result(member) for member in self.ranks]
-        return Outcome(self._judge(ranks), ranks, status)
+        return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
 
     def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
         """Start a rank or a sink with its configuration, and a file for its result."""

@@ -8,7 +8,7 @@ import typer
 
 from checkmate.cli import lab_list
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
-from topologies import describe, loss, namespaces, picture, state
+from topologies import describe, jitter, loss, namespaces, picture, state
 from topologies import lab as labs
 from topologies.demo import perform
 from topologies.job_files import TARGETS, target_of
@@ -32,15 +32,19 @@ Name = Annotated[
 ]
 Mtu = Annotated[int, typer.Option("--mtu", help="MTU of the training links: 1500 or 9000.")]
 Loss = Annotated[str, typer.Option("--loss", help="Share of frames that training links lose, such as 1%.")]
+Jitter = Annotated[
+    str, typer.Option("--jitter", help="By how much training links delay frames at most, such as 5ms.")
+]
 
 
-def _lab(topology: str, target: str, name: str | None, mtu: int, share: str) -> labs.Lab:
+def _lab(topology: str, target: str, name: str | None, mtu: int, share: str, delay: str) -> labs.Lab:
     return labs.Lab(
         describe.load(topology),
         target_of(target),
         name=name,
         mtu=mtu,
         loss=loss.fraction(share),
+        jitter=jitter.seconds(delay),
     )
 
 
@@ -52,12 +56,13 @@ def up(
     name: Name = None,
     mtu: Mtu = 1500,
     share: Loss = "0",
+    delay: Jitter = "0",
 ) -> None:
     """Make a lab, start its switches, and leave it there. `checkmate lab down` removes it.
 
     Example: checkmate lab up single_tor --target bmv2
     """
-    lab = _lab(topology, target, name, mtu, share)
+    lab = _lab(topology, target, name, mtu, share, delay)
     with unwinding(), Steps(err) as steps:
         lab.report_to(steps)
         lab.up()
@@ -66,6 +71,8 @@ def up(
     out.print(picture.host_table(lab.topology, lab.name))
     if lab.loss_by:
         out.print(f"training links lose {share} of their frames ({lab.loss_by})")
+    if lab.jitter:
+        out.print(f"training links delay frames at random, each way by up to {lab.jitter * 1000:g} ms")
     out.print(picture.next_steps(lab.name, lab.job_file, lab.topology.ranks[0].name), soft_wrap=True)
 
 
@@ -126,6 +133,7 @@ def run(
     name: Name = None,
     mtu: Mtu = 1500,
     share: Loss = "0",
+    delay: Jitter = "0",
     megabytes: Annotated[int, typer.Option(help="Of tensors that the rings gather.")] = 200,
     iterations: Annotated[int, typer.Option(help="In so many iterations.")] = 4,
     as_json: AsJson = False,
@@ -135,8 +143,8 @@ def run(
     Ranks tag with the eBPF tagger; shadow nodes read their streams on ordinary sockets. Exit status 1
     where a stream differs, or the lab fails.
 
-    Example: checkmate lab run two_tor --loss 1%
+    Example: checkmate lab run two_tor --loss 1% --jitter 5ms
     """
     load = Load(nbytes=megabytes * 1_000_000, iterations=iterations)
-    if not perform(_lab(topology, target, name, mtu, share), load, as_json=as_json):
+    if not perform(_lab(topology, target, name, mtu, share, delay), load, as_json=as_json):
         raise typer.Exit(1)
