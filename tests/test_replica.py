@@ -394,10 +394,50 @@ def test_a_changed_gradient_is_found_and_named() -> None:
     assert "layer4.weight differs from the trainers' after iteration 4" in trouble
     assert "last found equal after iteration 2" in trouble
     assert "checkmate.clip_grad_norm_" in trouble
-    assert replica.doubtful == {4: 2}
+    assert replica.comparison.doubtful == {4: 2}
     trainer.seed(replica, [4])
-    assert replica.doubtful == {}
+    assert replica.comparison.doubtful == {}
     follow(trainer, [replica], trainer.backward())
+
+
+def test_what_was_found_wrong_is_suspect_until_it_is_right_after_two_steps_of_our_own() -> None:
+    """Seeds are right: what is changed in each iteration behind our back shows after them."""
+    trainer = Trainer(MAKERS["adam"], shards=1)
+    replica = trainer.replica(0)
+    follow(trainer, [replica], trainer.backward())
+
+    def changed() -> list[str]:
+        gradients = trainer.backward()
+        trainer.parameters[4].grad.mul_(0.5)  # type: ignore[union-attr]
+        return replica.step(trainer.iteration, buckets_of(gradients, replica), trainer.update())
+
+    suspects = replica.comparison.suspects
+    assert changed()
+    assert suspects == {(4, 0)}
+    trainer.seed(replica, [4])
+    assert suspects == {(4, 0)}
+    follow(trainer, [replica], trainer.backward())
+    assert suspects == {(4, 0)}
+    assert changed()
+    trainer.seed(replica, [4])
+    for left in (1, 0, 0):
+        follow(trainer, [replica], trainer.backward())
+        assert len(suspects) == left
+
+
+def test_what_is_read_stays_when_a_replica_is_cleared() -> None:
+    trainer = Trainer(MAKERS["adam"], shards=1)
+    replica = trainer.replica(0)
+    follow(trainer, [replica], trainer.backward())
+    before = trainer.state()
+    reading = replica.read(0)
+    found = {number: (tensor.clone(), state) for number, tensor, state in itertools.islice(reading, 1)}
+    replica.clear()
+    trainer.backward()
+    trainer.update()
+    trainer.seed(replica, list(replica.numbers))
+    found |= {number: (tensor.clone(), state) for number, tensor, state in reading}
+    assert_same(found, before, replica.numbers)
 
 
 def test_a_slice_is_compared_where_it_stands() -> None:

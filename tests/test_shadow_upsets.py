@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-import grpc
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from tests.end_hosts import needs_root, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
-from tests.small_training import RUN
+from tests.small_training import RUN, Training
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
 
@@ -124,33 +123,51 @@ def test_a_shard_without_parameters_follows_too(world: Callable[..., World]) -> 
         assert [(hold.seeded, hold.stepped) for hold in status.holds] == [(True, 2)]
 
 
-def test_a_wrong_gradient_is_found_by_comparing_and_nothing_is_offered_any_more(
-    world: Callable[..., World],
-) -> None:
-    here = world(nodes=1, ranks=2)
+def spoiled(here: World) -> Training:
+    """A training whose parameters were changed once behind everybody's back, and a node that has found it."""
     training = here.started()
     check_now(here, training)
     with torch.no_grad():
         for parameter in training.parameters:
-            parameter.add_(1)  # behind everybody's back
+            parameter.add_(1)
     for _ in range(len(training.parameters)):
         training.iterate()
-    here.stepped(training.iteration)
+    wait_until(lambda: here.status(0).holds[0].doubtful, "that it is found")
+    return training
+
+
+def test_a_wrong_gradient_is_found_by_comparing_and_nothing_is_offered_any_more(
+    world: Callable[..., World],
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = spoiled(here)
     (hold,) = here.status(0).holds
-    assert hold.doubtful
     assert not hold.offered
     assert "parameter p" in hold.trouble
-    told = [reply.trouble for reply in training.lines[0, 0].replies if reply.trouble]
     training.iterate()  # the reply to this one tells, at the latest
     wait_until(lambda: any("parameter p" in r.trouble for r in training.lines[0, 0].replies), "told")
-    assert len(told) <= 1
     request = pb.ReserveRequest(job=here.job.job, iteration=training.iteration + 1, seconds=10)
-    if training.stubs[0].Reserve(request, timeout=5).granted:
-        training.iterate()
-        with pytest.raises(grpc.RpcError, match="doubtful"):
-            training.fetch(0, 0, training.iteration)
+    assert not training.stubs[0].Reserve(request, timeout=5).granted
     fence(here, training)
     assert not settle(here, training, training.iteration)[0].holds
+
+
+def test_a_hold_in_doubt_is_seeded_anew_and_offered_once_it_was_found_right(
+    world: Callable[..., World],
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = spoiled(here)
+    hold = here.nodes[0].node.groups[0].holds[0]
+    with going_on(training):
+        wait_until(lambda: hold.live, "live again")
+        assert not here.status(0).holds[0].offered or not hold.doubtful
+        wait_until(lambda: here.status(0).holds[0].offered, "offered again")
+    here.stepped(training.iteration)
+    (status,) = here.status(0).holds
+    assert (status.doubtful, status.trouble) == (False, "")
+    assert "DP group 0, shard 0: checkpoints of iterations 0 to 1 are doubtful" in here.status(0).trouble[0]
+    check_now(here, training)
+    assert not training.lines[0, 0].replies[-1].trouble
 
 
 def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) -> None:

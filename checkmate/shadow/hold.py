@@ -16,6 +16,7 @@ import torch
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schedule import StreamLayout, stream_layout
+from checkmate.shadow.doubt import Doubt
 from checkmate.shadow.receive import SETS, BucketSets, Inlet
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import Replica
@@ -55,8 +56,7 @@ class Hold:
         check_lengths(list(self.layouts.values()))
         self.lock = threading.Lock()
         self.live = False
-        self.doubtful = False
-        self.told = False  # trainers were told that it is
+        self.doubt = Doubt(replica.comparison)
         self.settled = False
         self.trouble = ""
         self.ahead = AHEAD
@@ -98,6 +98,11 @@ class Hold:
         return max((i.receiving for i in self.inlets if i.receiving is not None), default=-1)
 
     @property
+    def doubtful(self) -> bool:
+        """Whether comparing has found it wrong, and not right since."""
+        return self.doubt.active
+
+    @property
     def holds_something(self) -> bool:
         """Whether a restart can't simply begin anew."""
         return bool(self.replica.at) or self.joined > 0 or self.receiving >= 0
@@ -129,7 +134,7 @@ class Hold:
         """Its state is worth nothing: it is seeded anew."""
         with self.lock:
             self.live = False
-            self.replica.at.clear()
+            self.replica.clear()
 
     def joinable(self, newest: int) -> int:
         """The iteration at which to join, where `newest` is the newest that trainers are known to be in."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -146,7 +146,9 @@ class Node:
         self.changed.wait_for(lambda: not self._stepping, timeout)
 
     def step(self, group: Group, hold: Hold, iteration: int) -> None:
-        """Step one hold; what comparing finds makes it doubtful, and one that can't step is seeded anew."""
+        """Step one hold. One that can't step is seeded anew, and one that comparing finds wrong, which stays
+        in doubt until it is found right.
+        """
         with self.changed:
             if iteration != hold.released + 1:
                 return  # it has joined anew meanwhile
@@ -159,15 +161,24 @@ class Node:
                 hold.stepping = None
                 self._renew(group, hold, f"iteration {iteration} can't be stepped: {error}")
             return
-        if troubles:
-            hold.doubtful = True
-            hold.trouble = "; ".join(troubles)
-            log.error("%s: %s", hold, hold.trouble)
         with self.changed:
             group.records.stepped(iteration)
             self.tell(group.records.trouble)
             hold.stepping = None
+            if troubles:
+                self._doubt(group, hold, iteration, troubles)
+            elif over := hold.doubt.over():
+                hold.trouble = ""
+                self.tell(f"{hold}: {over}")
             self.changed.notify_all()
+
+    def _doubt(self, group: Group, hold: Hold, iteration: int, troubles: Sequence[str]) -> None:
+        """Comparing has found a hold wrong: the trainers have the truth, so it is seeded anew."""
+        hold.doubt.found(iteration)
+        hold.trouble = "; ".join(troubles)
+        log.error("%s: %s", hold, hold.trouble)
+        if not self.fenced and hold.doubt.may_renew(time.monotonic()):
+            self._renew(group, hold, hold.trouble)
 
     def tell(self, trouble: str) -> None:
         """Say what is wrong with the node, once. The caller has the lock."""

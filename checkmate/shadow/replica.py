@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -19,15 +19,8 @@ from checkmate.layout import ITEMSIZES, Layout
 from checkmate.optimizer_options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.blocks import SCALINGS, Batch, Gradients, Held, State, block_elements, cut, uncut
-from checkmate.state import DTYPES, bytes_of
-
-CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
-    torch.float64: (1e-8, 1e-10),
-    torch.float32: (1e-4, 1e-6),
-    torch.bfloat16: (4e-2, 1e-4),
-    torch.float16: (5e-3, 1e-5),
-}
-"""Relative and absolute tolerance of a comparison with parameters that another kind of device stepped."""
+from checkmate.shadow.compare import Comparison
+from checkmate.state import DTYPES
 
 
 class ReplicaError(ValueError):
@@ -64,14 +57,11 @@ class Replica:
 
     def __init__(self, layout: Layout, shard: int, spec: pb.OptimizerSpec, *, exact: bool) -> None:
         """Empty until `load`. `UnsupportedOptimizer` or `OptionsError` for a spec that can't be followed."""
-        self.layout, self.shard, self.exact = layout, shard, exact
+        self.layout, self.shard = layout, shard
+        self.comparison = Comparison(exact=exact)
         self.numbers = tuple(layout.of_shard(shard))
         self.at: dict[int, int] = {}
         """Each parameter's iteration: its state is the one after that step. Absent: not seeded."""
-        self.compared: dict[int, int] = {}
-        """The last iteration after which a comparison found a parameter right, or at which it was seeded."""
-        self.doubtful: dict[int, int] = {}
-        """Parameters that a comparison found wrong, and the iteration since when they are in doubt."""
         threads = (spec.threads or torch.get_num_threads()) if exact else 1
         known = [layout.parameters[number] for number in self.numbers]
         block = block_elements(known)
@@ -122,8 +112,15 @@ class Replica:
         with self._lock:
             self._keep(parameter, held)
             held.put(_plain(tensor), ours)
-            self.at[parameter] = self.compared[parameter] = iteration
-            self.doubtful.pop(parameter, None)
+            self.at[parameter] = iteration
+            self.comparison.seeded(parameter, iteration)
+
+    def clear(self) -> None:
+        """What there is is worth nothing: nothing counts as seeded. Whoever reads goes on with what was."""
+        with self._lock:
+            for number, held in self._held.items():
+                self._keep(number, held)
+            self.at.clear()
 
     def step(self, iteration: int, gradients: Mapping[int, torch.Tensor], step: pb.Step) -> list[str]:
         """Step the parameters that are at `iteration - 1`; return what comparing then found wrong.
@@ -140,7 +137,8 @@ class Replica:
             numbers = [number for number in batch.numbers if number in due]
             if numbers:
                 self._advance(batch, numbers, iteration, options, found, step)
-        return list(self._compare(iteration, step.slices))
+        stepped = {number: held for number, held in self._held.items() if self.at.get(number) == iteration}
+        return list(self.comparison.compare(iteration, step.slices, stepped))
 
     def reserve(self, iteration: int) -> bool:
         """Keep `iteration` readable, once for each parameter, until `release`; `False` where it is gone.
@@ -252,35 +250,6 @@ class Replica:
         with self._lock:
             self.at.update(dict.fromkeys(numbers, iteration))
             self._moving.difference_update(numbers)
-
-    def _compare(self, iteration: int, slices: Sequence[pb.Slice]) -> Iterator[str]:
-        """What differs from the trainers' parameters after the step."""
-        for one in slices:
-            held = self._held.get(one.parameter)
-            if held is None or self.at.get(one.parameter) != iteration:
-                continue
-            if self._equal(held.tensor, one):
-                self.compared[one.parameter] = iteration
-                continue
-            since = self.doubtful.setdefault(one.parameter, self.compared[one.parameter])
-            yield (
-                f"parameter {held.parameter.name} differs from the trainers' after iteration {iteration}. "
-                f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
-                "A gradient that is changed between backward and optimizer.step() does this: clip with "
-                "checkmate.clip_grad_norm_ and unscale with the GradScaler that protect was given"
-            )
-
-    def _equal(self, tensor: torch.Tensor, one: pb.Slice) -> bool:
-        ours = bytes_of(tensor)[one.offset : one.offset + len(one.data)]
-        if len(ours) != len(one.data) or len(ours) % tensor.element_size():
-            return False
-        if self.exact or not one.data:
-            return bytes(ours) == one.data
-        relative, absolute = CLOSE_ENOUGH[tensor.dtype]
-        start = one.offset // tensor.element_size()
-        theirs = torch.frombuffer(bytearray(one.data), dtype=tensor.dtype)
-        mine = tensor.view(-1)[start : start + len(theirs)]
-        return torch.allclose(mine.double(), theirs.double(), relative, absolute, equal_nan=True)
 
     def _keep(self, number: int, held: Held) -> bool:
         """Before a parameter changes, leave it to those who still read its iteration; whether any do."""

@@ -73,11 +73,8 @@ def _to_ask(hold: Hold, now: float) -> list[int]:
 
 
 def _to_tell(hold: Hold) -> str:
-    """What the group's first rank is to say to its user, once."""
-    if not hold.doubtful or hold.told:
-        return ""
-    hold.told = True
-    return f"{hold}: {hold.trouble}"
+    """What the group's first rank is to say to its user."""
+    return f"{hold}: {hold.trouble}" if hold.doubtful else ""
 
 
 class Copier:

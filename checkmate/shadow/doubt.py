@@ -1,0 +1,39 @@
+"""A hold in doubt: since when, whether it is seeded anew, and when it is trusted again."""
+
+from __future__ import annotations
+
+from checkmate.shadow.compare import Comparison
+
+RENEW_SECONDS = (60.0, 3600.0)
+"""A hold that turns doubtful is seeded anew at once; again after so long, and twice as long each time."""
+
+
+class Doubt:
+    """Whether a hold has what the trainers have. `active`: it may not; nothing of it is offered."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.active = False
+        self._comparison = comparison
+        self._first = self._last = 0
+        self._renewed = self._patience = 0.0
+
+    def found(self, iteration: int) -> None:
+        """Comparing has found something wrong after an iteration."""
+        first = min(self._comparison.doubtful.values(), default=iteration - 1) + 1
+        self._first = min(first, self._first) if self.active else first
+        self.active, self._last = True, iteration
+
+    def over(self) -> str:
+        """Empty, or what to remember, where all that was in doubt has been found right since."""
+        if not self.active or self._comparison.suspects:
+            return ""
+        self.active = False
+        return f"checkpoints of iterations {self._first} to {self._last} are doubtful, newer ones are not"
+
+    def may_renew(self, now: float) -> bool:
+        """Whether to seed the hold anew: less and less often where that doesn't help."""
+        if self._patience and now - self._renewed < self._patience:
+            return False
+        least, most = RENEW_SECONDS
+        self._renewed, self._patience = now, min(max(2 * self._patience, least), most)
+        return True
