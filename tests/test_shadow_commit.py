@@ -178,7 +178,7 @@ def test_who_was_left_behind_counts_again_once_it_has_caught_up() -> None:
     view.heard(1, progress(4, 4), 101.0)
     view.report(progress(6, 5))
     assert view.decide(101.0) == 6
-    assert view.behind == {1}
+    assert view.behind == {1: 1}
     view.heard(1, progress(6, 5), 101.0)
     view.report(progress(7, 6))
     assert view.decide(101.0) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from rich.console import Console
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.commit import SILENCE_MIN
 from checkmate.shadow.view import Watch, picture
+from checkmate.shadow.watching import Watcher
 from tests.end_hosts import needs_root, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
@@ -92,9 +94,26 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     assert "127.0.4.2" in said
     assert " B/s" in said or " kB/s" in said
     assert "memory" in said and "pull" in said and "step" in said
+    seen = watch.see()
+    seen.status.behind.add(node=2, iterations=5)
+    console.print(picture(seen))
+    assert "shadow node 2 is 5 iterations behind what is committed" in console.export_text()
     fence(here, training)
     console.print(picture(watch.see()))
     assert "fenced" in console.export_text()
+
+
+def test_the_log_says_who_was_left_behind(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = Watcher(world(nodes=1, ranks=2).nodes[0].node)
+    with caplog.at_level(logging.INFO, "checkmate"):
+        for behind in ({}, {2: 3}, {2: 2}, {}):
+            watcher._say_behind(behind)
+    assert [record.getMessage() for record in caplog.records] == [
+        "shadow node 2 is 3 iterations behind, and doesn't count",
+        "shadow node 2 is not behind any more",
+    ]
 
 
 @pytest.mark.parametrize("fenced", [0, 1])

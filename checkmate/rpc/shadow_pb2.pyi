@@ -430,6 +430,7 @@ class NodeStatus(google.protobuf.message.Message):
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     NICS_FIELD_NUMBER: builtins.int
     PULL_SECONDS_FIELD_NUMBER: builtins.int
+    BEHIND_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -453,6 +454,10 @@ class NodeStatus(google.protobuf.message.Message):
     def trouble(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def nics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NicStatus]: ...
+    @property
+    def behind(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Behind]:
+        """of the deciding node: who is live and lacks what is committed"""
+
     def __init__(
         self,
         *,
@@ -469,11 +474,31 @@ class NodeStatus(google.protobuf.message.Message):
         memory_bytes: builtins.int = ...,
         nics: collections.abc.Iterable[Global___NicStatus] | None = ...,
         pull_seconds: builtins.float = ...,
+        behind: collections.abc.Iterable[Global___Behind] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capability", b"capability", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
+
+@typing.final
+class Behind(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    ITERATIONS_FIELD_NUMBER: builtins.int
+    node: builtins.int
+    iterations: builtins.int
+    def __init__(
+        self,
+        *,
+        node: builtins.int = ...,
+        iterations: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iterations", b"iterations", "node", b"node"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Behind: typing_extensions.TypeAlias = Behind
 
 @typing.final
 class NicStatus(google.protobuf.message.Message):

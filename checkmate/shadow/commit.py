@@ -63,8 +63,8 @@ class Committee:
         others = set(self.nodes) - {self.me}
         self._higher = {node: _Higher(self.began) for node in others if node > self.me}
         self._lower = {node: _Lower(self.began) for node in others if node < self.me}
-        self.behind: set[int] = set()
-        """Live nodes that are not counted, for they lack what is committed."""
+        self.behind: dict[int, int] = {}
+        """Where we decide: live nodes that are not counted, and how many committed iterations they lack."""
 
     def report(self, progress: Progress) -> None:
         """What we have ourselves."""
@@ -128,10 +128,10 @@ class Committee:
 
     def decide(self, now: float) -> int:
         """`committed`, moved up where we decide and all live nodes allow it."""
+        self.behind = {}
         if self.decider(now) != self.me:
             return self.committed
         live = [self.mine]
-        self.behind = set()
         for node, other in self._higher.items():
             progress = other.progress
             if other.broken or now - other.heard > self.silence:
@@ -141,7 +141,7 @@ class Committee:
             if not progress.live:
                 continue
             if progress.in_full < self.committed:
-                self.behind.add(node)  # it was dead, and others went on without it
+                self.behind[node] = self.committed - progress.in_full  # it was dead, and others went on without it
                 continue
             live.append(progress)
         self.committed = max(self.committed, min(progress.in_full for progress in live))

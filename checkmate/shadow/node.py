@@ -231,6 +231,7 @@ class Node:
                     pb.NicStatus(ip=ip, bytes=reader.bytes)
                     for ip, reader in zip(self.nics, self.readers, strict=True)
                 ],
+                behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(self.committee.behind.items())],
             )
 
     def close(self) -> None:

@@ -108,6 +108,10 @@ def picture(seen: Seen) -> Group:
     lines = [f"{nics}; {times}; memory {size(status.memory_bytes)}"]
     lines += [f"[yellow]{hold.trouble}[/yellow]" for hold in status.holds if hold.trouble]
     lines += [f"[yellow]{trouble}[/yellow]" for trouble in status.trouble]
+    lines += [
+        f"[yellow]shadow node {other.node} is {other.iterations} iterations behind what is committed[/yellow]"
+        for other in status.behind
+    ]
     return Group(table, *lines)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
 from checkmate.shadow import reading
 from checkmate.shadow.group import Group
@@ -27,6 +28,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._rated = time.monotonic()
         self._bytes: dict[int, int] = {}
+        self._behind: set[int] = set()
 
     def start(self) -> None:
         """Watch from now on, until the node is closed."""
@@ -58,6 +60,7 @@ class Watcher:
             if not hold.settled and not node.fenced:
                 self._look(group, hold, now)
         node.refresh()
+        self._say_behind(node.committee.behind)
 
     def _look(self, group: Group, hold: Hold, now: float) -> None:
         lost = hold.gap(group.records, now, self._node.grace)
@@ -90,6 +93,14 @@ class Watcher:
             if not hold.lag_said:
                 hold.lag_said = True
                 log.warning("%s: %s", hold, hold.trouble)
+
+    def _say_behind(self, behind: Mapping[int, int]) -> None:
+        """Say which nodes don't count, for others went on without them, and which do again."""
+        for node in behind.keys() - self._behind:
+            log.warning("shadow node %d is %d iterations behind, and doesn't count", node, behind[node])
+        for node in self._behind - behind.keys():
+            log.info("shadow node %d is not behind any more", node)
+        self._behind = set(behind)
 
     def _rate(self, now: float) -> None:
         """For how long the fullest socket buffer lasts at the present rate: the patience with silence."""
