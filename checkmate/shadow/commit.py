@@ -141,7 +141,8 @@ class Committee:
             if not progress.live:
                 continue
             if progress.in_full < self.committed:
-                self.behind[node] = self.committed - progress.in_full  # it was dead, and others went on without it
+                # It was dead, and others went on without it.
+                self.behind[node] = self.committed - progress.in_full
                 continue
             live.append(progress)
         self.committed = max(self.committed, min(progress.in_full for progress in live))
