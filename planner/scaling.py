@@ -50,18 +50,25 @@ class StepTimes:
     def on(self, cores: float) -> float:
         """Seconds of a step of the whole model on one node of so many cores.
 
-        One measurement tells nothing of more cores, so they are taken to be of no use.
+        More cores are never worse: `checkmate shadow --threads` can leave some out. One measurement tells
+        nothing of more cores, so they are taken to be of no use.
         """
-        least, most = min(self.seconds), max(self.seconds)
-        if cores in self.seconds:
-            return self.seconds[int(cores)]
-        if cores < least:
+        fewer = [took for n, took in self.seconds.items() if n <= cores]
+        if not fewer:
+            least = min(self.seconds)
             return self.seconds[least] * least / cores
+        return min(*fewer, self._between(cores))
+
+    def _between(self, cores: float) -> float:
+        """Between two measurements, or after the last; at one, what it says."""
+        most = max(self.seconds)
         if cores > most:
             fixed, shared = self.amdahl
             return self.seconds[most] * (fixed + shared / cores) / (fixed + shared / most)
-        below = max(n for n in self.seconds if n < cores)
-        above = min(n for n in self.seconds if n > cores)
+        below = max(n for n in self.seconds if n <= cores)
+        above = min(n for n in self.seconds if n >= cores)
+        if below == above:
+            return self.seconds[below]
         part = (1 / below - 1 / cores) / (1 / below - 1 / above)
         return self.seconds[below] + part * (self.seconds[above] - self.seconds[below])
 

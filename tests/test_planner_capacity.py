@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,8 +18,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shadow_memory import SHAPES, Forgetful, node, status, wait
 from checkmate.layout import Parameter
 from checkmate.parts import Fault
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schedule import stream_layout
 from checkmate.schema import Job
 from checkmate.shadow.connect import RECEIVE_BUFFER
@@ -29,6 +34,7 @@ from planner.optimizers import NamedOptimizer, OptimizerError
 from planner.scaling import StepTimes
 from tests.jobs_made import job, job_data, some_jobs
 from tests.shadow_world import World
+from tests.small_training import Copies, local_job
 from tests.test_cli import invoke
 
 ADAMW = NamedOptimizer("adamw")
@@ -50,7 +56,7 @@ def test_every_byte_of_an_iteration_comes_once_to_each_holder(jobs: list[Job], s
     whole = model(*sizes)
     found = demand(made, whole)
     assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
-    of_shards = Counter({node.node: sum(shard.nbytes for shard in node.shards) for node in found.nodes})
+    of_shards = Counter({one.node: sum(shard.nbytes for shard in one.shards) for one in found.nodes})
     at_nics: Counter[int] = Counter()
     for nic in found.nics:
         at_nics[nic.node] += nic.nbytes
@@ -101,7 +107,7 @@ def test_the_papers_256_ports() -> None:
 def test_memory_adds_up(sizes: list[int], nodes: int, replicas: int) -> None:
     made = job(nodes=nodes, replicas=min(nodes, replicas), channels=2)
     whole = model(*sizes)
-    memories = [node.memory for node in demand(made, whole).nodes]
+    memories = [one.memory for one in demand(made, whole).nodes]
     held = made.replicas * whole.nbytes
     assert sum(memory.parameters for memory in memories) == held
     assert sum(memory.optimizer_state for memory in memories) == 2 * held
@@ -127,11 +133,11 @@ def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None
     whole = Model("trained", training.layout.parameters)
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
     setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
-    for node in Demand(here.job, (whole,), setting).nodes:
-        real = here.nodes[node.node].node
+    for planned in Demand(here.job, (whole,), setting).nodes:
+        real = here.nodes[planned.node].node
         taken = sum(hold.replica.nbytes + hold.sets.nbytes for _, hold in real.holds)
-        assert taken == pytest.approx(node.memory.process, rel=0.01)
-        assert sum(nic.streams for nic in node.nics) == sum(len(hold.inlets) for _, hold in real.holds)
+        assert taken == pytest.approx(planned.memory.process, rel=0.01)
+        assert sum(nic.streams for nic in planned.nics) == sum(len(hold.inlets) for _, hold in real.holds)
 
 
 def options(optimizer: torch.optim.Optimizer) -> str:
@@ -223,9 +229,9 @@ def test_fewer_dp_groups_on_a_node_make_the_line_enough() -> None:
 def test_the_number_of_more_nodes_is_the_smallest(nodes: int, what: str, part: float) -> None:
     whole = model(*[1000] * 48)
     start = capacity(demand(job(nodes=nodes, nics=2, channels=2), whole))
-    node = start.demand.nodes[0]
+    first = start.demand.nodes[0]
     choices: dict[str, dict[str, Any]] = {
-        "memory": {"node_memory": int(node.memory.total * part)},
+        "memory": {"node_memory": int(first.memory.total * part)},
         "step": {"iteration_s": part / nodes, "cores": 1, "steps": (times(whole, {1: 1.0}),)},
         "receive": {"iteration_s": max(map(start.receive_seconds, start.demand.nics)) * part},
     }
@@ -284,7 +290,7 @@ def test_steps_of_several_shards_add_up() -> None:
     found = capacity(
         demand(job(nodes=2, replicas=2, channels=2), whole), cores=2, steps=(times(whole, {2: 3.0}),)
     )
-    steps = [found.step_seconds(node) for node in found.demand.nodes]
+    steps = [found.step_seconds(one) for one in found.demand.nodes]
     assert steps == pytest.approx([3.0, 3.0])
 
 
@@ -373,4 +379,31 @@ def test_two_jobs_are_refused(tmp_path: Path) -> None:
 
 def test_nodes_are_in_order() -> None:
     nodes: tuple[Node, ...] = demand(job(nodes=3), model(5, 5, 5)).nodes
-    assert [node.node for node in nodes] == [0, 1, 2]
+    assert [one.node for one in nodes] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for receive buffers")
+def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
+    """Resident memory beyond an empty node's, over some iterations."""
+    made = local_job(nodes=1, ranks=2)
+    taken = []
+    with node(made), open_channel(made, 0) as channel, ExitStack() as stack:
+        stub = ShadowStub(channel)
+        empty = status(stub, made).memory_bytes
+        copies = Copies(made)
+        stack.callback(copies.close)
+        training = Forgetful(made, copies, shapes=SHAPES)
+        stack.callback(training.close)
+        training.begin([0])
+        for parameter in training.layout.of_shard(0):
+            training.seed(0, 0, [parameter])
+        wait(lambda: status(stub, made).holds[0].live)
+        for iteration in range(8):
+            training.iterate()
+            wait(lambda: status(stub, made).holds[0].stepped == iteration)  # noqa: B023
+            taken.append(status(stub, made).memory_bytes - empty)
+    optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
+    setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
+    (planned,) = Demand(made, (Model("trained", training.layout.parameters),), setting).nodes
+    assert statistics.median(taken) == pytest.approx(planned.memory.process, rel=0.15)
