@@ -62,6 +62,22 @@ def test_front_panels_are_as_switches_show_them() -> None:
     assert [even[name] for name in ("1/0", "1/3", "2/0", "3/0")] == [132, 135, 140, 148]
 
 
+def test_the_64_port_front_panel_is_as_its_sources_say() -> None:
+    """Connectors 1, 32, 33, 41, 49, 57 lead to MAC blocks 31, 0, 40, 32, 56, 48; pipes 0 and 2 run down."""
+    full = tofino.front_panel(FULL)
+    shown = {
+        "1/0": 188,
+        "16/0": 128,
+        "17/0": 0,
+        "32/0": 60,
+        "33/0": 284,
+        "41/0": 316,
+        "49/0": 416,
+        "57/0": 384,
+    }
+    assert {name: full[name] for name in shown} == shown
+
+
 @given(st.sampled_from(["tofino", "tofino2"]), st.integers(0, 511))
 @few
 def test_every_device_port_has_one_use(target: str, port: int) -> None:

@@ -117,7 +117,9 @@ def test_whatever_ingress_admits_has_room(job: Job) -> None:
     rooms = {queue.port.device_port: queue.cells for queue in plan.queues}
     assert set(rooms) >= shadows & {out for gs in groups.values() for g in gs for out, _ in g.replicas}
     for port, room in rooms.items():
-        sent = [i for i, gs in groups.items() if any(port == out for g in gs for out, _ in g.replicas)]
+        sent = {i for i, gs in groups.items() if any(port == out for g in gs for out, _ in g.replicas)}
+        if port not in shadows:
+            sent |= set(admitted) - {port}
         assert room >= sum(admitted[i] for i in sent)
 
 
@@ -141,6 +143,19 @@ def test_too_small_a_buffer_is_refused_with_the_arithmetic(job: Job, cells: int)
         assert int(said[4]) // int(said[5]) // UNIT * UNIT < least
     else:
         assert plan.threshold >= least
+
+
+@pytest.mark.parametrize(("missing", "works"), [(0, True), (1, False)])
+def test_the_least_threshold_is_two_frames(missing: int, works: bool) -> None:
+    """Three ports of 1,397 cells of headroom, two of them with two copies; frames of 9,018 + 16 bytes."""
+    least = 2 * 113 + 6  # in steps of 8
+    cells = 5 * (1397 + least) - missing
+    job = made(switch={"pfc": {"cells": cells}})
+    if works:
+        assert planned(job)[1].threshold == least
+    else:
+        with pytest.raises(NoRoom, match="at least 226 cells"):
+            planned(job)
 
 
 def test_jobs_that_share_a_switch_have_one_priority() -> None:

@@ -1,0 +1,117 @@
+"""The control plane as it speaks to a Tofino, with a real P4Runtime server: the embedded target's."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from finsy import P4Schema
+
+from checkmate.port_checks import resolve
+from checkmate.schema import Job
+from controlplane import codec as codecs
+from controlplane.codec import Codec, compiled
+from controlplane.entities import Holdings
+from controlplane.errors import WrongPipeline
+from controlplane.network import Network
+from controlplane.plan import plan_switch
+from controlplane.reconcile import difference
+from controlplane.serve import Fleet
+from controlplane.session import Session
+from controlplane.status import read_status
+from controlplane.streams import lose
+from controlplane.tofino.device_config import NotCompiled
+from tests.controlplane.test_session import LOOP, softswitch
+from tests.jobs_made import job_data, tofino_job_data
+from tests.tofino_made import P4INFO, write_compiled
+
+
+def test_an_entry_says_what_it_counted() -> None:
+    codec = Codec(P4Schema(*compiled("softswitch")), counters_by_entry=True)
+    message = codec.encode(lose((300, 2, 1, 3)))
+    message.table_entry.counter_data.packet_count = 7
+    message.table_entry.counter_data.byte_count = 7000
+    found = codec.decode_direct_counter(message)
+    assert (found.packets, found.bytes) == (7, 7000)
+    assert found.match == {"boundary": 300, "channel": 2, "shadow_id": 1, "replication_id": 3}
+    assert codec.read_direct_counters("lost").table_entry.HasField("counter_data")
+
+
+def test_both_ways_of_asking_say_the_same() -> None:
+    p4info, config = compiled("softswitch")
+    by_entry = Codec(P4Schema(p4info, config), counters_by_entry=True)
+    with softswitch("--no-p4") as switch:
+        data = job_data(nodes=2, channels=2)
+        data["fabric"]["switches"][0]["address"] = switch.address
+        network = Network([Job.model_validate(data)])
+
+        async def told() -> None:
+            plan = plan_switch(network, "tor0", Holdings())
+            async with Session(switch, Codec.for_switch(switch)) as session:
+                await session.ensure_pipeline()
+                await session.write(difference(Holdings(), plan.holdings))
+                usual = await read_status(session, network)
+            async with Session(switch, by_entry, primary=False) as session:
+                assert await read_status(session, network) == usual
+                asked = [by_entry.read_direct_counters("lost")]
+                found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
+            assert len(found) == len(plan.streams)
+            assert {len(counted.match) for counted in found} == {4}
+
+        LOOP.run_until_complete(told())
+
+
+@pytest.fixture
+def same_p4info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """v1model's P4Info as the Tofino's, so that the embedded target runs "the program"; an SDE without it."""
+    shutil.copy(compiled("bmv2")[0], tmp_path / P4INFO)
+    usual = codecs.artifacts
+    monkeypatch.setattr(codecs, "artifacts", lambda t="bmv2": tmp_path if t == "tofino" else usual(t))
+    monkeypatch.setenv("SDE_INSTALL", str(tmp_path / "sde"))
+    return tmp_path
+
+
+def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
+    """Without the compiler's output: the switch runs the program already, and isn't asked to load it."""
+    with softswitch("--no-p4") as switch:
+        data = tofino_job_data(nodes=2)
+        data["fabric"]["switches"][0]["address"] = switch.address
+        assert resolve(data) == []
+        job = Job.model_validate(data)
+
+        async def installed() -> None:
+            with pytest.raises(NotCompiled, match="make p4 P4_TARGET=tofino"):
+                await Fleet().start([job])
+            async with Session(switch, Codec.for_switch(switch)) as session:
+                await session.ensure_pipeline()
+            fleet = Fleet()
+            (done,) = await fleet.start([job])
+            await fleet.stop()
+            assert (done.updates > 10, done.loaded) == (True, False)
+            async with Session(switch, Codec.for_switch(switch), primary=False) as session:
+                held = await session.read()
+            assert {e["port"] for e in held.table("forwarding") if e.action == "forward"} >= {128, 136, 144}
+            assert {port for port, _ in held.groups[1].replicas} == {128 + 8 * i for i in range(7)}
+            (job_switch,) = job.fabric.switches
+            async with Session(job_switch, Codec.for_switch(job_switch), primary=False) as session:
+                status = await read_status(session, Network([job]))
+            assert len(status.streams) == 4
+
+        LOOP.run_until_complete(installed())
+
+
+def test_the_packed_program_is_what_is_loaded(same_p4info: Path) -> None:
+    """The embedded target takes BMv2's JSON, so it refuses what is packed for a Tofino, and says so."""
+    write_compiled(same_p4info / "sde", "tofino", b"binary", b"{}")
+    with softswitch("--no-p4") as switch:
+        data = tofino_job_data()
+        data["fabric"]["switches"][0]["address"] = switch.address
+        resolve(data)
+        job = Job.model_validate(data)
+
+        async def refused() -> None:
+            with pytest.raises(WrongPipeline, match="refuses the program"):
+                await Fleet().start([job])
+
+        LOOP.run_until_complete(refused())
