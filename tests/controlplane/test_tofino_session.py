@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from finsy import P4Schema
 
+import p4src
 from checkmate.port_checks import resolve
 from checkmate.schema import Job
 from controlplane import codec as codecs
@@ -66,7 +67,7 @@ def test_both_ways_of_asking_say_the_same() -> None:
 def same_p4info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """v1model's P4Info as the Tofino's, so that the embedded target runs "the program"; an SDE without it."""
     shutil.copy(compiled("bmv2")[0], tmp_path / P4INFO)
-    usual = codecs.artifacts
+    usual = p4src.artifacts
     monkeypatch.setattr(codecs, "artifacts", lambda t="bmv2": tmp_path if t == "tofino" else usual(t))
     monkeypatch.setenv("SDE_INSTALL", str(tmp_path / "sde"))
     return tmp_path
