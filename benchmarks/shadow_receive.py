@@ -22,8 +22,10 @@ from rich.progress import track
 from benchmarks.figures import Figure, Result, Skipped, ratios
 from checkmate.layout import Layout, Parameter, make_layout
 from checkmate.schedule import stream_layout
+from checkmate.shadow.buckets import BucketSets
 from checkmate.shadow.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive import BucketSets, Inlet, Reader
+from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.receive import Reader
 from checkmate.shadow.streams import StreamPlan
 from checkmate.tcp import SO_RCVBUFFORCE
 from topologies import links, namespaces

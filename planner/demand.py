@@ -15,7 +15,7 @@ from checkmate import holdings
 from checkmate.layout import Layout, make_layout
 from checkmate.schedule import tagged_chunks
 from checkmate.schema import Job
-from checkmate.shadow.receive import SETS
+from checkmate.shadow.buckets import SETS
 from planner.models import Model
 
 

@@ -17,8 +17,10 @@ from typing import Final
 
 from checkmate.layout import Parameter, make_layout
 from checkmate.schedule import LAST, stream_layout
+from checkmate.shadow.buckets import BucketSets
 from checkmate.shadow.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive import BucketSets, Inlet, Reader
+from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.receive import Reader
 from checkmate.shadow.streams import StreamPlan
 from checkmate.tcp import SO_RCVBUFFORCE
 from planner import sender

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkmate.layout import ITEMSIZES
-from checkmate.shadow.receive import SETS
+from checkmate.shadow.buckets import SETS
 from planner.demand import KeepsState
 from planner.models import Model
 from planner.scaling import NODES_MAX, StepTimes, largest_share, predicted

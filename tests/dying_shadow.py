@@ -17,7 +17,7 @@ from typing import Any
 from checkmate.cli.entry import main
 from checkmate.shadow import reading
 from checkmate.shadow.blocks import Batch
-from checkmate.shadow.receive import BucketSets
+from checkmate.shadow.buckets import BucketSets
 from checkmate.shadow.replica import Replica
 
 STOPPED = "stopped here"

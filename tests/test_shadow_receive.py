@@ -20,7 +20,9 @@ from checkmate.layout import Layout, Parameter, make_layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schedule import StreamLayout, stream_layout
 from checkmate.schema import Job
-from checkmate.shadow.receive import SETS, BucketSets, Inlet, Reader
+from checkmate.shadow.buckets import SETS, BucketSets
+from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.receive import Reader
 from checkmate.shadow.records import Records
 from checkmate.shadow.streams import (
     StreamPlan,

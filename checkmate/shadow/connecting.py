@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pyroute2 import IPRoute
 
 from checkmate.shadow.connect import StreamError, connect_stream
-from checkmate.shadow.receive import Inlet, Reader
+from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.receive import Reader
 from checkmate.shadow.streams import StreamPlan
 
 log = logging.getLogger("checkmate")

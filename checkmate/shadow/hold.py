@@ -16,8 +16,9 @@ import torch
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schedule import StreamLayout, stream_layout
+from checkmate.shadow.buckets import SETS, BucketSets
 from checkmate.shadow.doubt import Doubt
-from checkmate.shadow.receive import SETS, BucketSets, Inlet
+from checkmate.shadow.inlet import Inlet
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import Replica
 from checkmate.shadow.streams import FARTHEST, HoldPlan, ahead_at_most, check_lengths

@@ -23,7 +23,8 @@ from checkmate.shadow.connect import RECEIVE_BUFFER
 from checkmate.shadow.connecting import Connector
 from checkmate.shadow.group import Group, Refused, check_job
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.receive import Inlet, Reader
+from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.receive import Reader
 from checkmate.shadow.streams import hold_plans
 
 log = logging.getLogger("checkmate")
