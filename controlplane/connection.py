@@ -19,6 +19,8 @@ from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused
 
 ELECTION_ID = 100
 """Above the one with which `checkmate shell` opens, so that a shell beside a controller is a backup."""
+REACH_SECONDS = 5.0
+"""How long a switch may take to answer, unless told otherwise."""
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
 
@@ -28,10 +30,10 @@ class Connection:
     Without `primary` there is no arbitration, and so no writing.
     """
 
-    def __init__(self, switch: Switch, *, primary: bool = True, timeout: float = 5.0) -> None:
+    def __init__(self, switch: Switch, *, primary: bool = True, timeout: float | None = None) -> None:
         self.switch = switch
         self._primary = primary
-        self._timeout = timeout
+        self._timeout = REACH_SECONDS if timeout is None else timeout
         self._client = P4Client(switch.address, _credentials(switch.tls), wait_for_ready=False)
 
     async def __aenter__(self) -> Self:

@@ -38,7 +38,9 @@ class Session(Connection):
     Without `primary` it only reads, beside whatever controller there is.
     """
 
-    def __init__(self, switch: Switch, codec: Codec, *, primary: bool = True, timeout: float = 5.0) -> None:
+    def __init__(
+        self, switch: Switch, codec: Codec, *, primary: bool = True, timeout: float | None = None
+    ) -> None:
         super().__init__(switch, primary=primary, timeout=timeout)
         self.codec = codec
 

@@ -184,7 +184,8 @@ def test_plan_for_people_says_what_is_used_and_held(job_file: Path) -> None:
     assert "replication[source=10.0.0.1 destination=10.0.0.2 shadow_id=0 channel=0]" in output
 
 
-def test_an_unreachable_switch_ends_with_3(job_file: Path) -> None:
+def test_an_unreachable_switch_ends_with_3(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.connection.REACH_SECONDS", 0.3)
     data = yaml.safe_load(job_file.read_text())
     data["fabric"]["switches"][0]["address"] = "127.0.0.1:1"
     job_file.write_text(yaml.safe_dump(data))

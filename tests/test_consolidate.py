@@ -329,7 +329,7 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Place], li
 CHECKMATE = [sys.executable, "-m", "checkmate.cli.entry"]
 
 
-@pytest.mark.parametrize("kind", ["dcp", "torch"])
+@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_command_writes_a_checkpoint(place: Callable[..., Place], kind: str, tmp_path: Path) -> None:
     here = place(groups=2, nodes=2, ranks=2)
     here.iterate(2)
@@ -357,7 +357,7 @@ def test_the_command_writes_a_checkpoint(place: Callable[..., Place], kind: str,
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("kind", ["dcp", "torch"])
+@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.slow), "torch"])
 def test_the_command_keeps_the_last_few(place: Callable[..., Place], kind: str, tmp_path: Path) -> None:
     """Beside training, until it is told to stop."""
     here = place(nodes=2, ranks=2)

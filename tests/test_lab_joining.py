@@ -14,7 +14,7 @@ import pytest
 from tests.live import needs_bmv2, needs_clang, needs_root
 from topologies import processes, traffic
 from topologies.crew import Crew, Member
-from topologies.describe import load
+from topologies.describe import build
 from topologies.job_files import Target
 from topologies.lab import Lab
 from topologies.runner import Outcome, Traffic, received_by
@@ -28,6 +28,13 @@ AHEAD = Tail(26, 12_345)
 LOAD = Load(nbytes=32_000_000, iterations=32, pause=0.2, tails=(AHEAD,))
 SLOWLY = replace(LOAD, nbytes=6_400_000)
 LEAVER, STAYER = "shadow0", "shadow1"
+TOPOLOGY = {
+    "title": "a ring of two and two shadow nodes",
+    "channels": 2,
+    "switches": ["tor"],
+    "dp_groups": [{"ranks": ["tor", "tor"]}],
+    "shadow_nodes": [["tor", "tor"], ["tor", "tor"]],
+}
 Key = tuple[int, int, int]
 
 
@@ -139,7 +146,7 @@ def test_what_is_read_from_the_base_on_is_what_was_tagged(
 ) -> None:
     """It leaves at a tenth, by closing or by kill -9, and another process joins well ahead of the data."""
     work = LOAD if target == "softswitch" else SLOWLY
-    with Lab(load("single_tor"), target, name=name, loss=share) as lab, Crew(lab) as crew, serving(crew):
+    with Lab(build("pair", TOPOLOGY), target, name=name, loss=share) as lab, Crew(lab) as crew, serving(crew):
         run = Traffic(crew, work)
         run.connect()
 
@@ -160,7 +167,7 @@ def test_what_is_read_from_the_base_on_is_what_was_tagged(
 @pytest.mark.slow
 def test_no_byte_is_read_behind_a_gap(name: str) -> None:
     """Who joins behind the data that comes first reads nothing; who joins ahead after that reads all."""
-    with Lab(load("single_tor"), name=name) as lab, Crew(lab) as crew, serving(crew):
+    with Lab(build("pair", TOPOLOGY), name=name) as lab, Crew(lab) as crew, serving(crew):
         run = Traffic(crew, LOAD)
         run.connect()
         behind: list[dict[str, Any]] = []

@@ -70,7 +70,7 @@ def test_without_bmv2(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("options", [[], ["-v"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["-v"], marks=pytest.mark.slow)])
 def test_a_suite_is_one_line(options: list[str]) -> None:
     """Passed tests are counted, and named with -v only."""
     command = [*RUNNER, "--suite", "stub", *options]

@@ -310,8 +310,15 @@ def test_on_any_number_of_threads(
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [
+        (torch.bfloat16, 3),
+        pytest.param(torch.bfloat16, 1, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 1, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_16_bits_are_stepped_with_as_many_threads_as_in_training(
     count: int,
     dtype: torch.dtype,

@@ -72,8 +72,9 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
     assert same_training(resumed, reference)
 
 
-def test_all_ranks_are_killed(tmp_path: Path) -> None:
-    with training_lab("single_tor") as lab:
+@pytest.mark.parametrize("topology", [TWO_RANKS, pytest.param("single_tor", marks=pytest.mark.slow)])
+def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
+    with training_lab(topology) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8)
 
 
@@ -110,6 +111,7 @@ class Case:
 
 
 CASES = [
+    Case(2, 2, 2, "Adam", "fused", {"accumulate": 2}),
     Case(3, 2, 3, "Adam", "fused", {"accumulate": 2}),
     Case(2, 1, 1, "SGD", "foreach", {"amp": True, "infinite": (2,)}),
     Case(2, 2, 2, "AdamW", "neither", {"batch_norm": False}),
@@ -165,6 +167,21 @@ def test_all_ranks_are_killed_with(options: dict[str, Any], tmp_path: Path) -> N
 def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
     with training_lab(PIPELINE) as lab:
         kill_and_resume(lab, tmp_path, 5, iterations=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # three starts of twelve ranks
+def test_the_papers_testbed_resumes_and_is_consolidated_at_one_iteration(tmp_path: Path) -> None:
+    """2 PP x 6 DP, four shadow nodes."""
+    with training_lab("paper_testbed") as lab:
+        kill_and_resume(lab, tmp_path, 3, iterations=6)
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+    found = torch.load(file, weights_only=True)
+    assert {name: group["iteration"] for name, group in found.items()} == {"group0": 5, "group1": 5}
+    states = Run(tmp_path / "killed", 12).states()
+    for stage in range(2):
+        assert equal(found[f"group{stage}"]["model"], states[6 * stage]["model"])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from tests.live import needs_clang, needs_root
 from topologies.crew import Crew
-from topologies.describe import load
+from topologies.describe import build
 from topologies.lab import Lab
 from topologies.runner import Traffic
 from topologies.serving import Controller, serving
@@ -18,6 +18,13 @@ from topologies.traffic import Load
 pytestmark = [needs_root, needs_clang, pytest.mark.timeout(240)]
 
 _NBYTES = 200_000_000
+_TOPOLOGY = {
+    "title": "a ring of two and two shadow nodes",
+    "channels": 2,
+    "switches": ["tor"],
+    "dp_groups": [{"ranks": ["tor", "tor"]}],
+    "shadow_nodes": [["tor", "tor"], ["tor", "tor"]],
+}
 
 
 def restart_controller(controller: Controller) -> None:
@@ -33,7 +40,7 @@ def restart_switch(controller: Controller) -> None:
 
 @pytest.fixture
 def lab(name: str) -> Iterator[Lab]:
-    with Lab(load("single_tor"), "softswitch", name=name) as made:
+    with Lab(build("pair", _TOPOLOGY), name=name) as made:
         yield made
 
 
