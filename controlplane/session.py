@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NoReturn
 
+import grpc
 from finsy.grpcutil import GRPCStatusCode
 from finsy.p4client import P4ClientError
 from finsy.p4entity import P4PacketIn, P4PacketOut
-from finsy.proto import U128, p4r
+from finsy.proto import U128, p4r, p4r_grpc
 
 from checkmate.schema import Switch
 from checkmate.wording import counted
@@ -26,6 +27,8 @@ BATCH = 250
 """Updates a Write request. A refusal has some 100 to 200 bytes for each of them in gRPC's trailing
 metadata, of which a client takes 64 KB; with more, the details would be lost."""
 HEARTBEAT_SECONDS = 5.0
+LOAD_SECONDS = 120.0
+"""For loading a program; finsy's own ten are for everything."""
 
 
 class NoProgram(WrongPipeline):
@@ -66,12 +69,21 @@ class Session(Connection):
             config=self.codec.pipeline_config(),
         )
         try:
-            await self._client.request(request)
+            await self._load(request)
         except P4ClientError as error:
             if error.code in (*GONE, GRPCStatusCode.PERMISSION_DENIED):
                 raise self._failed("loading the program", error) from None
             raise WrongPipeline(f"{self._name} refuses the program: {error.message}") from None
         return True
+
+    async def _load(self, request: p4r.SetForwardingPipelineConfigRequest) -> None:
+        """As the client's `request`, but a chip that is initialised anew has its time."""
+        channel = self._client.channel
+        assert channel is not None
+        try:
+            await p4r_grpc.P4RuntimeStub(channel).SetForwardingPipelineConfig(request, timeout=LOAD_SECONDS)
+        except grpc.RpcError as error:
+            raise P4ClientError(error, "loading the program") from None
 
     def _same_build(self, config: p4r.ForwardingPipelineConfig) -> None:
         """Programs of one P4Info may differ inside; whoever loads without a cookie isn't told apart."""

@@ -147,7 +147,7 @@ def _explained(plan: PfcPlan) -> list[str]:
     """The arithmetic, in sentences."""
     said = [
         f"Pools: ingress {plan.ingress_pool:,}, skid {plan.skid_pool:,}, egress {plan.egress_pool:,} cells. "
-        f"A stuck shadow node pauses training for {plan.watchdog} ms at most, then loses its stream.",
+        f"A stuck shadow node pauses training for {plan.watchdog} ms at a time; then its NIC drops copies.",
     ]
     if plan.senders:
         slowest = max(plan.senders, key=lambda sender: sender.headroom.cells)
