@@ -58,6 +58,20 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     check_now(here, training)
 
 
+def test_another_holder_is_asked_for_nothing_where_trainers_were_faster(
+    world: Callable[..., World],
+) -> None:
+    """To name no parameters would mean all of them."""
+    here = world(nodes=2, ranks=2, replicas=2)
+    training = here.started()
+    check_now(here, training)
+    group = here.nodes[0].node.groups[0]
+    assert group.holds[0].wanted() == []
+    assert not here.nodes[0]._copier._piece(1, group, group.holds[0])
+    reserved = here.nodes[1].node.reserved
+    wait_until(lambda: not any(len(ends) > 1 for ends in reserved.values()), "the release")
+
+
 def test_the_parts_of_the_last_step_stay_until_they_are_kept() -> None:
     records = Records(1, 0)
     for t in (0, 1, 2):

@@ -19,7 +19,8 @@ import torch
 
 from checkmate import state
 from checkmate.consolidate.choose import Lacking, Shard, Source, choose, lacking, name
-from checkmate.layout import Layout, LayoutError, from_json
+from checkmate.consolidate.headers import Asked, check_header, most_parts, record_of
+from checkmate.layout import Layout, from_json
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -172,7 +173,7 @@ class Nodes:
                 try:
                     found[shard] = self._fetch(node, shard, source, iteration, deadline)
                     return
-                except (state.StateError, LayoutError, grpc.RpcError) as error:
+                except (state.StateError, grpc.RpcError) as error:
                     troubles.setdefault(shard, []).append((node, _reason(error)))
 
         with ThreadPoolExecutor(len(able), thread_name_prefix="fetch") as pool:
@@ -233,54 +234,28 @@ class _Fetched:
 
 def _check(header: pb.SeedHeader, job: Job, shard: Shard, source: Source, iteration: int) -> None:
     """`StateError` where a stream is of another job, shard, run, incarnation or iteration."""
-    said = (
-        header.job,
-        header.run,
-        header.incarnation,
-        header.iteration,
-        header.shard.group,
-        header.shard.shard,
-    )
-    asked = (job.job, source.run, source.incarnation, iteration, *shard)
-    if said != asked:
-        raise state.StateError(
-            f"it sent {said}, not {asked} (job, run, incarnation, iteration, DP group, shard)"
-        )
-    if sorted(header.parameters) != sorted(from_json(header.layout).of_shard(shard[1])):
-        raise state.StateError("it announced other parameters than the shard has")
+    check_header(header, Asked(job.job, source.run, iteration, *shard, source.incarnation))
     ranks = len(job.dp_groups[shard[0]].ranks)
-    record = header.record
-    parts = [(part.position, part.iteration) for part in record.parts]
+    parts = [(part.position, part.iteration) for part in header.record.parts]
     if header.parameters and parts != [(position, iteration) for position in range(ranks)]:
         raise state.StateError(f"it has no whole step record of iteration {iteration}")
 
 
 def _one_group(group: int, shards: Sequence[_Fetched]) -> GroupState:
     """A DP group's shards together; `Lacking` where they are of different models."""
-    first = max(shards, key=lambda shard: len(shard.header.record.parts))
-    for shard in shards:
-        same = (shard.header.layout, shard.header.optimizer) == (first.header.layout, first.header.optimizer)
-        if not same:
-            here, there = (name((group, one.header.shard.shard)) for one in (shard, first))
+    headers = [shard.header for shard in shards]
+    first = most_parts(headers)
+    for header in headers:
+        if (header.layout, header.optimizer) != (first.layout, first.optimizer):
+            here, there = (name((group, one.shard.shard)) for one in (header, first))
             trouble = f"{here} is of another model or optimizer than {there}"
-            raise Lacking({(group, shard.header.shard.shard): [trouble]})
+            raise Lacking({(group, header.shard.shard): [trouble]})
     states = {number: values for shard in shards for number, values in shard.states.items()}
-    header, layout = first.header, from_json(first.header.layout)
-    record = pb.IterationRecord()
-    record.CopyFrom(header.record)
-    for shard in shards:
-        _add_buffers(record, shard.header.record)
-    if without := sorted(set(header.buffers) - record.buffers.keys()):
+    record, without = record_of(headers)
+    if without:
         trouble = f"{without[0]} and {len(without) - 1} other buffers or frozen parameters have not come yet"
-        raise Lacking({(group, first.header.shard.shard): [trouble]})
-    return GroupState(layout, header.optimizer, record, header.names, states)
-
-
-def _add_buffers(record: pb.IterationRecord, other: pb.IterationRecord) -> None:
-    """A node that has come late may lack some that another one has."""
-    for key, data in other.buffers.items():
-        if key not in record.buffers:
-            record.buffers[key] = data
+        raise Lacking({(group, first.shard.shard): [trouble]})
+    return GroupState(from_json(first.layout), first.optimizer, record, first.names, states)
 
 
 def _reason(error: Exception) -> str:

@@ -13,7 +13,8 @@ import grpc
 import torch
 
 from checkmate import state
-from checkmate.layout import Layout, LayoutError, Parameter, from_json
+from checkmate.consolidate.headers import Asked, check_header, most_parts, record_of
+from checkmate.layout import Layout, Parameter, from_json
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.client import Stubs, reason
 from checkmate.training.target import spread
@@ -61,27 +62,14 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
         shards = [job.result() for job in jobs]
     states = {number: values for _, values_of in shards for number, values in values_of.items()}
     headers = [header for header, _ in shards]
-    # Parts are the same wherever they come from; a holder of no parameters may not have them.
-    best = max(headers, key=lambda header: len(header.record.parts))
-    record = pb.IterationRecord()
-    record.CopyFrom(best.record)
-    for header in headers:  # a node that has come late may lack buffers that another one has
-        for name, data in header.record.buffers.items():
-            if name not in record.buffers:
-                record.buffers[name] = data
-    _tell_missing(best, record)
-    same = all(from_json(header.layout).fingerprint == layout.fingerprint for header in headers)
-    return Fetched(states, record, best.optimizer, same)
-
-
-def _tell_missing(header: pb.SeedHeader, record: pb.IterationRecord) -> None:
-    """Log buffers that no node has got yet: they are sent a few at a time."""
-    without = sorted(set(header.buffers) - record.buffers.keys()) if record.parts else []
-    if without:
+    record, without = record_of(headers)
+    if without and record.parts:
         _log.warning(
             "the shadow nodes lack buffers or frozen parameters, which stay as the script has made them: %s",
             ", ".join(without),
         )
+    same = all(from_json(header.layout).fingerprint == layout.fingerprint for header in headers)
+    return Fetched(states, record, most_parts(headers).optimizer, same)
 
 
 def _fetch_shard(
@@ -96,7 +84,7 @@ def _fetch_shard(
         try:
             stream = stubs.to(node).Fetch(request, timeout=max(deadline - time.monotonic(), 0.1))
             reader = state.from_seeds(stream)
-            check_header(reader.header, wanted, shard, layout)
+            _check(reader.header, wanted, shard, layout)
             return reader.header, reader.all()
         except grpc.RpcError as error:
             troubles.append(f"shadow node {node}: {reason(error)}")
@@ -105,21 +93,12 @@ def _fetch_shard(
     raise FetchError(f"shard {shard} of DP group {wanted.group}: {'; '.join(troubles)}")
 
 
-def check_header(header: pb.SeedHeader, wanted: Wanted, shard: int, layout: Layout) -> None:
+def _check(header: pb.SeedHeader, wanted: Wanted, shard: int, layout: Layout) -> None:
     """`StateError` where a stream is of something else; `FetchError` where the model is another one."""
-    said = (header.job, header.run, header.iteration, header.shard.group, header.shard.shard)
-    asked = (wanted.job, wanted.run, wanted.iteration, wanted.group, shard)
-    if said != asked:
-        raise state.StateError(f"it sent {said}, not {asked} (job, run, iteration, group, shard)")
-    try:
-        theirs = from_json(header.layout)
-    except LayoutError as error:
-        raise state.StateError(str(error)) from None
+    theirs = check_header(header, Asked(wanted.job, wanted.run, wanted.iteration, wanted.group, shard))
     difference = different(theirs, layout)
     if difference:
         raise FetchError(f"the shadow nodes hold another model: {difference}; fresh=True starts anew")
-    if set(header.parameters) != set(layout.of_shard(shard)):
-        raise state.StateError("not all of the shard's parameters are announced")
 
 
 def different(theirs: Layout, ours: Layout) -> str:

@@ -1,0 +1,71 @@
+"""What holders say of the shards that they send, held against what was asked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from checkmate.layout import Layout, LayoutError, from_json
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import StateError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One shard of a job's DP group at an iteration of a run; in any incarnation where none is named."""
+
+    job: str
+    run: str
+    iteration: int
+    group: int
+    shard: int
+    incarnation: int | None = None
+
+
+def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
+    """The layout of a stream of seeds; `StateError` where that is of something else, or not whole."""
+    there = Asked(
+        header.job,
+        header.run,
+        header.iteration,
+        header.shard.group,
+        header.shard.shard,
+        None if asked.incarnation is None else header.incarnation,
+    )
+    if there != asked:
+        raise StateError(f"it sent {_shown(there)}, not {_shown(asked)}")
+    try:
+        layout = from_json(header.layout)
+    except LayoutError as error:
+        raise StateError(str(error)) from None
+    if sorted(header.parameters) != sorted(layout.of_shard(asked.shard)):
+        raise StateError("it announced other parameters than the shard has")
+    return layout
+
+
+def most_parts(headers: Sequence[pb.SeedHeader]) -> pb.SeedHeader:
+    """Of a DP group's headers one with all parts of the record: a holder of no parameters may lack them."""
+    return max(headers, key=lambda header: len(header.record.parts))
+
+
+def record_of(headers: Sequence[pb.SeedHeader]) -> tuple[pb.IterationRecord, list[str]]:
+    """A DP group's record, with the buffers of all its headers together, and the buffers that none has.
+
+    A node that has come late may lack buffers that another one has.
+    """
+    record = pb.IterationRecord()
+    record.CopyFrom(most_parts(headers).record)
+    for header in headers:
+        for name, data in header.record.buffers.items():
+            if name not in record.buffers:
+                record.buffers[name] = data
+    expected = {name for header in headers for name in header.buffers}
+    return record, sorted(expected - record.buffers.keys())
+
+
+def _shown(asked: Asked) -> str:
+    incarnation = "" if asked.incarnation is None else f" (incarnation {asked.incarnation})"
+    return (
+        f"shard {asked.shard} of DP group {asked.group} at iteration {asked.iteration} of job {asked.job}, "
+        f"run {asked.run}{incarnation}"
+    )
