@@ -19,6 +19,7 @@ from topologies.traffic import Load
 app = typer.Typer(
     help="Labs: hosts, links and switches in network namespaces of this machine. Needs root.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 
