@@ -5,8 +5,6 @@ Readable in black and white: lines differ in style and marker, not in colour alo
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -26,20 +24,9 @@ from planner.cost import (
     conventional_waste,
     saved_gpu_hours,
 )
+from planner.pictures import STYLE, save
 from planner.units import DAY_HOURS, HOUR_S, show_seconds
 
-mpl.use("agg")
-
-STYLE: Final[dict[Any, Any]] = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.color": "0.88",
-    "grid.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "svg.hashsalt": "checkmate",
-}
 LINES: Final = (("-", "o", "0.0"), ("--", "s", "C0"), (":", "^", "C3"))
 """Style, marker and colour of a line."""
 FEWER_FAILURES: Final = 20
@@ -60,15 +47,7 @@ def write_figures(file: Path, training: Training, stall_s: float, every_iteratio
         draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s)
         draw_saved(now, training, rate, stall_s)
         now.set_ylabel("")
-        kind = file.suffix[1:].lower()
-        picture = io.BytesIO()
-        figure.savefig(picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        part.write_bytes(picture.getvalue())
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+        save(figure, file)
 
 
 def draw_waste(axes: Axes, training: Training, stall_s: float, every_iterations: int | None) -> None:

@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,126 +18,18 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from checkmate.layout import Parameter
 from planner import machine, profile_receive, profile_step
-from planner.demand import Demand, Setting
 from planner.models import Model, layers_of, load_model
-from planner.optimizers import NamedOptimizer
 from planner.profile_figure import Line, write_figure
 from planner.profile_step import TooLittleMemory, needed, samples_of
 from planner.scaling import (
-    NODES_MAX,
-    Profile,
-    ProfileError,
     StepTimes,
-    amdahl,
-    curve,
     dtype_of,
-    largest_share,
-    predicted,
-    read_profile,
 )
-from planner.sizing import Machine, memory_of, sizings
-from tests.jobs_made import job, job_data
+from tests.jobs_made import job_data
+from tests.planner_made import ADAMW, TINY, named, times
 from tests.test_cli import invoke
-
-ADAMW = NamedOptimizer("adamw")
-TINY = "tests.test_planner_profile:tiny"
-
-
-def tiny() -> nn.Module:
-    """For --model: 24 equal layers, so that shards can be equal."""
-    return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(24))})
-
-
-@cache
-def named(name: str) -> Model:
-    return load_model(name)
-
-
-def times(seconds: dict[int, float], elements: int = 1000) -> StepTimes:
-    return StepTimes("m", "AdamW", "float32", elements, seconds, by_layer=False)
-
-
-COUNTS = st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True).map(sorted)
-
-
-@given(COUNTS, st.floats(1e-3, 10), st.floats(1e-3, 10))
-def test_amdahls_law_is_found_again(counts: list[int], fixed: float, shared: float) -> None:
-    measured = {n: fixed + shared / n for n in counts}
-    assert amdahl(measured) == pytest.approx((fixed, shared), rel=1e-3, abs=1e-4)
-    found = times(measured)
-    for cores in (*counts, 0.5 * (counts[0] + counts[1]), counts[-1] + 1, 4 * counts[-1]):
-        assert found.on(cores) == pytest.approx(fixed + shared / cores, rel=1e-3)
-
-
-@given(st.dictionaries(st.integers(1, 64), st.floats(1e-3, 10), min_size=1, max_size=6), st.floats(0.5, 200))
-def test_whatever_was_measured_more_cores_are_never_worse(seconds: dict[int, float], cores: float) -> None:
-    found = times(dict(sorted(seconds.items())))
-    for n in seconds:
-        assert found.on(n) == min(took for m, took in seconds.items() if m <= n)
-    assert found.on(2 * cores) <= found.on(cores) * (1 + 1e-9)
-    assert 0 < found.on(cores) <= max(seconds.values()) * max(1, min(seconds) / cores) * (1 + 1e-9)
-    assert min(amdahl(found.seconds)) >= 0
-
-
-def test_one_measurement_promises_nothing_of_more_cores() -> None:
-    assert times({4: 2.0}).on(28) == 2.0
-    assert times({4: 2.0}).on(1) == 8.0
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 16))
-def test_the_fullest_node_decides(sizes: list[int], nodes: int) -> None:
-    model = Model("m", tuple(Parameter(f"p{i}", (n,), "float32") for i, n in enumerate(sizes)))
-    share = largest_share(model, nodes)
-    assert 1 / nodes - 1e-9 <= share <= 1
-    assert share * sum(sizes) >= max(sizes) - 1e-6
-    measured = times({1: 3.0, 4: 1.0}, sum(sizes))
-    assert predicted(measured, model, nodes, 4) == pytest.approx(share)
-
-
-def test_the_curve_adds_a_node_for_every_so_many_cores() -> None:
-    model = load_model(TINY)
-    points = curve(times({1: 4.0, 2: 2.0}), model, 2, 3)
-    assert [(p.cores, p.nodes) for p in points] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3)]
-    assert [p.seconds for p in points] == pytest.approx([4 / n for n in range(1, 7)])
-
-
-def test_the_papers_gpt3_needs_one_node() -> None:
-    """6 s with one core, 500 ms with 28; an iteration of batch 4 takes more than 2 s (the paper)."""
-    model = load_model("GPT3-6.7B")
-    measured = StepTimes("GPT3-6.7B", "AdamW", "bfloat16", model.elements, {1: 6.0, 28: 0.5}, by_layer=False)
-    node = Machine(28, 10**12, 25e9)
-    found, enough = sizings(model, ADAMW, measured, node, 2.0)
-    assert enough is not None
-    assert enough.nodes == 1
-    assert [s.nodes for s in found] == [1, 2, 3, 4]
-    assert found[1].step_seconds == pytest.approx(0.25, rel=0.02)
-
-
-@settings(max_examples=40)
-@given(
-    st.floats(0.01, 20), st.floats(1e9, 1e12), st.floats(1e8, 1e12), st.sampled_from(["GPT3-XL", "ResNet50"])
-)
-def test_the_number_of_nodes_is_the_fewest(iteration: float, memory: float, rate: float, name: str) -> None:
-    model = named(name)
-    node = Machine(4, int(memory), rate)
-    found, enough = sizings(model, ADAMW, times({1: 6.0, 4: 2.0}, model.elements), node, iteration)
-    fitting = [s.nodes for s in found if not s.short_of]
-    assert (enough.nodes if enough else None) == (fitting[0] if fitting else None)
-    if enough is None:
-        assert len(found) == NODES_MAX
-    for one in found:
-        assert ("step" in one.short_of) == (one.step_seconds > iteration)
-        assert ("memory" in one.short_of) == (one.memory_bytes > int(memory))
-
-
-def test_memory_is_that_of_a_plan() -> None:
-    model = load_model("ResNet50")
-    (node,) = Demand(job(nodes=1), (model,), Setting(ADAMW, 1e11, 1)).nodes
-    assert memory_of(model, ADAMW) == node.memory.total - node.memory.socket_buffers
 
 
 def test_a_model_that_fits_is_stepped_whole() -> None:
@@ -305,24 +195,6 @@ def test_nonsense_is_refused_before_anything_is_measured(line: Sequence[str], sa
     code, output = invoke("profile", *line)
     assert code == 2
     assert said in " ".join(output.split())
-
-
-def test_a_profile_of_another_optimizer_is_refused() -> None:
-    kept = Profile(1, {1: 1e9}, (times({1: 1.0}),))
-    with pytest.raises(ProfileError, match="no step of SGD in float32; it has m, AdamW, float32"):
-        kept.steps_of(load_model(TINY), "SGD")
-    assert kept.steps_of(load_model(TINY), "AdamW").model == "m"
-
-
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    kept = Profile(8, {1: 1.5e9, 2: 2e9}, (times({1: 1.0, 8: 0.25}),))
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(asdict(kept)))
-    assert read_profile(file) == kept
-    for wrong in ("[]", "{}", '{"steps": [], "cores": 1, "receive_bytes_per_s": {}}', "no"):
-        file.write_text(wrong)
-        with pytest.raises(ProfileError, match="is no profile; make one"):
-            read_profile(file)
 
 
 def test_this_machine_has_cores_and_memory() -> None:

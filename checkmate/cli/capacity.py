@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkmate.cli.common import UsageFault, err, out, print_json
+from checkmate.cli.model_options import quantity
 from checkmate.jobs import JobError, JobSet, Located, locate
 from checkmate.schema import Job
 from controlplane import plan as planning
@@ -31,18 +32,6 @@ ModelNames = Annotated[
         help="A named model, or module:function. Once: cut into a stage for each DP group; or once for each.",
         show_default=False,
     ),
-]
-Optimizer = Annotated[
-    str,
-    typer.Option("--optimizer", help="Such as adamw, or sgd,momentum=0.9.", metavar="NAME[,OPTION=VALUE]"),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option("--dtype", help="Of the parameters.", show_default="the model's own", metavar="TYPE"),
-]
-IterationTime = Annotated[
-    str | None,
-    typer.Option("--iteration-time", help="Such as 1.5s.", show_default=False, metavar="TIME"),
 ]
 LinkRate = Annotated[str, typer.Option("--link-rate", help="Line rate of a training rank.", metavar="RATE")]
 NicRate = Annotated[
@@ -115,10 +104,11 @@ def show(found: JobSet, wanted: Wanted, *, as_json: bool) -> None:
         raise UsageFault(f"--capacity plans one job with its model, not {len(jobs)}")
     ((file, job),) = found.sound
     with err.status("planning", spinner="line"):
-        from planner import capacity, capacity_report  # noqa: PLC0415 - torch takes a second
+        from planner import capacity_report  # noqa: PLC0415 - torch takes a second
+        from planner.misfits import misfits  # noqa: PLC0415
 
         plan = _capacity(job, wanted)
-        faults = capacity.misfits(plan, lambda channels: _switches(_with_channels(job, channels)))
+        faults = misfits(plan, lambda channels: _switches(_with_channels(job, channels)))
         data = capacity_report.data(plan, faults)
         tables = [] if as_json else list(capacity_report.tables(plan))
     for table in tables:
@@ -214,17 +204,6 @@ def _limits_of(target: str) -> Mapping[str, int] | None:
 
 def _with_channels(job: Job, channels: int) -> Job:
     return job.model_copy(update={"channels": channels})
-
-
-def quantity(option: str, text: str, parse: Callable[[object], float]) -> float:
-    """An option's value with its unit, above 0; `UsageFault` names the option."""
-    try:
-        found = parse(text)
-    except ValueError as error:
-        raise UsageFault(f"{option} {error}") from None
-    if not found > 0:
-        raise UsageFault(f"{option} must be more than 0, not {text}")
-    return found
 
 
 def _shown(path: Sequence[str | int]) -> str:

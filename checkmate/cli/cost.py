@@ -9,13 +9,12 @@ import typer
 from rich.table import Table
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.pictures import PlotFile, check_picture, draw
 from checkmate.wording import counted
 
 if TYPE_CHECKING:
     from planner.cost_inputs import CostInputs
     from planner.cost_report import Report, Scheme, Simulated
-
-_ENDINGS = (".png", ".svg")
 
 _File = Annotated[Path | None, typer.Argument(help="YAML of these values; options go over it.")]
 _Value = str | None
@@ -75,9 +74,7 @@ def cost(
     ] = None,
     runs: Annotated[_Value, _option("--runs", "Runs to simulate; 0 for none.", "10000")] = None,
     seed: Annotated[_Value, _option("--seed", "Of the simulation.", "0")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write the figures: FILE.png or FILE.svg.", metavar="FILE")
-    ] = None,
+    plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Work out what checkpoints cost, conventional ones and Checkmate's, in GPU-hours and dollars.
@@ -92,7 +89,7 @@ def cost(
 
     inputs = read_inputs(file, values)
     if plot:
-        _check_picture(plot)
+        check_picture(plot)
     report = _report(inputs)
     if plot:
         _draw(plot, inputs)
@@ -102,19 +99,6 @@ def cost(
     _print(report)
     if plot:
         out.print(f"\nfigures: {plot}", markup=False, soft_wrap=True)
-
-
-def _check_picture(file: Path) -> None:
-    """Before anything is worked out: whether the picture can be drawn, and be where it is wanted."""
-    if file.suffix.lower() not in _ENDINGS:
-        raise UsageFault(f"--plot: {file} must end in {' or '.join(_ENDINGS)}")
-    if file.is_dir() or not file.parent.is_dir():
-        why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is no folder"
-        raise UsageFault(f"--plot: {file} {why}")
-    try:
-        import matplotlib  # noqa: F401, PLC0415
-    except ImportError:
-        raise UsageFault('--plot draws with matplotlib, which needs: pip install ".[plan]"') from None
 
 
 def _report(inputs: CostInputs) -> Report:
@@ -129,13 +113,12 @@ def _report(inputs: CostInputs) -> Report:
 
 
 def _draw(file: Path, inputs: CostInputs) -> None:
-    try:
-        with err.status("drawing"):
-            from planner.cost_figures import write_figures  # noqa: PLC0415
+    def write() -> None:
+        from planner.cost_figures import write_figures  # noqa: PLC0415 - matplotlib takes a second
 
-            write_figures(file, inputs.training, inputs.stall_s, inputs.every_iterations)
-    except OSError as error:
-        raise UsageFault(f"--plot: {file} can't be written: {error.strerror}") from None
+        write_figures(file, inputs.training, inputs.stall_s, inputs.every_iterations)
+
+    draw(file, write)
 
 
 def _print(report: Report) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from checkmate.cli import capacity as capacities
-from checkmate.cli import tofino
+from checkmate.cli import model_options, tofino
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
@@ -65,9 +65,9 @@ def plan(
     switch: tofino.SwitchName = None,
     capacity: capacities.CapacityFlag = False,
     models: capacities.ModelNames = None,
-    optimizer: capacities.Optimizer = "adamw",
-    dtype: capacities.Dtype = None,
-    iteration_time: capacities.IterationTime = None,
+    optimizer: model_options.Optimizer = "adamw",
+    dtype: model_options.Dtype = None,
+    iteration_time: model_options.IterationTime = None,
     link_rate: capacities.LinkRate = "100Gbit/s",
     nic_rate: capacities.NicRate = None,
     node_memory: capacities.NodeMemory = None,

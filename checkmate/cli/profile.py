@@ -12,8 +12,9 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from checkmate.cli.capacity import Dtype, IterationTime, Optimizer, quantity
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.model_options import Dtype, IterationTime, Optimizer, quantity
+from checkmate.cli.pictures import PlotFile, check_picture, draw
 from checkmate.wording import counted
 from topologies.signals import unwinding
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from planner.optimizers import NamedOptimizer
     from planner.scaling import Profile, StepTimes
     from planner.sizing import Sizing
-
-_ENDINGS = (".png", ".svg")
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,7 @@ def profile(
         typer.Option("--node-memory", help="Of a shadow node.", show_default="as here", metavar="SIZE"),
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="To show, at least.")] = 4,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write the scaling figure: FILE.png or FILE.svg.", metavar="FILE")
-    ] = None,
+    plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine as a shadow node, and work out how many like it a model takes.
@@ -81,7 +78,7 @@ def profile(
     Example: checkmate profile --model GPT3-XL --iteration-time 1.5s --plot scaling.png
     """
     if plot:
-        _check_picture(plot)
+        check_picture(plot)
     from planner import machine  # noqa: PLC0415 - torch takes a second
     from planner.models import load_model  # noqa: PLC0415
     from planner.optimizers import NamedOptimizer  # noqa: PLC0415
@@ -271,24 +268,10 @@ def _threads(said: str | None, cores: int) -> list[int]:
     return counts
 
 
-def _check_picture(file: Path) -> None:
-    """Before anything is measured: whether the picture can be drawn, and be where it is wanted."""
-    if file.suffix.lower() not in _ENDINGS:
-        raise UsageFault(f"--plot: {file} must end in {' or '.join(_ENDINGS)}")
-    if file.is_dir() or not file.parent.is_dir():
-        why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is no folder"
-        raise UsageFault(f"--plot: {file} {why}")
-    try:
-        import matplotlib  # noqa: F401, PLC0415
-    except ImportError:
-        raise UsageFault('--plot draws with matplotlib, which needs: pip install ".[plan]"') from None
-
-
 def _draw(file: Path, sized: Sequence[_Sized], cores: int, nodes: int, iteration_s: float | None) -> None:
-    with err.status("drawing", spinner="line"):
-        from planner.profile_figure import Line, write_figure  # noqa: PLC0415
+    def write() -> None:
+        from planner.profile_figure import Line, write_figure  # noqa: PLC0415 - matplotlib takes a second
 
-        try:
-            write_figure(file, [Line(one.model, one.times) for one in sized], cores, nodes, iteration_s)
-        except OSError as error:
-            raise UsageFault(f"--plot: {file} can't be written: {error.strerror}") from None
+        write_figure(file, [Line(one.model, one.times) for one in sized], cores, nodes, iteration_s)
+
+    draw(file, write)

@@ -1,0 +1,34 @@
+"""Options about a model that `plan --capacity` and `profile` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from checkmate.cli.common import UsageFault
+
+Optimizer = Annotated[
+    str,
+    typer.Option("--optimizer", help="Such as adamw, or sgd,momentum=0.9.", metavar="NAME[,OPTION=VALUE]"),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Of the parameters.", show_default="the model's own", metavar="TYPE"),
+]
+IterationTime = Annotated[
+    str | None,
+    typer.Option("--iteration-time", help="Such as 1.5s.", show_default=False, metavar="TIME"),
+]
+
+
+def quantity(option: str, text: str, parse: Callable[[object], float]) -> float:
+    """An option's value with its unit, above 0; `UsageFault` names the option."""
+    try:
+        found = parse(text)
+    except ValueError as error:
+        raise UsageFault(f"{option} {error}") from None
+    if not found > 0:
+        raise UsageFault(f"{option} must be more than 0, not {text}")
+    return found
