@@ -120,7 +120,7 @@ def test_every_value_is_on_the_page_and_an_option() -> None:
 
 def test_the_help_shows_the_defaults_that_there_are() -> None:
     group: Any = typer.main.get_command(app)
-    options = {param.name: param for param in group.commands["cost"].params}
+    options = {param.name: param for param in group.get_command(None, "cost").params}
     assert set(CostInputs.model_fields) - {"model"} <= set(options)
     for key, default in DEFAULTS.items():
         assert options[key].help.endswith(f"[default: {default}]"), key
