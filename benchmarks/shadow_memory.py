@@ -25,7 +25,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import Job
-from tests.small_training import Copies, Training, local_job
+from tests.copies import Copies, local_job
+from tests.small_training import Training
 
 TITLE: Final = "Shadow node, memory: 25 million fp32 parameters, AdamW, 2 NICs, while nobody reads"
 SHAPES: Final = ((1024, 2048),) * 12

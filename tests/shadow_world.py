@@ -10,8 +10,9 @@ from typing import Any
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
+from tests.copies import Copies, local_job
 from tests.end_hosts import wait_until
-from tests.small_training import RUN, Copies, Training, local_job
+from tests.small_training import RUN, Training
 
 
 class World:

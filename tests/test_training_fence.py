@@ -12,9 +12,9 @@ from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
 from checkmate.training import fence
 from checkmate.training.client import Stubs
+from tests.copies import local_job
 from tests.jobs_made import job_data
 from tests.recording_node import RecordingNode
-from tests.small_training import local_job
 from tests.test_training_target import hold, node
 
 TIMEOUT = 20.0
