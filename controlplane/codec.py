@@ -71,14 +71,16 @@ class Codec:
     def for_target(cls, target: str, p4runtime: str = "stratum") -> Codec:
         """The codec of the program that is compiled for `target`, for the P4Runtime server that is named.
 
-        For a Tofino only the P4Info is committed; what else loading it takes, may be missing until then.
+        For a Tofino, what loading it takes may be missing until then. Without its P4Info even, v1model's
+        stands in for planning: both programs have the same tables, of the sizes in `sizes.p4`.
         """
         if target not in tofino.TARGETS:
             p4info, config = compiled(target)
             return cls(P4Schema(p4info, config))
         p4info = artifacts(target) / f"{device_config.PROGRAM}.p4info.txtpb"
         if not p4info.exists():
-            raise NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
+            missing = NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
+            return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)
         try:
             blob = device_config.pack(device_config.read_program(target), p4runtime)
         except NotCompiled as error:

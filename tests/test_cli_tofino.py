@@ -12,10 +12,6 @@ from typer.testing import CliRunner
 
 from checkmate.cli.main import app
 from tests.jobs_made import job_data, tofino_job_data
-from tests.tofino_made import tofino_p4info
-
-__all__ = ["tofino_p4info"]
-pytestmark = pytest.mark.usefixtures("tofino_p4info")
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str, str]:

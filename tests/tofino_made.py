@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-
-import pytest
-
-import p4src
-from checkmate import tofino
-from controlplane import codec as codecs
 
 P4INFO = "checkmate_tna.p4info.txtpb"
 
@@ -38,18 +31,3 @@ def write_compiled(sde: Path, target: str, binary: bytes, context: bytes) -> Pat
     conf.parent.mkdir(parents=True)
     conf.write_text(json.dumps({"p4_devices": [{"device-id": 0, "p4_programs": [program]}]}))
     return conf
-
-
-@pytest.fixture
-def tofino_p4info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A P4Info for the Tofino targets; v1model's where none is committed, its names and sizes are equal."""
-
-    def artifacts(target: str = "bmv2") -> Path:
-        folder = p4src.artifacts(target)
-        if target in tofino.TARGETS and not (folder / P4INFO).exists():
-            folder = tmp_path / "build"
-            folder.mkdir(exist_ok=True)
-            shutil.copy(codecs.compiled("bmv2")[0], folder / P4INFO)
-        return folder
-
-    monkeypatch.setattr(codecs, "artifacts", artifacts)

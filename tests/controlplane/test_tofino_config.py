@@ -12,6 +12,7 @@ from google.protobuf import unknown_fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import p4src
 from controlplane import codec as codecs
 from controlplane.codec import Codec, compiled
 from controlplane.tofino.device_config import (
@@ -146,10 +147,16 @@ def test_a_codec_loads_the_program_once_it_is_compiled(artifacts: Path) -> None:
     assert Codec.for_target("tofino").cookie != Codec.for_target("tofino", "pi").cookie
 
 
-def test_without_a_p4info_it_says_how_to_make_one(artifacts: Path) -> None:
-    (artifacts / "checkmate_tna.p4info.txtpb").unlink()
-    with pytest.raises(NotCompiled, match=r"make p4 P4_TARGET=tofino"):
-        Codec.for_target("tofino")
+def test_without_a_p4info_it_plans_but_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = p4src.artifacts
+    monkeypatch.setattr(codecs, "artifacts", lambda t="bmv2": tmp_path if t == "tofino" else usual(t))
+    write_compiled(tmp_path / "sde", "tofino", b"binary", b"{}")
+    monkeypatch.setenv("SDE_INSTALL", str(tmp_path / "sde"))
+    codec = Codec.for_target("tofino")
+    assert codec.table_sizes() == Codec.for_target("bmv2").table_sizes()
+    assert codec.cookie is None
+    with pytest.raises(NotCompiled, match=r"p4info.txtpb is missing; `make p4 P4_TARGET=tofino`"):
+        codec.pipeline_config()
 
 
 def _compiled_here(target: str) -> Program | None:
