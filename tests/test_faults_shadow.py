@@ -9,18 +9,12 @@ import pytest
 
 from tests import faulty
 from tests.faulty import Faulty
+from tests.labs_made import on_one_switch
 from topologies.describe import build
 
 pytestmark = [*faulty.marks, pytest.mark.slow]
 
-REPLICATED = {
-    "title": "two replicas",
-    "channels": 2,
-    "replicas": 2,
-    "switches": ["tor"],
-    "dp_groups": [{"ranks": ["tor"] * 4}],
-    "shadow_nodes": [["tor", "tor"], ["tor", "tor"]],
-}
+REPLICATED = on_one_switch(4, (2, 2), channels=2, replicas=2)
 
 
 def dying(where: str, iteration: int = 0) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.labs_made import on_one_switch
 from tests.live import needs_bmv2, needs_clang, needs_root
 from topologies import processes, traffic
 from topologies.crew import Crew, Member
@@ -28,13 +29,7 @@ AHEAD = Tail(26, 12_345)
 LOAD = Load(nbytes=32_000_000, iterations=32, pause=0.2, tails=(AHEAD,))
 SLOWLY = replace(LOAD, nbytes=6_400_000)
 LEAVER, STAYER = "shadow0", "shadow1"
-TOPOLOGY = {
-    "title": "a ring of two and two shadow nodes",
-    "channels": 2,
-    "switches": ["tor"],
-    "dp_groups": [{"ranks": ["tor", "tor"]}],
-    "shadow_nodes": [["tor", "tor"], ["tor", "tor"]],
-}
+TOPOLOGY = on_one_switch(2, (2, 2), channels=2)
 Key = tuple[int, int, int]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.labs_made import on_one_switch
 from tests.live import needs_bmv2, needs_clang, needs_root
 from topologies import namespaces
 from topologies.crew import Crew
@@ -24,12 +25,7 @@ from topologies.traffic import Load
 
 pytestmark = [needs_root, needs_clang]
 JITTER = 0.005
-PAIR = {
-    "title": "a ring of two and a shadow node",
-    "switches": ["tor"],
-    "dp_groups": [{"ranks": ["tor", "tor"]}],
-    "shadow_nodes": [["tor"]],
-}
+PAIR = on_one_switch(2, (1,))
 
 
 def gather(lab: Lab, nbytes: int) -> Outcome:

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from checkmate.tagger import build as tagger_build
+from tests.labs_made import on_one_switch
 from tests.live import alive, needs_bmv2, needs_clang, needs_root
 from topologies import cgroups, loss, namespaces, state
 from topologies.crew import Crew
@@ -30,12 +31,7 @@ from topologies.traffic import Load
 ROOT = Path(__file__).parent.parent
 CLI = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
 
-SMALL: dict[str, Any] = {
-    "title": "one of each: a ring of two, a shadow node, a switch",
-    "switches": ["tor"],
-    "dp_groups": [{"ranks": ["tor", "tor"]}],
-    "shadow_nodes": [["tor"]],
-}
+SMALL = on_one_switch(2, (1,))
 
 pytestmark = [needs_root, needs_clang]
 _started: list[subprocess.Popen[str]] = []
@@ -105,7 +101,7 @@ def test_each_lab_on_bmv2(name: str, topology: str, share: float) -> None:
 
 def test_a_stream_with_a_gap_is_found_and_what_a_port_dropped_is_told(name: str) -> None:
     """Loss behind the switch, where nothing is sent again: the shadow stream ends at the gap."""
-    three = build("three", SMALL | {"shadow_nodes": [["tor"]] * 3})
+    three = build("three", on_one_switch(2, (1, 1, 1)))
     with Lab(three, name=name) as lab, Crew(lab) as crew, serving(crew):
         traffic = Traffic(crew, Load(nbytes=20_000_000))
         traffic.connect()

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import random
 import socket
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from topologies import lab as labs
+from tests.live import needs_root, wait_until
 from topologies import links, namespaces
 from topologies.describe import LabError, load
 from topologies.lab import Lab
 from topologies.port_drops import PortDrops, dropped, port_drops
 from topologies.serving import CHECKMATE
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="labs need root, for network namespaces")
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    """A lab's name; what a failed test leaves of it is removed."""
-    unique = f"t{os.getpid()}_{random.randrange(10**6)}"
-    yield unique
-    labs.down(unique)
 
 
 def counts(disconnected: int = 0, unsendable: int = 0) -> dict[str, Any]:
@@ -64,10 +50,10 @@ def test_a_switch_tells_what_it_dropped_until_now(name: str) -> None:
         with namespaces.netlink(lab.namespace("tor")) as ip:
             ip.link("set", index=ip.link_lookup(ifname=f"port{nic.port}")[0], state="down")
         warning = f"port {nic.port} (port{nic.port}) is down: it counts as not connected"
-        _until(lambda: warning in lab.log("tor").read_text())
+        wait_until(lambda: warning in lab.log("tor").read_text())
         before = links.counters(lab.namespace("shadow0"))["data0"]["rx_packets"]
         _broadcast(lab, "rank0", 20)
-        _until(lambda: links.counters(lab.namespace("shadow0"))["data0"]["rx_packets"] >= before + 20)
+        wait_until(lambda: links.counters(lab.namespace("shadow0"))["data0"]["rx_packets"] >= before + 20)
         (drops,) = port_drops(lab)
         assert (drops.switch, drops.port, drops.neighbour) == ("tor", nic.port, "shadow1 data0")
         assert drops.disconnected >= 20
@@ -87,10 +73,3 @@ def _broadcast(lab: Lab, host: str, frames: int) -> None:
         sock.bind(("data0", 0))
         for _ in range(frames):
             sock.send(b"\xff" * 6 + b"\x02" + b"\0" * 5 + b"\x88\xb5" + b"\0" * 50)
-
-
-def _until(holds: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkmate.training.slices import SLICE_BYTES
+from tests.labs_made import on_one_switch
 from tests.training_lab import Run, TrainingLab, equal, training_lab
 from tests.training_orders import Orders
 
@@ -21,12 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),  # several starts of all ranks, on machines of any kind
 ]
 
-TWO_RANKS: dict[str, Any] = {
-    "title": "two ranks and two shadow nodes",
-    "switches": ["tor"],
-    "dp_groups": [{"ranks": ["tor", "tor"]}],
-    "shadow_nodes": [["tor"], ["tor"]],
-}
+TWO_RANKS = on_one_switch(2, (1, 1))
 PIPELINE: dict[str, Any] = {
     "title": "two stages of two ranks on two switches, each with a shadow node of its own",
     "switches": ["tor0", "tor1"],
@@ -98,13 +94,8 @@ class Case:
 
     @property
     def topology(self) -> dict[str, Any]:
-        return {
-            "title": "ranks and shadow nodes on one switch",
-            "switches": ["tor"],
-            "channels": self.channels,
-            "dp_groups": [{"ranks": ["tor"] * self.ranks}],
-            "shadow_nodes": [["tor"] * (1 + number % 2) for number in range(self.nodes)],
-        }
+        nics = [1 + number % 2 for number in range(self.nodes)]
+        return on_one_switch(self.ranks, nics, channels=self.channels)
 
     def __str__(self) -> str:
         return f"{self.ranks}-{self.channels}-{self.nodes}-{self.kind}-{self.implementation}"

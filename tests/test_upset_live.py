@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.labs_made import on_one_switch
 from tests.live import needs_clang, needs_root
 from topologies.crew import Crew
 from topologies.describe import build
@@ -18,13 +19,7 @@ from topologies.traffic import Load
 pytestmark = [needs_root, needs_clang, pytest.mark.timeout(240)]
 
 _NBYTES = 200_000_000
-_TOPOLOGY = {
-    "title": "a ring of two and two shadow nodes",
-    "channels": 2,
-    "switches": ["tor"],
-    "dp_groups": [{"ranks": ["tor", "tor"]}],
-    "shadow_nodes": [["tor", "tor"], ["tor", "tor"]],
-}
+_TOPOLOGY = on_one_switch(2, (2, 2), channels=2)
 
 
 def restart_controller(controller: Controller) -> None:

@@ -1,0 +1,18 @@
+"""Small labs: the data of their YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def on_one_switch(ranks: int, nics: Sequence[int], *, channels: int = 1, replicas: int = 1) -> dict[str, Any]:
+    """A ring, and a shadow node for each of `nics`, with so many of them; all on the switch `tor`."""
+    return {
+        "title": f"a ring of {ranks} on a switch",
+        "channels": channels,
+        "replicas": replicas,
+        "switches": ["tor"],
+        "dp_groups": [{"ranks": ["tor"] * ranks}],
+        "shadow_nodes": [["tor"] * count for count in nics],
+    }
