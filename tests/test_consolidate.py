@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -423,6 +424,35 @@ def test_a_full_disk_in_the_background(
     ]
     here.check(disk.load(disk.path_of(small_disk, 1, kind)), 1)
     here.check(disk.load(disk.path_of(small_disk, 4, kind)), 4)
+
+
+def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
+    place: Callable[..., Place], tmp_path: Path
+) -> None:
+    """Once only, also where following begins after training has ended."""
+    here = place(nodes=2, ranks=2)
+    here.iterate(6)
+    for _ in range(2):
+        stopped, saved = threading.Event(), list[int]()
+        with Nodes(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+            following = pool.submit(
+                follow,
+                *(nodes, tmp_path, "torch", 10.0, 4, 5, stopped),
+                lambda one, saved=saved: saved.append(one.iteration),  # type: ignore[misc]
+                lambda trouble: None,
+            )
+            try:
+                if here.trainings[0].iteration == 5:
+                    for training in here.trainings:
+                        training.last = True
+                    here.iterate()
+                wait_until(lambda: saved == [6], "the last", 20)  # noqa: B023
+                time.sleep(1.0)
+            finally:
+                stopped.set()
+                following.result()
+        assert saved == [6]
+    here.check(disk.load(disk.path_of(tmp_path, 6, "torch")), 6)
 
 
 @given(st.integers(-1, 1000), st.integers(1, 50))

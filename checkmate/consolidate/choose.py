@@ -25,6 +25,8 @@ class Source:
     holders: Mapping[Shard, tuple[int, ...]]
     fenced: frozenset[int] = frozenset()
     """Nodes that a restart has stopped: they serve the iteration at which they are, without a reservation."""
+    ended: bool = False
+    """Whether training has come to its end: no iteration follows `stepped`."""
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -87,7 +89,9 @@ def choose(job: Job, answers: Mapping[int, pb.NodeStatus | str]) -> Source:
         raise Lacking(lacking)
     offered = [holds[node, shard] for shard, nodes in found.items() for node in nodes]
     fenced = frozenset(node for node, a in answers.items() if isinstance(a, pb.NodeStatus) and a.fenced)
-    return Source(run, newest, max(hold.stepped for hold in offered), found, fenced)
+    stepped = max(hold.stepped for hold in offered)
+    ended = all(hold.last and hold.stepped == stepped for hold in offered)
+    return Source(run, newest, stepped, found, fenced, ended)
 
 
 def newest_incarnation(incarnations: Iterable[int]) -> int | None:

@@ -17,6 +17,7 @@ from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
 from checkmate.state import StateError
 
 POLL_SECONDS = 0.3
+AGAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,29 +50,39 @@ def follow(
     saved: Callable[[Saved], None],
     trouble: Callable[[str], None],
 ) -> None:
-    """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had.
+    """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had,
+    and the last one of all.
 
     The last `keep` stay in `folder`. Until `stopped`: what can't be had now is told to `trouble`, once, and
     tried again; what can't be written is told as well, and the next one is tried.
     """
     disk.clear_unfinished(folder)
-    due, told = -1, ""
+    due, told, ended = -1, "", False
+    newest = ("", -1)  # that is saved: its run and iteration
     while not stopped.is_set():
         try:
-            stepped = nodes.stepped()
+            source = nodes.source()
+            stepped, ended = source.stepped, source.ended
             if not stepped - every < due <= stepped + every:
                 due = next_due(stepped, every)  # the first time, or training went back
-            if stepped >= due - 1:
+            if ended and stepped >= 0 and newest != (source.run, stepped):
+                due = stepped
+            if stepped >= due - (not ended):
                 start = time.monotonic()
                 snapshot = nodes.read(timeout, at_least=due)
                 path = disk.path_of(folder, snapshot.iteration, kind)
                 saved(_write(snapshot, path, kind, start, replace=True))
+                newest = (snapshot.run, snapshot.iteration)
                 disk.keep(folder, keep)
                 due = next_due(snapshot.iteration + 1, every)
             told = ""
         except disk.DiskError as error:
             due = next_due(due + 1, every)
-            trouble(str(error))
+            if not (ended and str(error) == told):
+                trouble(str(error))
+            told = str(error)
+            if ended:
+                stopped.wait(AGAIN_SECONDS)  # nothing else comes: the last one is tried again
         except (Lacking, Missing, StateError) as error:
             if str(error) != told:
                 trouble(str(error))

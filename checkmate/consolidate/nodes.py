@@ -89,7 +89,10 @@ class Nodes:
             channel.close()
 
     def read(self, timeout: float, at_least: int = 0) -> Snapshot:
-        """The newest iteration that all can give, not below `at_least`; `Missing` after `timeout` seconds."""
+        """The newest iteration that all can give, not below `at_least` unless training ends before that.
+
+        `Missing` after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -99,13 +102,13 @@ class Nodes:
                 if not left or self._stopped.wait(AGAIN_SECONDS):
                     raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from None
 
-    def stepped(self) -> int:
-        """The newest iteration that any node has stepped, -1 none; `Lacking` where some shard has no node."""
-        return self._source(time.monotonic() + ANSWER_SECONDS).stepped
+    def source(self) -> Source:
+        """Where the nodes stand now; `Lacking` where some shard has no node."""
+        return self._source(time.monotonic() + ANSWER_SECONDS)
 
     def _attempt(self, deadline: float, at_least: int) -> Snapshot:
         source = self._source(deadline)
-        with self._reserved(source, deadline, at_least) as (iteration, granted):
+        with self._reserved(source, deadline, 0 if source.ended else at_least) as (iteration, granted):
             return self._fetch_all(source, iteration, granted, deadline)
 
     def _source(self, deadline: float) -> Source:

@@ -356,6 +356,7 @@ class HoldStatus(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     FIRST_ITERATION_FIELD_NUMBER: builtins.int
     DOUBTFUL_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
     LACKS_BUFFERS_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
@@ -382,6 +383,8 @@ class HoldStatus(google.protobuf.message.Message):
     """of its incarnation"""
     doubtful: builtins.bool
     """a comparison failed: what it holds is not to be used. A gap makes nothing doubtful"""
+    last: builtins.bool
+    """training has come to its end: no iteration follows `stepped`"""
     lacks_buffers: builtins.int
     """so many of BeginRequest's buffers have not come; another node may have them"""
     @property
@@ -404,11 +407,12 @@ class HoldStatus(google.protobuf.message.Message):
         run: builtins.str = ...,
         first_iteration: builtins.int = ...,
         doubtful: builtins.bool = ...,
+        last: builtins.bool = ...,
         lacks_buffers: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus

@@ -66,6 +66,7 @@ class Hold:
         self.lagging = 0.0  # when it was last no more than one iteration behind
         self.lag_said = False
         self.stepping: int | None = None  # an iteration whose record is not kept yet
+        self.last: int | None = None  # the iteration after which none follows
         self.joined = joined
         self.sets = BucketSets(layout, plan.shard, joined - 1)
         self.in_full = joined - 1
@@ -277,6 +278,7 @@ class Hold:
             first_iteration=begin.first_iteration,
             doubtful=self.doubtful,
             lacks_buffers=lacks,
+            last=self.last == self.stepped,
         )
 
     def read(

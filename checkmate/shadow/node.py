@@ -166,6 +166,7 @@ class Node:
             group.records.stepped(iteration)
             self.tell(group.records.trouble)
             hold.stepping = None
+            hold.last = iteration if said.last else None
             if troubles:
                 self._doubt(group, hold, iteration, troubles)
             elif over := hold.doubt.over():
