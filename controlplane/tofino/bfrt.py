@@ -44,7 +44,7 @@ def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> 
 def _head(switch: Switch) -> Iterable[str]:
     yield f"# What P4Runtime can't set on switch {switch.name} ({switch.target}): ports, replication, PFC."
     yield "# Made by `checkmate plan --bfrt`. On the switch, once its program is loaded:"
-    yield f"#     $SDE/run_bfshell.sh -b {switch.name}.py"
+    yield f"#     $SDE/run_bfshell.sh -b $PWD/{switch.name}.py"
     yield "# Running it again changes nothing. Ports that are there already keep their speed and FEC."
     yield ""
 
