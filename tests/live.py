@@ -99,7 +99,7 @@ class LiveSwitch:
             if stream["connected"]
         }
 
-    def until(self, condition: Any, seconds: float = 20.0) -> None:
+    def until(self, condition: Any, seconds: float = 60.0) -> None:
         """Wait for a condition."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -171,7 +171,7 @@ def alive(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -277,7 +277,7 @@ def test_a_signal_half_way_leaves_nothing(name: str, number: signal.Signals, mad
     process = _start_up(name)
     wait_until(lambda: len(namespaces.of_lab(name)) >= made or process.poll() is not None)
     process.send_signal(number)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=60)
     assert process.returncode == 128 + number, words
     assert "Traceback" not in words
     assert not remains(name, before)
@@ -327,7 +327,7 @@ def test_down_clears_up_after_kill_9(name: str, made: int) -> None:
     process = _start_up(name)
     wait_until(lambda: state.folder(name).exists() and len(namespaces.of_lab(name)) >= made)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     held = remains(name, before)
     assert held
     assert name in [lab["name"] for lab in json.loads(_cli("list", "--json").stdout)["labs"]]

@@ -41,7 +41,7 @@ def crew(lab: Lab) -> Iterator[Crew]:
 
 def await_end(pids: list[int]) -> None:
     """That all end soon."""
-    wait_until(lambda: not alive(pids), 5)
+    wait_until(lambda: not alive(pids))
 
 
 def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:

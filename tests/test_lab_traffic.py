@@ -33,16 +33,18 @@ CLI = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
 
 SMALL = on_one_switch(2, (1,))
 
-pytestmark = [needs_root, needs_clang]
+pytestmark = [needs_root, needs_clang, pytest.mark.timeout(300)]  # a lab's start takes long where it is busy
 _started: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def started() -> Iterator[None]:
-    """Ends what a failed test has started; killing the dead does nothing."""
+def started(name: str) -> Iterator[None]:
+    """Ends what a failed test has started, before its lab is removed; killing the dead does nothing."""
     yield
     while _started:
-        _started.pop().kill()
+        process = _started.pop()
+        process.kill()
+        process.wait()
 
 
 def gather(name: str, topology: str, target: Target, nbytes: int, share: float = 0.0) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: 
     held = namespaces.processes(namespaces.of_lab(name))
     cgroup = cgroups.place(name)
     process.send_signal(number)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=60)
     assert process.returncode == 128 + number, words
     assert "Traceback" not in words
     _nothing_stays(name, held, cgroup)
@@ -168,7 +170,7 @@ def test_a_closed_terminal_leaves_nothing(name: str, small: Path) -> None:
     process.stdout.close()
     process.stderr.close()
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=30)
+    assert process.wait(timeout=60)
     _nothing_stays(name, held, cgroups.place(name))
 
 
@@ -179,7 +181,7 @@ def test_down_clears_up_after_kill_9_during_traffic(name: str, small: Path) -> N
     assert len(held) >= 5  # switch, controller, two ranks, a sink
     cgroup = cgroups.place(name)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     down = subprocess.run([*CLI, "down", name], capture_output=True, text=True, check=False, cwd=ROOT)
     assert down.returncode == 0, down.stderr
     _nothing_stays(name, held, cgroup)
@@ -207,7 +209,7 @@ def _start_run(name: str, topology: Path) -> subprocess.Popen[str]:
 def _wait_for_traffic(name: str, process: subprocess.Popen[str]) -> None:
     """Until a shadow node has read something."""
     output = state.folder(name) / "shadow0.out.log"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (output.exists() and "received" in output.read_text()):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
