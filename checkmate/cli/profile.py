@@ -226,7 +226,7 @@ def _size_table(one: _Sized, iteration_s: float | None) -> Table:
     made = Table(title=f"{one.model.name}, {one.times.dtype}, predicted{beyond}", title_justify="left")
     for column in ("nodes", "cores", "step", "receiving", "memory"):
         made.add_column(column, justify="right")
-    made.add_column("enough" if iteration_s is None else f"enough for {show_seconds(iteration_s)}")
+    made.add_column("enough memory" if iteration_s is None else f"enough for {show_seconds(iteration_s)}")
     for sizing in one.sizings:
         made.add_row(
             str(sizing.nodes),
@@ -234,7 +234,7 @@ def _size_table(one: _Sized, iteration_s: float | None) -> Table:
             show_seconds(sizing.step_seconds),
             show_seconds(sizing.receive_seconds),
             size(sizing.memory_bytes),
-            f"no: {', '.join(sizing.short_of)}" if sizing.short_of else "yes" if iteration_s else "memory",
+            f"no: {', '.join(sizing.short_of)}" if sizing.short_of else "yes",
         )
     return made
 
