@@ -63,8 +63,7 @@ class Node:
         """Iterations that are kept readable: for each reservation, until when."""
         self.troubles: list[str] = []
         self.step_seconds = 0.0
-        self.stopping = False
-        self._stepping = False
+        self.stopping = self._stepping = False
         self._threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
         self.connector = Connector(self.readers, self.nics, receive_buffer, self.touch)
@@ -114,7 +113,7 @@ class Node:
         if self.answered:
             self.changed.notify_all()
             return
-        live = []
+        live, kept = [], []
         for group, hold in self.holds:
             if not hold.settled:
                 hold.update(group.records)
@@ -122,13 +121,19 @@ class Node:
                     hold.go_live()
             if hold.live and (self.fenced or not hold.settled):  # a settled one waits for its group's Begin
                 live.append(hold)
+            elif hold.seeded and not (hold.doubtful or hold.settled):
+                kept.append(((hold.plan.group, hold.plan.shard), hold.stepped))
+        patience = self.committee.mine.patience
         self.committee.report(
             Progress(
                 self.committee.incarnation,
                 min((hold.in_full for hold in live), default=NEVER),
                 max((hold.released for hold in live), default=NEVER),
                 bool(live),
-                self.committee.mine.patience,
+                patience,
+                frozenset((hold.plan.group, hold.plan.shard) for hold in live),
+                tuple(kept),
+                any(hold.pressed(patience, self.receive_buffer) for hold in live),
             )
         )
         if not self.fenced:
