@@ -1,26 +1,23 @@
-"""Labs in the kernel: made, used, removed, whatever happens in between."""
+"""Labs in the kernel: made, used, removed."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-import shutil
-import signal
 import socket
 import struct
 import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from checkmate.cli.main import app
+from tests.lab_remains import any_target, lab_command, remains
 from tests.live import alive, needs_bmv2, needs_root, wait_until
 from topologies import lab as labs
-from topologies import links, loss, namespaces, offloads, state
+from topologies import links, loss, offloads
 from topologies.describe import LabError, load
 from topologies.job_files import Target
 from topologies.lab import Lab
@@ -28,41 +25,11 @@ from topologies.namespaces import entered
 
 pytestmark = needs_root
 
-CLI = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
-ROOT = Path(__file__).parent.parent
 SHARE = 0.012345
 """A loss that nothing else uses, so that the programs of these tests can be told by their tags."""
 
 
 TARGETS = ["softswitch", pytest.param("bmv2", marks=needs_bmv2)]
-
-
-@dataclass(frozen=True)
-class Remains:
-    """What a lab has in the machine."""
-
-    namespaces: list[str]
-    processes: list[int]
-    folder: bool
-    cgroups: list[str]
-    stray_links: set[str]
-
-    def __bool__(self) -> bool:
-        return bool(self.namespaces or self.processes or self.folder or self.cgroups or self.stray_links)
-
-
-def remains(name: str, links_before: set[str]) -> Remains:
-    present = namespaces.of_lab(name)
-    cgroups = [str(path) for mount in _cgroup_mounts() for path in Path(mount).rglob(f"checkmate-lab-{name}")]
-    ours = {
-        link for link in set(os.listdir("/sys/class/net")) - links_before if link.startswith(("port", "data"))
-    }
-    return Remains(present, namespaces.processes(present), state.folder(name).exists(), cgroups, ours)
-
-
-def _cgroup_mounts() -> list[str]:
-    lines = Path("/proc/self/mounts").read_text().splitlines()
-    return [fields[1] for line in lines if (fields := line.split())[2] == "cgroup2"]
 
 
 def loss_programs() -> int:
@@ -112,20 +79,6 @@ def test_up_and_down_leave_nothing(name: str, target: Target) -> None:
     assert not alive(held.processes)
 
 
-def test_an_error_inside_removes_the_lab(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "_TERM_SECONDS", 0.5)
-    before = set(os.listdir("/sys/class/net"))
-    with pytest.raises(ZeroDivisionError), Lab(load("single_tor"), _any_target(), name=name) as lab:
-        deaf = "trap '' TERM; echo ready; while :; do /bin/true; done"  # it starts others all the time
-        stubborn = lab.start("rank0", ["sh", "-c", deaf], stdout=subprocess.PIPE)
-        assert stubborn.stdout is not None
-        with stubborn.stdout as output:
-            assert output.readline() == b"ready\n"
-        raise ZeroDivisionError
-    assert stubborn.wait() == -signal.SIGKILL
-    assert not remains(name, before)
-
-
 def test_a_switch_that_does_not_start_is_quoted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +93,7 @@ def test_a_switch_that_does_not_start_is_quoted(
 
 
 def test_hosts_are_set_up_for_their_target(name: str) -> None:
-    target = _any_target()
+    target = any_target()
     with Lab(load("single_tor"), target, name=name, mtu=9000) as lab:
         host = lab.namespace("shadow0")
         assert set(offloads.states(host, "data1").values()) == (
@@ -162,7 +115,7 @@ def test_hosts_are_set_up_for_their_target(name: str) -> None:
 
 
 def test_training_links_lose_their_share_and_others_none(name: str) -> None:
-    with Lab(load("single_tor"), _any_target(), name=name, loss=0.2) as lab:
+    with Lab(load("single_tor"), any_target(), name=name, loss=0.2) as lab:
         assert lab.loss_by in ("netem", "bpf")
         sent = 5000
         assert 0.75 * sent < _arrived(lab, "rank0", "data0", "port1", sent) < 0.85 * sent
@@ -182,22 +135,22 @@ def _arrived(lab: Lab, host: str, interface: str, port: str, frames: int) -> int
 def test_two_labs_of_one_topology_stand_side_by_side(name: str) -> None:
     before = set(os.listdir("/sys/class/net"))
     second = f"{name}_b"
-    with Lab(load("single_tor"), _any_target(), name=name) as lab:
-        with Lab(load("single_tor"), _any_target(), name=second):
+    with Lab(load("single_tor"), any_target(), name=name) as lab:
+        with Lab(load("single_tor"), any_target(), name=second):
             assert remains(second, before)
         assert not remains(second, before)
         assert ping(lab, "rank0", "172.31.3.1")
 
 
 def test_a_lab_is_refused_twice_and_its_holder_named(name: str) -> None:
-    with Lab(load("single_tor"), _any_target(), name=name) as lab:
+    with Lab(load("single_tor"), any_target(), name=name) as lab:
         with pytest.raises(LabError, match=rf"in use by process {os.getpid()}"):
-            Lab(load("single_tor"), _any_target(), name=name).up()
+            Lab(load("single_tor"), any_target(), name=name).up()
         with pytest.raises(LabError, match="in use"):
             labs.down(name)
         lab.release()
         with pytest.raises(LabError, match="exists already"):
-            Lab(load("single_tor"), _any_target(), name=name).up()
+            Lab(load("single_tor"), any_target(), name=name).up()
         assert ping(lab, "rank0", "172.31.3.1")
 
 
@@ -205,7 +158,7 @@ def test_command_line_up_and_down(name: str) -> None:
     before = set(os.listdir("/sys/class/net"))
     programs = loss_programs()
     links = ("--loss", str(SHARE), "--jitter", "2ms")
-    up = _cli("up", "single_tor", "--name", name, "--target", _any_target(), *links)
+    up = lab_command("up", "single_tor", "--name", name, "--target", any_target(), *links)
     assert up.returncode == 0, up.stderr
     for part in ("10.0.2.4", f"cm-{name}-shadow1", f"/run/checkmate/labs/{name}/job.yaml"):
         assert part in up.stdout
@@ -219,25 +172,25 @@ def test_command_line_up_and_down(name: str) -> None:
         assert loss_programs() - programs == 8
     held = remains(name, before)
     assert held.processes
-    listed = {lab["name"]: lab for lab in json.loads(_cli("list", "--json").stdout)["labs"]}
+    listed = {lab["name"]: lab for lab in json.loads(lab_command("list", "--json").stdout)["labs"]}
     assert listed[name] == {
         "name": name,
         "topology": "single_tor",
-        "target": _any_target(),
+        "target": any_target(),
         "up": True,
         "job_file": f"/run/checkmate/labs/{name}/job.yaml",
     }
-    typo = _cli("down", name, f"{name}_typo")
+    typo = lab_command("down", name, f"{name}_typo")
     assert typo.returncode == 2
     assert f"no lab '{name}_typo' is up; there is " in typo.stderr
     assert name in typo.stderr.partition("there is ")[2].strip().split(", ")
     assert remains(name, before) == held
-    down = _cli("down", name)
+    down = lab_command("down", name)
     assert (down.returncode, down.stdout) == (0, f"lab {name} removed\n")
     assert not remains(name, before)
     assert not alive(held.processes)
     wait_until(lambda: loss_programs() == programs)  # the kernel ends namespaces at its leisure
-    again = _cli("down", name, "--if-up")
+    again = lab_command("down", name, "--if-up")
     assert (again.returncode, again.stdout) == (0, f"there is no lab {name}; nothing to remove\n")
 
 
@@ -261,86 +214,11 @@ def test_a_bad_command_line_is_one_message(arguments: list[str], words: str) -> 
     assert isinstance(done.exception, SystemExit)
 
 
-@pytest.mark.parametrize(
-    ("number", "made"),
-    [
-        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
-        (signal.SIGINT, 9),
-        pytest.param(signal.SIGINT, 17, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 9, marks=pytest.mark.slow),
-        (signal.SIGTERM, 17),
-    ],
-)
-def test_a_signal_half_way_leaves_nothing(name: str, number: signal.Signals, made: int) -> None:
-    before = set(os.listdir("/sys/class/net"))
-    process = _start_up(name)
-    wait_until(lambda: len(namespaces.of_lab(name)) >= made or process.poll() is not None)
-    process.send_signal(number)
-    _, words = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, words
-    assert "Traceback" not in words
-    assert not remains(name, before)
-
-
-_SIGNAL_AFTER_FORK = """
-import os, signal, sys
-from checkmate.cli.entry import main
-
-number, forks = int(sys.argv.pop()), 0
-
-
-def after() -> None:
-    global forks
-    forks += 1
-    if forks == 9:
-        signal.raise_signal(number)
-
-
-os.register_at_fork(after_in_parent=after)
-main()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_right_after_a_fork_is_not_lost(name: str, number: signal.Signals) -> None:
-    """Python ignores what is raised in hooks after a fork, which making a namespace is."""
-    before = set(os.listdir("/sys/class/net"))
-    arguments = ["lab", "up", "paper_testbed", "--name", name, "--target", _any_target(), str(int(number))]
-    done = subprocess.run(
-        [sys.executable, "-c", _SIGNAL_AFTER_FORK, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 128 + number, done.stderr
-    assert "Exception ignored" not in done.stderr
-    assert not remains(name, before)
-
-
-@pytest.mark.parametrize(
-    "made", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow), 17]
-)
-def test_down_clears_up_after_kill_9(name: str, made: int) -> None:
-    before = set(os.listdir("/sys/class/net"))
-    process = _start_up(name)
-    wait_until(lambda: state.folder(name).exists() and len(namespaces.of_lab(name)) >= made)
-    process.kill()
-    process.communicate(timeout=60)
-    held = remains(name, before)
-    assert held
-    assert name in [lab["name"] for lab in json.loads(_cli("list", "--json").stdout)["labs"]]
-    assert _cli("down", name).returncode == 0
-    assert not remains(name, before)
-    assert not alive(held.processes)
-
-
 def test_down_spares_processes_of_other_labs_and_of_none(name: str) -> None:
     stranger = subprocess.Popen(["sleep", "60"])
     try:
-        with Lab(load("single_tor"), _any_target(), name=f"{name}_b") as other:
-            with Lab(load("single_tor"), _any_target(), name=name):
+        with Lab(load("single_tor"), any_target(), name=f"{name}_b") as other:
+            with Lab(load("single_tor"), any_target(), name=name):
                 pass
             assert stranger.poll() is None
             assert ping(other, "rank0", "172.31.3.1")
@@ -348,28 +226,3 @@ def test_down_spares_processes_of_other_labs_and_of_none(name: str) -> None:
     finally:
         stranger.kill()
         stranger.wait()
-
-
-def _any_target() -> Target:
-    return "bmv2" if shutil.which("simple_switch_grpc") else "softswitch"
-
-
-def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*CLI, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-
-
-def _start_up(name: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*CLI, "up", "paper_testbed", "--name", name, "--target", _any_target()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from checkmate.tagger import build as tagger_build
+from tests.lab_remains import LAB_COMMAND, ROOT
 from tests.labs_made import on_one_switch
 from tests.live import alive, needs_bmv2, needs_clang, needs_root
 from topologies import cgroups, loss, namespaces, state
@@ -27,9 +28,6 @@ from topologies.lab import Lab
 from topologies.runner import Traffic
 from topologies.serving import serving
 from topologies.traffic import Load
-
-ROOT = Path(__file__).parent.parent
-CLI = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
 
 SMALL = on_one_switch(2, (1,))
 
@@ -69,7 +67,7 @@ def check(data: dict[str, Any], nbytes: int, share: float) -> None:
 
 
 def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> None:
-    command = [*CLI, "run", "two_tor", "--name", name, "--megabytes", "10", "--loss", "2%", "--json"]
+    command = [*LAB_COMMAND, "run", "two_tor", "--name", name, "--megabytes", "10", "--loss", "2%", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
@@ -182,7 +180,7 @@ def test_down_clears_up_after_kill_9_during_traffic(name: str, small: Path) -> N
     cgroup = cgroups.place(name)
     process.kill()
     process.communicate(timeout=60)
-    down = subprocess.run([*CLI, "down", name], capture_output=True, text=True, check=False, cwd=ROOT)
+    down = subprocess.run([*LAB_COMMAND, "down", name], capture_output=True, text=True, check=False, cwd=ROOT)
     assert down.returncode == 0, down.stderr
     _nothing_stays(name, held, cgroup)
 
@@ -196,7 +194,7 @@ def small(tmp_path: Path) -> Path:
 
 def _start_run(name: str, topology: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [*CLI, "run", topology, "--name", name, "--megabytes", "100000", "--iterations", "1000"],
+        [*LAB_COMMAND, "run", topology, "--name", name, "--megabytes", "100000", "--iterations", "1000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
