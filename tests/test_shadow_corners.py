@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,16 +40,18 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that still reads on when training begins anew, and one whose caller has gone."""
-    monkeypatch.setattr(restarting, "QUIET", 0.6)
+    begun, count, seen = threading.Event(), itertools.count(), restarting._seen
+    monkeypatch.setattr(restarting, "_seen", lambda node: seen(node) if begun.is_set() else (next(count),))
     here = world(nodes=1, ranks=2)
     training = here.started()
     check_now(here, training)
     node = here.nodes[0].node
-    request = pb.FenceRequest(job=here.job.job, timeout=8)
-    late = training.stubs[0].Fence.future(request, timeout=10)
+    request = pb.FenceRequest(job=here.job.job, timeout=30)
+    late = training.stubs[0].Fence.future(request, timeout=40)
     wait_until(lambda: node.fenced, "fenced")
     training.incarnation, training.first = 1, 1
     training.begin([0], run="second")
+    begun.set()
     with pytest.raises(grpc.RpcError, match="incarnation 1 has begun meanwhile, and is not fenced"):
         late.result()
     with pytest.raises(Refused, match="who called has gone"):
