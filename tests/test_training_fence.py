@@ -8,13 +8,17 @@ from contextlib import ExitStack
 
 import pytest
 
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
 from checkmate.training import fence
 from checkmate.training.client import Stubs
 from tests.copies import local_job
+from tests.end_hosts import needs_root
 from tests.jobs_made import job_data
 from tests.recording_node import RecordingNode
+from tests.shadow_world import World, settle
+from tests.shadow_world import fence as fenced
 from tests.test_training_target import hold, node
 
 TIMEOUT = 20.0
@@ -134,6 +138,46 @@ def test_trouble_of_a_hold_is_told(served: list[RecordingNode], job: Job, stubs:
     plan = fence.plan_restore(job, stubs, TIMEOUT)
     assert plan.kind == "none"
     assert "shadow node 1, shard 1 of DP group 0: body.weight differs after iteration 6" in plan.trouble
+
+
+def test_what_a_node_says_once_it_has_settled_is_told(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, hold((0, 1), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].settled = pb.NodeStatus(node=1, trouble=["body.weight differs after iteration 7"])
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan.kind == "none"
+    assert "shadow node 1: body.weight differs after iteration 7" in plan.trouble
+    assert "stepped 6" not in plan.trouble
+
+
+@needs_root
+def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
+    """A hold is found doubtful while it settles, and dropped: the node says so until training begins."""
+    with ExitStack() as stack:
+        here = World(stack, nodes=1, ranks=2)
+        training = here.started()
+        training.iterate()
+        here.stepped(0)
+        stubs = Stubs(here.job)
+        stack.callback(stubs.close)
+        node = here.nodes[0].node
+        fenced(here, training)
+        (held,) = node.groups[0].holds
+        held.doubt.found(0)
+        held.trouble = "parameter p3 differs"
+        assert not settle(here, training, 0)[0].holds
+        for _ in range(2):
+            plan = fence.plan_restore(here.job, stubs, TIMEOUT)
+            assert plan.kind == "none"
+            assert "shadow node 0: DP group 0, shard 0: given up when a restart asked for" in plan.trouble
+            assert "parameter p3 differs" in plan.trouble
+        assert fence.plan_fresh(here.job, stubs, TIMEOUT).kind == "nothing"
+        training.incarnation = plan.incarnation
+        training.begin([0], run="second")
+        assert not here.status(0).trouble
 
 
 def test_beginning_anew_whatever_they_hold(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:

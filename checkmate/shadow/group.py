@@ -31,6 +31,8 @@ class Group:
     layout: Layout
     records: Records
     holds: list[Hold] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Of shards whose holds a restart had no use for: why. What was held is not forgotten until `Begin`."""
 
     @property
     def newest(self) -> int:

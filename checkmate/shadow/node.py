@@ -215,16 +215,17 @@ class Node:
         check_job(self.job, job)
         with self.changed:
             holds = list(self.holds)
+            dropped = [why for group in self.groups.values() for why in group.dropped.values()]
             return pb.NodeStatus(
                 job=self.job.job,
                 node=self.id,
-                holds_nothing=not any(hold.holds_something for _, hold in holds),
+                holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
                 fenced=self.fenced,
                 incarnation=max(self.committee.incarnation, 0),
                 holds=[hold.status(group.begin, group.records) for group, hold in holds],
                 torch=torch.__version__,
                 capability=torch.backends.cpu.get_cpu_capability(),
-                trouble=self.troubles,
+                trouble=[*self.troubles, *dropped],
                 pull_seconds=max((hold.pull_seconds() for _, hold in holds), default=0.0),
                 step_seconds=self.step_seconds,
                 memory_bytes=memory.resident(),

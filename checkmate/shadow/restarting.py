@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.group import Group, Refused, check_job
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.node import Node
+
+log = logging.getLogger("checkmate")
 
 QUIET = 0.2
 """A fenced node reads on until nothing has come for so many seconds."""
@@ -78,3 +81,16 @@ def _settle(node: Node, group: Group, hold: Hold, iteration: int, run: str) -> N
     with node.changed:
         if hold in group.holds:
             group.holds.remove(hold)
+            if hold.holds_something:
+                asked = f"given up when a restart asked for iteration {iteration}"
+                why = f"{hold}: {asked}: {_why(group, hold, run)}"
+                group.dropped[hold.plan.shard] = why
+                log.warning("%s", why)
+
+
+def _why(group: Group, hold: Hold, run: str) -> str:
+    """Why a hold is of no use to a restart."""
+    if group.begin.run != run:
+        return f"it was of run {group.begin.run}, not of {run}"
+    stood = f"it had stepped iteration {hold.stepped}" if hold.seeded else "it was not seeded"
+    return hold.trouble or stood

@@ -151,13 +151,14 @@ def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], troubl
 
 
 def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> list[pb.NodeStatus]:
-    """Have all nodes step up to the target at once; the answers of those that did."""
+    """Have all nodes step up to the target at once; the answers of those that did, which are the newest."""
     request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
     calls = {node: stubs.to(node).Settle.future(request, timeout=SETTLE_SECONDS) for node in fence.answers}
     settled = []
     for node, call in calls.items():
         try:
-            settled.append(call.result())
+            fence.answers[node] = call.result()
+            settled.append(fence.answers[node])
         except grpc.RpcError as error:
             fence.failures[node] = reason(error)
     return settled
@@ -172,6 +173,7 @@ def _lacking(job: Job, shards: tuple[Shard, ...], fence: Fence, timeout: float) 
     for answer in sorted(fence.answers.values(), key=lambda answer: answer.node):
         if answer.holds_nothing:
             said.append(f"shadow node {answer.node} holds nothing")
+        said += [f"shadow node {answer.node}: {trouble}" for trouble in answer.trouble]
         said += [
             f"shadow node {answer.node}, {target.names([(hold.shard.group, hold.shard.shard)])}: "
             f"{hold.trouble or _standing(hold)}"
