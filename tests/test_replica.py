@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkmate.layout import Layout, Parameter, make_layout
 from checkmate.optimizers import SUPPORTED, options_of, spec_of
@@ -477,6 +478,22 @@ def test_trainers_on_another_device_are_compared_with_a_tolerance() -> None:
         del step.slices[:]
         step.slices.add(parameter=0, data=bytes(bytes_of(near)[:1024]))
         assert bool(replica.step(trainer.iteration, buckets_of(gradients, replica), step)) == troubled
+
+
+def test_what_trainers_on_another_device_have_is_stepped_on_all_threads() -> None:
+    trainer = Trainer(MAKERS["sgd"], shards=1, dtypes=(torch.bfloat16,))
+    replica = trainer.replica(0, exact=False)
+    gradients, seen = trainer.backward(), set()
+    step = trainer.update()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    watch = register_optimizer_step_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+    try:
+        replica.step(trainer.iteration, buckets_of(gradients, replica), step)
+    finally:
+        watch.remove()
+        torch.set_num_threads(before)
+    assert seen == {2}
 
 
 @pytest.mark.parametrize("skipped", [False, True])

@@ -7,9 +7,10 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate.shadow.commit import NEVER, SILENCE_MAX, SILENCE_MIN, Committee, Progress
+from checkmate.shadow.commit import NEVER, SILENCE_MAX, SILENCE_MIN, Committee, Kept, Progress
 
 BUFFERS = 2
+Told = tuple[int, bool, tuple[Kept, ...]]
 
 
 class Simulated:
@@ -20,15 +21,25 @@ class Simulated:
         self.view = Committee(number, range(count), 0, 0.0)
         self.in_full = self.stepped = -1
         self.live, self.dead = live, False
+        self.kept = self.pressed = False
 
     def refresh(self) -> None:
-        if not self.live and self.stepped >= self.view.committed and self.stepped >= 0:
+        if not (self.live or self.kept) and self.stepped >= max(self.view.committed, 0):
             self.live = True
         self.view.report(self.progress())
         self.view.decide(0.0)
 
     def progress(self) -> Progress:
-        return Progress(0, self.in_full, self.stepped, self.live)
+        shard = (0, self.number)
+        return Progress(
+            0,
+            self.in_full if self.live else NEVER,
+            self.stepped if self.live else NEVER,
+            self.live,
+            shards=frozenset([shard]) if self.live else frozenset(),
+            kept=() if self.live or not self.kept else ((shard, self.stepped),),
+            pressed=self.pressed,
+        )
 
     def receive(self, newest: int) -> None:
         if self.in_full < min(newest, self.stepped + BUFFERS):
@@ -47,7 +58,7 @@ class Job:
         self.count = count
         self.steady = [node for node in self.nodes if node.live]
         self.newest = -1
-        self.ways: dict[tuple[int, int], deque[Progress | tuple[int, bool]]] = {
+        self.ways: dict[tuple[int, int], deque[Progress | Told]] = {
             (a, b): deque() for a in range(count) for b in range(count) if a != b
         }
 
@@ -57,7 +68,7 @@ class Job:
         if a > b:
             self.ways[a, b].append(node.progress())
         else:
-            self.ways[a, b].append((node.view.committed, node.view.active))
+            self.ways[a, b].append((node.view.committed, node.view.active, node.progress().kept))
 
     def deliver(self, a: int, b: int) -> None:
         """`b` takes the next from `a`; where nothing is left of a dead one, it notices that."""
@@ -68,7 +79,8 @@ class Job:
         elif isinstance(said := way.popleft(), Progress):
             node.view.heard(a, said, 0.0)
         else:
-            node.view.told(a, *said, 0.0)
+            step_to, active, kept = said
+            node.view.told(a, step_to, active, 0.0, kept)
         node.refresh()
 
     def act(self, kind: str, a: int, b: int) -> None:
@@ -96,16 +108,18 @@ class Job:
         for node in self.steady:
             assert node.dead or node.in_full >= furthest, f"node {node.number} lacks {furthest}"
 
-    def settle(self) -> None:
-        """Deliver and tell everything until nothing changes any more."""
+    def settle(self, lost: int | None = None) -> None:
+        """Deliver and tell everything until nothing changes any more; node `lost` receives nothing."""
         for _ in range(12 * (self.newest + 3)):
             for a in range(self.count):
                 for b in range(self.count):
                     for kind in ("receive", "step", "tell", "deliver"):
-                        self.act(kind, a, b)
+                        if a != lost or kind in ("tell", "deliver"):
+                            self.act(kind, a, b)
                     while a != b and self.ways[a, b] and not self.nodes[b].dead:
                         self.act("deliver", a, b)
-            self.check()
+            if lost is None:
+                self.check()
 
 
 actions = st.tuples(
@@ -129,6 +143,70 @@ def test_whenever_nodes_die_all_are_at_or_can_reach_the_same_iteration(
     assert {node.stepped for node in alive} == {job.newest}
     deciders = {node.view.decider(0.0) for node in alive if node.live}
     assert deciders == {min(node.number for node in alive if node.live)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 2),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["train", "receive", "receive", "step", "tell", "deliver"]),
+            st.integers(0, 2),
+            st.integers(0, 2),
+        ),
+        max_size=150,
+    ),
+    st.integers(0, 150),
+)
+def test_a_shard_with_a_gap_is_not_left_behind_while_there_is_room(
+    victim: int, doings: list[tuple[str, int, int]], when: int
+) -> None:
+    """Its state and what the others have make one iteration, until they have to go on."""
+    job = Job(3, frozenset())
+    for kind, a, b in doings[:when]:
+        job.act(kind, a, b)
+    job.settle()
+    lost = job.nodes[victim]
+    lost.live, lost.kept = False, True  # a gap: it is given up at once, and told
+    lost.refresh()
+    for other in range(3):
+        if other != victim:
+            job.tell(victim, other)
+            job.deliver(victim, other)
+    at = lost.stepped
+    for kind, a, b in (*doings[when:], *[("train", 0, 0)] * 3):
+        if a != victim:
+            job.act(kind, a, b)
+    job.settle(lost=victim)
+    rest = [node for node in job.nodes if node is not lost]
+    assert all(node.stepped <= at <= node.in_full for node in rest)
+    for node in rest:
+        node.pressed = True
+    job.settle(lost=victim)
+    assert {node.stepped for node in rest} == {job.newest}
+
+
+def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_whose_node_is_gone() -> None:
+    ours, theirs = (0, 0), (0, 1)
+
+    def stands(kept: tuple[tuple[tuple[int, int], int], ...], shards: frozenset[tuple[int, int]]) -> bool:
+        made = committee(count=2)
+        made.report(progress(5, 4, shards=shards))
+        made.heard(1, progress(NEVER, NEVER, live=False, kept=kept), 100.1)
+        made.committed = 4
+        return made.decide(100.2) == 4
+
+    assert stands(((theirs, 4),), frozenset([ours]))
+    assert not stands(((theirs, 3),), frozenset([ours]))
+    assert not stands(((theirs, 4),), frozenset([ours, theirs]))
+    assert not stands((), frozenset([ours]))
+    made = committee(count=2)
+    made.report(progress(5, 4, shards=frozenset([ours])))
+    made.heard(1, progress(NEVER, NEVER, live=False, kept=((theirs, 4),)), 100.1)
+    made.committed = 4
+    assert made.decide(100.2) == 4
+    made.broke(1)
+    assert made.decide(100.2) == 5
 
 
 def committee(me: int = 0, count: int = 3) -> Committee:

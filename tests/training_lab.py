@@ -30,7 +30,7 @@ from topologies.links import MGMT_INTERFACE
 from topologies.serving import CHECKMATE, Controller, checkmate, serving
 
 _PORT = 29500
-_SECONDS = 90.0
+_SECONDS = 240.0
 
 
 @dataclass(frozen=True)

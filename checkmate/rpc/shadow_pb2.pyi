@@ -1124,6 +1124,9 @@ class Progress(google.protobuf.message.Message):
     STEPPED_FIELD_NUMBER: builtins.int
     LIVE_FIELD_NUMBER: builtins.int
     PATIENCE_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    PRESSED_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     incarnation: builtins.int
@@ -1134,6 +1137,14 @@ class Progress(google.protobuf.message.Message):
     """whether it has a live hold"""
     patience: builtins.float
     """seconds for which its fullest socket buffer lasts"""
+    pressed: builtins.bool
+    """both sets of buckets of a live hold are full, and what comes next can't wait for long"""
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]:
+        """of its live holds"""
+
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
     def __init__(
         self,
         *,
@@ -1144,11 +1155,38 @@ class Progress(google.protobuf.message.Message):
         stepped: builtins.int = ...,
         live: builtins.bool = ...,
         patience: builtins.float = ...,
+        shards: collections.abc.Iterable[Global___Shard] | None = ...,
+        kept: collections.abc.Iterable[Global___Kept] | None = ...,
+        pressed: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "live", b"live", "node", b"node", "patience", b"patience", "stepped", b"stepped"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "kept", b"kept", "live", b"live", "node", b"node", "patience", b"patience", "pressed", b"pressed", "shards", b"shards", "stepped", b"stepped"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
+
+@typing.final
+class Kept(google.protobuf.message.Message):
+    """A hold that isn't live, but whose state is whole: it may be all that there is of its shard."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    STEPPED_FIELD_NUMBER: builtins.int
+    stepped: builtins.int
+    @property
+    def shard(self) -> Global___Shard: ...
+    def __init__(
+        self,
+        *,
+        shard: Global___Shard | None = ...,
+        stepped: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard", "stepped", b"stepped"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Kept: typing_extensions.TypeAlias = Kept
 
 @typing.final
 class Decision(google.protobuf.message.Message):
@@ -1157,19 +1195,23 @@ class Decision(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     STEP_TO_FIELD_NUMBER: builtins.int
     ACTIVE_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     step_to: builtins.int
     """all live holds step up to this iteration"""
     active: builtins.bool
     """it is live: if none with a lower id is, it decides (a fenced one, that nothing more is stepped)"""
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
     def __init__(
         self,
         *,
         incarnation: builtins.int = ...,
         step_to: builtins.int = ...,
         active: builtins.bool = ...,
+        kept: collections.abc.Iterable[Global___Kept] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "step_to", b"step_to"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "step_to", b"step_to"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision

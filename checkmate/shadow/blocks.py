@@ -66,7 +66,7 @@ class Held:
     """A parameter with its optimizer state: whole, as it is read, and in the pieces that are stepped."""
 
     def __init__(self, parameter: Parameter, block: int, threads: int = 1) -> None:
-        """`block`: elements of a piece at most, or 0. `threads`: of training, if its bits are wanted."""
+        """`block`: elements of a piece at most, or 0. `threads`: of training, where its bits are wanted."""
         self.parameter = parameter
         self.dtype = DTYPES[parameter.dtype]
         self.tensor = torch.empty(0, dtype=self.dtype)
@@ -75,7 +75,7 @@ class Held:
         """Of a parameter that no optimizer steps: state as it came."""
         short = self.dtype.itemsize < SURE_ITEMSIZE
         self.threads = threads if short else 0
-        step = block if block and (threads == 1 or not short) else parameter.elements
+        step = block if block and (threads <= 1 or not short) else parameter.elements
         self.pieces = [
             Piece(start, min(start + step, parameter.elements), torch.empty(0, dtype=self.dtype))
             for start in range(0, parameter.elements, step)

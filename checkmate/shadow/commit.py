@@ -3,6 +3,10 @@
 Pure: a node's view of the others, moved by what it hears and by the clock (design, section 7, *Commit*).
 The live node with the lowest id decides. Each node tells every node with a lower id what it has, and hears
 from these up to where to step; so a node whose lower ones have all gone knows all it needs to take over.
+
+A shard may be without a live holder, after a gap, and yet its state be whole at the iteration that was
+committed last: then all shards together are a checkpoint still. What is stepped can't be taken back, so live
+holds wait there as long as their buffers have room.
 """
 
 from __future__ import annotations
@@ -14,19 +18,30 @@ from typing import Final
 NEVER: Final = -2
 """Before iteration -1, which is the state before the first iteration."""
 
+Shard = tuple[int, int]
+"""A DP group's index, and a shadow id in it."""
+Kept = tuple[Shard, int]
+"""A hold that isn't live, but whose state is whole, and the iteration that it stepped last."""
+
 SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
 """Bounds, in seconds, of the silence after which a node is taken for dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a node has: of all its live holds the least in full and the most stepped."""
+    """What a node has: of all its live holds the least in full and the most stepped, and their shards.
+
+    `pressed`: a live hold has no room for more than is in full.
+    """
 
     incarnation: int
     in_full: int
     stepped: int
     live: bool
     patience: float = 4 * SILENCE_MAX
+    shards: frozenset[Shard] = frozenset()
+    kept: tuple[Kept, ...] = ()
+    pressed: bool = False
 
 
 @dataclass(slots=True)
@@ -45,6 +60,7 @@ class _Lower:
     heard: float
     active: bool | None = None  # None: not known yet
     broken: bool = False
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass
@@ -78,11 +94,11 @@ class Committee:
             if progress.live:
                 self.committed = max(self.committed, progress.stepped)
 
-    def told(self, node: int, step_to: int, active: bool, now: float) -> None:
-        """A node with a lower id says where to step, and whether it may decide."""
+    def told(self, node: int, step_to: int, active: bool, now: float, kept: tuple[Kept, ...] = ()) -> None:
+        """A node with a lower id says where to step, whether it may decide, and what it keeps."""
         other = self._lower.get(node)
         if other is not None:
-            other.heard, other.active, other.broken = now, active, False
+            other.heard, other.active, other.broken, other.kept = now, active, False, kept
             self.committed = max(self.committed, step_to)
 
     def broke(self, node: int) -> None:
@@ -145,5 +161,20 @@ class Committee:
                 self.behind[node] = self.committed - progress.in_full
                 continue
             live.append(progress)
-        self.committed = max(self.committed, min(progress.in_full for progress in live))
+        target = max(self.committed, min(progress.in_full for progress in live))
+        if target > self.committed and self._strands(live, now):
+            target = self.committed + any(progress.pressed for progress in live)
+        self.committed = target
         return self.committed
+
+    def _strands(self, live: Iterable[Progress], now: float) -> bool:
+        """Whether to step on would leave a shard behind that nobody live holds, and that is still level."""
+        kept = set(self.mine.kept)
+        for lower in self._lower.values():
+            if not lower.broken and now - lower.heard <= self.silence:
+                kept.update(lower.kept)
+        for higher in self._higher.values():
+            if higher.progress and not higher.broken and now - higher.heard <= self.silence:
+                kept.update(higher.progress.kept)
+        covered = frozenset[Shard]().union(*(progress.shards for progress in live))
+        return any(at == self.committed and shard not in covered for shard, at in kept)

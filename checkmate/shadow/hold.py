@@ -28,6 +28,9 @@ log = logging.getLogger("checkmate")
 AHEAD = 3
 """A hold joins so many iterations ahead of the trainers, so that it is connected in time."""
 
+HURRY = 2.0
+"""Where socket buffers last for fewer seconds than this, nothing waits in them for another shard."""
+
 RECORD_GRACES = 5
 """A record that newer ones have overtaken is given up after so many times the grace of a stream."""
 
@@ -174,6 +177,12 @@ class Hold:
             return None
         hurry = iteration < self.in_full or iteration < committed or not self.wanted()
         return iteration if hurry else None
+
+    def pressed(self, patience: float, receive_buffer: int) -> bool:
+        """Whether there is no room for long: both sets are full, and socket buffers fill up too."""
+        if self.in_full < self.released + SETS:
+            return False
+        return patience < HURRY or any(inlet.queued() > receive_buffer // 4 for inlet in self.inlets)
 
     def step(self, iteration: int, step: pb.Step) -> list[str]:
         """Step what is at the iteration before, and release the buckets; what comparing found wrong."""

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
-from checkmate.shadow.commit import Progress
+from checkmate.shadow.commit import Kept, Progress
 from checkmate.shadow.node import Node
 
 log = logging.getLogger("checkmate")
@@ -91,7 +91,14 @@ class Peers:
 
     def _take(self, report: pb.Progress) -> None:
         progress = Progress(
-            report.incarnation, report.in_full, report.stepped, report.live, report.patience or 20.0
+            report.incarnation,
+            report.in_full,
+            report.stepped,
+            report.live,
+            report.patience or 20.0,
+            frozenset((shard.group, shard.shard) for shard in report.shards),
+            _kept(report.kept),
+            report.pressed,
         )
         with self._node.changed:
             self._node.committee.heard(report.node, progress, time.monotonic())
@@ -121,7 +128,8 @@ class Peers:
             committee = self._node.committee
             same = decision.incarnation == committee.incarnation
             step_to = decision.step_to if same else committee.committed
-            committee.told(other, step_to, decision.active and same, time.monotonic())
+            kept = _kept(decision.kept) if same else ()
+            committee.told(other, step_to, decision.active and same, time.monotonic(), kept)
         self._node.touch()
 
     def _reports(self, other: int) -> Iterator[pb.Progress]:
@@ -143,6 +151,9 @@ class Peers:
             stepped=mine.stepped,
             live=mine.live,
             patience=mine.patience,
+            shards=[pb.Shard(group=group, shard=shard) for group, shard in sorted(mine.shards)],
+            kept=_to_kept(mine.kept),
+            pressed=mine.pressed,
         )
 
     def _decision(self) -> pb.Decision:
@@ -151,7 +162,16 @@ class Peers:
             incarnation=committee.incarnation % 256,
             step_to=committee.committed,
             active=committee.active,
+            kept=_to_kept(committee.mine.kept),
         )
+
+
+def _kept(said: Iterable[pb.Kept]) -> tuple[Kept, ...]:
+    return tuple(((one.shard.group, one.shard.shard), one.stepped) for one in said)
+
+
+def _to_kept(kept: Iterable[Kept]) -> list[pb.Kept]:
+    return [pb.Kept(shard=pb.Shard(group=group, shard=shard), stepped=at) for (group, shard), at in kept]
 
 
 class News(Generic[M]):

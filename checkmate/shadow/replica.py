@@ -62,7 +62,7 @@ class Replica:
         self.numbers = tuple(layout.of_shard(shard))
         self.at: dict[int, int] = {}
         """Each parameter's iteration: its state is the one after that step. Absent: not seeded."""
-        threads = (spec.threads or torch.get_num_threads()) if exact else 1
+        threads = (spec.threads or torch.get_num_threads()) if exact else 0
         known = [layout.parameters[number] for number in self.numbers]
         block = block_elements(known)
         whole = uncut(spec)

@@ -56,7 +56,8 @@ def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool
         while not stopped.wait(SECONDS):
             print(json.dumps(data(watch.see())), flush=True)
     else:
-        stopped.wait()
+        while not stopped.wait(SECONDS):  # a signal that another thread took is handled between two waits
+            pass
 
 
 def data(seen: Seen) -> dict[str, object]:
