@@ -107,7 +107,11 @@ def test_a_holder_that_lacks_buffers_is_left_out_where_another_has_them() -> Non
     found = choose([(0, 0), (0, 1)], late)
     assert found == Target(6, "a", {(0, 0): (1,), (0, 1): (0,)})
     alone = choose([(0, 0)], [node(0, hold(lacks=2)), node(1, hold(lacks=1))])
-    assert alone == Target(6, "a", {(0, 0): (0, 1)})
+    assert alone == Target(6, "a", {(0, 0): (0, 1)}, lacking=1)
+    begun = choose([(0, 0)], [node(0, hold(stepped=-1, in_full=0, lacks=2))])
+    assert begun == Target(0, "a", {(0, 0): (0,)})
+    groups = choose([(0, 0), (1, 0)], [node(0, hold((0, 0)), hold((1, 0), lacks=3))])
+    assert groups == Target(6, "a", {(0, 0): (0,), (1, 0): (0,)}, lacking=3)
 
 
 def test_a_crash_while_an_incarnation_begins_loses_nothing() -> None:

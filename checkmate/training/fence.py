@@ -119,7 +119,7 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
     """Fence, name the target, settle the nodes that can reach it."""
     shards = all_shards(job)
     fence = Fence(job, stubs, time.monotonic() + timeout)
-    fence.wait(lambda: isinstance(target.choose(shards, _given(fence)), Target))
+    fence.wait(lambda: _enough(target.choose(shards, _given(fence))))
     fence.close()
     answers = _given(fence)
     if fence.complete and all(answer.holds_nothing for answer in answers):
@@ -148,6 +148,11 @@ def _given(fence: Fence) -> list[pb.NodeStatus]:
 def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = "") -> Plan:
     incarnation = target.next_incarnation(answers, time.time())
     return replace(plan_anew(incarnation, trouble), kind=kind)
+
+
+def _enough(chosen: Target | Missing) -> bool:
+    """Whether nodes that have not answered can be done without."""
+    return isinstance(chosen, Target) and not chosen.lacking
 
 
 def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> list[pb.NodeStatus]:

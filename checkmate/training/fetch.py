@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
 
 import grpc
 import torch
@@ -17,9 +15,7 @@ from checkmate.consolidate.headers import Asked, check_header, most_parts, recor
 from checkmate.layout import Layout, Parameter, from_json
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.client import Stubs, reason
-from checkmate.training.target import spread
-
-_log: Final = logging.getLogger("checkmate")
+from checkmate.training.target import names, spread
 
 States = dict[int, tuple[torch.Tensor, dict[str, object]]]
 """Parameters by number: the tensor, and the optimizer state."""
@@ -52,7 +48,10 @@ class Fetched:
 
 
 def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: float) -> Fetched:
-    """All shards at once; `FetchError` where one can't be had from any of its holders."""
+    """All shards at once; `FetchError` where one can't be had from any of its holders, or lacks buffers.
+
+    Buffers may come with any shard. Before the first iteration they are what the script makes.
+    """
     deadline = time.monotonic() + timeout
     with ThreadPoolExecutor(len(wanted.holders), thread_name_prefix="fetch") as threads:
         jobs = [
@@ -64,9 +63,10 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
     headers = [header for header, _ in shards]
     record, without = record_of(headers)
     if without and record.parts:
-        _log.warning(
-            "the shadow nodes lack buffers or frozen parameters, which stay as the script has made them: %s",
-            ", ".join(without),
+        shards_named = names((wanted.group, shard) for shard in sorted(wanted.holders))
+        raise FetchError(
+            f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
+            f"{', '.join(without)}"
         )
     same = all(from_json(header.layout).fingerprint == layout.fingerprint for header in headers)
     return Fetched(states, record, most_parts(headers).optimizer, same)

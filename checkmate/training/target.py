@@ -14,11 +14,15 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True)
 class Target:
-    """The iteration to settle at, the run that it belongs to, and the nodes that can reach it, by shard."""
+    """The iteration to settle at, the run that it belongs to, and the nodes that can reach it, by shard.
+
+    `lacking`: buffers that all these nodes lack so far, of the DP group where they are most.
+    """
 
     iteration: int
     run: str
     holders: Mapping[Shard, tuple[int, ...]]
+    lacking: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,16 @@ def choose(shards: Sequence[Shard], answers: Sequence[pb.NodeStatus]) -> Target 
     lacking = tuple(shard for shard in shards if not holders[shard])
     if lacking:
         return Missing(lacking)
-    return Target(min(hold.in_full for hold in able), began.run, holders)
+    return Target(min(hold.in_full for hold in able), began.run, holders, _lacking_buffers(able))
+
+
+def _lacking_buffers(holds: Sequence[_Hold]) -> int:
+    """Of each DP group the fewest buffers that one of its holds lacks; the most of these."""
+    least: dict[int, int] = {}
+    for hold in holds:
+        lacks = hold.lacks_buffers if hold.stepped >= 0 else 0  # records bring them: there was none yet
+        least[hold.shard[0]] = min(lacks, least.get(hold.shard[0], lacks))
+    return max(least.values(), default=0)
 
 
 def _with_most_buffers(holds: Sequence[_Hold]) -> tuple[int, ...]:
