@@ -42,7 +42,7 @@ def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
 
 def test_all_buffers_come_with_the_shards() -> None:
     buffers = fetched(["mean", "variance"]).record.buffers
-    assert torch.equal(state.loads(buffers["variance"]), torch.full((3,), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(state.loads(buffers["variance"]), torch.full((3,), 2.0))
     assert sorted(buffers) == ["mean", "variance"]
 
 
