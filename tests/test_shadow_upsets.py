@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import grpc
 import pytest
 import torch
 
@@ -175,6 +176,28 @@ def test_a_hold_in_doubt_is_seeded_anew_and_offered_once_it_was_found_right(
     assert "DP group 0, shard 0: checkpoints of iterations 0 to 1 are doubtful" in here.status(0).trouble[0]
     check_now(here, training)
     assert not training.lines[0, 0].replies[-1].trouble
+
+
+def test_what_was_kept_while_in_doubt_is_not_served_once_the_doubt_is_over(
+    world: Callable[..., World],
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    check_now(here, training)
+    request = pb.ReserveRequest(job=here.job.job, iteration=2, seconds=60)
+    assert training.stubs[0].Reserve(request, timeout=5).granted
+    with torch.no_grad():
+        training.parameters[0][0, 0] += 1  # before iteration 1: this slice is compared after iteration 6
+    while training.iteration < 5:
+        here.stepped(training.iterate())
+    training.iterate()
+    hold = here.nodes[0].node.groups[0].holds[0]
+    wait_until(lambda: "found equal after iteration 0" in hold.trouble, "that it is found")
+    with going_on(training):
+        wait_until(lambda: here.status(0).holds[0].offered and not hold.doubtful, "that it is over", 30)
+    with pytest.raises(grpc.RpcError, match="iteration 2 was found doubtful later"):
+        training.fetch(0, 0, 2)
+    assert [hold.doubt.covers(iteration) for iteration in (0, 1, 6)] == [False, True, True]
 
 
 def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) -> None:

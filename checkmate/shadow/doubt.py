@@ -15,6 +15,8 @@ class Doubt:
         self.active = False
         self._comparison = comparison
         self._first = self._last = 0
+        self.past: list[range] = []
+        """Iterations that were in doubt, and stay so: what was kept of them is not to be used."""
         self._renewed = self._patience = 0.0
 
     def found(self, iteration: int) -> None:
@@ -23,11 +25,21 @@ class Doubt:
         self._first = min(first, self._first) if self.active else first
         self.active, self._last = True, iteration
 
+    def stood(self, iteration: int) -> None:
+        """What was stepped up to an iteration is given up: if it was in doubt, then as far as that."""
+        if self.active:
+            self._last = max(self._last, iteration)
+
+    def covers(self, iteration: int) -> bool:
+        """Whether what is kept of an iteration may be wrong."""
+        return self.active or any(iteration in doubtful for doubtful in self.past)
+
     def over(self) -> str:
         """Empty, or what to remember, where all that was in doubt has been found right since."""
         if not self.active or self._comparison.suspects:
             return ""
         self.active = False
+        self.past.append(range(self._first, self._last + 1))
         return f"checkpoints of iterations {self._first} to {self._last} are doubtful, newer ones are not"
 
     def may_renew(self, now: float) -> bool:

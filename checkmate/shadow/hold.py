@@ -127,6 +127,8 @@ class Hold:
         """Take everything from this iteration on; what was received before is dropped."""
         for inlet in self.inlets:
             inlet.close()
+        if self.seeded:
+            self.doubt.stood(self.stepped)
         with self.lock:
             self.live = self.from_holder = self.lag_said = False
             self.asked = 0.0

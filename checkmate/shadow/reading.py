@@ -25,9 +25,10 @@ def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveR
 
 
 def _reserve_all(holds: Sequence[Hold], iteration: int) -> bool:
-    """On all of them or on none; a hold that has begun the next step can't."""
+    """On all of them or on none; a hold that has begun the next step can't, nor one in doubt of it."""
     for index, hold in enumerate(holds):
-        if hold.released > iteration or not hold.replica.reserve(iteration):
+        unfit = hold.released > iteration or hold.doubt.covers(iteration)
+        if unfit or not hold.replica.reserve(iteration):
             for granted in holds[:index]:
                 granted.replica.release(iteration)
             return False
@@ -78,6 +79,8 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
             raise _refused(hold, f"iteration {iteration} was not stepped in time")
         if hold.doubtful:
             raise _refused(hold, hold.trouble)
+        if hold.doubt.covers(iteration):
+            raise _refused(hold, f"what it has of iteration {iteration} was found doubtful later")
         header = _header(node, group, hold, request)
     return state.to_seeds(header, hold.read(iteration, request.parameters))
 

@@ -81,6 +81,8 @@ def _new_group(node: Node, request: pb.BeginRequest, layout: Layout, old: Group 
             )
         except StreamTooLong as error:
             raise Refused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
+        if before is not None:
+            hold.doubt.past = before.doubt.past
         group.holds.append(hold)
     return group
 
