@@ -40,6 +40,9 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 """Types that a tensor of a parameter or its state may have."""
 
+_LOOKED_AT: Final = 1000
+"""Of state with more values than this it is tried whether it can be read."""
+
 _NO_MORE: Final = object()
 _ZIP: Final = b"PK\x03\x04"
 _UNREADABLE: Final = (
@@ -198,8 +201,8 @@ def dumps(obj: object, *, known: bool = False) -> bytes:
         torch.save(obj, buffer)
         if not known and not _is_plain(obj):
             loads(buffer.getvalue())
-    except (StateError, pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is pickled
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise StateError(
             "only tensors, NumPy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of them "
             f"can be kept: {reason}"
@@ -207,14 +210,21 @@ def dumps(obj: object, *, known: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def _is_plain(obj: Any, depth: int = 8) -> bool:
+def _is_plain(obj: object) -> bool:
     """Whether `loads` is sure to read it: then it needn't be tried, which takes thrice as long as writing."""
-    kind = type(obj)
-    if kind is dict:
-        obj = (*obj.keys(), *obj.values())
-    elif kind not in (list, tuple):
-        return kind in (bool, int, float, str, type(None))
-    return depth > 0 and all(_is_plain(one, depth - 1) for one in obj)
+    waiting = [obj]
+    for _ in range(_LOOKED_AT):
+        if not waiting:
+            return True
+        one: Any = waiting.pop()
+        kind = type(one)
+        if kind is dict:
+            waiting += [*one.keys(), *one.values()]
+        elif kind in (list, tuple):
+            waiting += one
+        elif not (kind in (bool, float, str, type(None)) or (kind is int and one.bit_length() < 64)):
+            return False
+    return False
 
 
 def loads(data: bytes) -> Any:

@@ -187,6 +187,16 @@ def test_plain_state_comes_back(obj: object) -> None:
     assert str(loads(dumps(obj))) == str(obj)
 
 
+def test_what_is_kept_can_be_read_or_is_refused_at_once() -> None:
+    """Long lists and long numbers too; and none takes long to look at."""
+    inner: list[int] = [1] * 1000
+    kept: list[object] = [1 << 62, -(1 << 200), [inner] * 1000]
+    for obj in kept:
+        assert loads(dumps(obj)) == obj
+    with pytest.raises(StateError, match="only tensors"):
+        dumps(1 << 2040)
+
+
 def test_random_states_come_back() -> None:
     rng = {
         "torch": torch.get_rng_state(),

@@ -116,6 +116,20 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
     assert "shadow node 0 is back" in caplog.text
 
 
+def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNode, stub: ShadowStub) -> None:
+    """Also where nothing was said between the break and the last record."""
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    line.send(part(0))
+    await_true(lambda: line.unanswered() == 0)
+    node.stop()
+    node.start()
+    line.send(part(1))
+    assert line.finish(SECONDS)
+    line.close()
+    assert [one.iteration for one in node.records][-1] == 1
+
+
 def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, stub: ShadowStub) -> None:
     begun: list[pb.BeginRequest] = []
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None, begun.append)
@@ -202,10 +216,18 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     assert not sent.HasField("step")  # it isn't the group's first rank
 
 
-def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode) -> None:
+class Unwilling:
+    """Can't be pickled, and doesn't say why."""
+
+    def __reduce__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize("extra", [object(), Unwilling()])
+def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
     faults: list[Exception] = []
     publisher = Publisher(Author("demo", 0, "first", 0, 1, None), [], lambda _: True, faults.append)
-    publisher.put(Noted(0, {}, {}, object()))
+    publisher.put(Noted(0, {}, {}, extra))
     publisher.close(SECONDS)
     assert isinstance(faults[0], state.StateError)
 

@@ -40,6 +40,8 @@ _log: Final = logging.getLogger("checkmate")
 WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
 """How long `close` waits until the shadow nodes have the last record."""
+AWAY_SECONDS: Final = 3.0
+"""In the end, a node whose connection is broken is waited for so long: it may be coming back."""
 HASTE_SECONDS: Final = 0.5
 
 
@@ -173,9 +175,14 @@ class Protection:
         return seeder
 
     def _finish_lines(self) -> None:
+        """Nothing follows. A node that is away may be coming back: it isn't waited for as long."""
         for line in self._lines:
-            if line.connected:
-                line.finish(self._deadline - time.monotonic())
+            line.finish(0)
+        away = time.monotonic() + AWAY_SECONDS
+        for line in self._lines:
+            if line.begun.is_set():
+                until = self._deadline if line.connected else min(away, self._deadline)
+                line.finish(until - time.monotonic())
 
     def _new_recorder(self, names: Mapping[str, nn.Parameter]) -> Recorder:
         return Recorder(

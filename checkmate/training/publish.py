@@ -117,7 +117,7 @@ class Publisher:
                 part = to_part(self._author, noted)
                 if not self._await_passed(noted):
                     return
-            except (state.StateError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - training has to learn of it, whatever it is
                 self._on_fault(error)
                 return
             for sink in self._sinks:
