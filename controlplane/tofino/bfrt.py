@@ -123,7 +123,7 @@ for device_port, pipe, ppg, headroom in SENDERS:
         pfc_skid_max_cells=headroom,
     ).push(pipe=pipe)
 """
-    yield "# Queue 0 of every port: device port, pipe, cells that it must hold, whether for a shadow node."
+    yield "# Queue 0 of ports that training or copies go out by: device port, pipe, cells, 1 if to shadow."
     yield "QUEUES = ["
     for queue in plan.queues:
         number = queue.port.device_port
@@ -132,9 +132,10 @@ for device_port, pipe, ppg, headroom in SENDERS:
     yield f"COS_TO_ICOS = [{LOSSY_ICOS}] * 8"
     yield """\
 COS_TO_ICOS[PRIORITY] = 0
+for device_port, *_ in PORTS:
+    TM.port.flowcontrol.mod(dev_port=device_port, mode_tx="PFC", mode_rx="PFC", cos_to_icos=COS_TO_ICOS)
 PLACES = {}
 for device_port, pipe, cells, shadow in QUEUES:
-    TM.port.flowcontrol.mod(dev_port=device_port, mode_tx="PFC", mode_rx="PFC", cos_to_icos=COS_TO_ICOS)
     place = TM.port.cfg.get(dev_port=device_port, print_ents=False).data
     queue = place[b"egress_qid_queues"][place[b"ingress_qid_map"][0]]
     PLACES[device_port] = (pipe, place[b"pg_id"], queue)

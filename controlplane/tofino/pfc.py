@@ -7,12 +7,15 @@ for each port i whose frames it may get, and the pool that all queues share hold
 c(i) is the most copies that a multicast group makes of a frame from port i. Each copy is counted in full,
 though the chip may store them once. T is what the buffer leaves.
 
+A shadow node's copies are made at its ranks' switches: what reaches another switch over a link is plain
+unicast, and any of it may be for a shadow port.
+
 All frames have the chip's internal class iCoS 0 and queue 0: the program sets neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from checkmate import tofino
@@ -91,6 +94,7 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
     """What `switch` needs for the network's jobs; `NoRoom` where its buffer can't hold it."""
     chip = tofino.CHIPS[switch.target]
     peers, shadows = peers_of(network, switch.name)
+    links = network.links(switch.name)
     copies = copies_by_port(network, plan)
     senders = tuple(
         Sender(port, peers[number], headroom(port.speed, port.cable, switch.mtu, chip), _most(copies, number))
@@ -105,7 +109,8 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
     queues = tuple(
         Queue(port_settings(switch, number), peers[number], number in shadows, room)
         for number in sorted(peers)
-        if (room := _room(number, admitted, copies, shadow=number in shadows))
+        for plain in (admitted.keys() & links if number in shadows else admitted.keys() - {number},)
+        if (room := _room(number, admitted, copies, plain))
     )
     return PfcPlan(
         switch.name,
@@ -183,14 +188,14 @@ def _threshold(switch: Switch, senders: Sequence[Sender], available: int, least:
 
 
 def _room(
-    port: int, admitted: Mapping[int, int], copies: Mapping[int, Sequence[Group]], *, shadow: bool
+    port: int, admitted: Mapping[int, int], copies: Mapping[int, Sequence[Group]], plain: Set[int]
 ) -> int:
-    """What the queue of a port may be sent: copies by groups; unicast from everywhere else, to training."""
+    """What the queue of a port may be sent: copies by groups, and unicast from the ports `plain`."""
     total = 0
     for sender, cells in admitted.items():
         by_group = [sum(out == port for out, _ in group.replicas) for group in copies.get(sender, ())]
         times = max(by_group, default=0)
-        if not shadow and sender != port:
+        if sender in plain:
             times = max(times, 1)
         total += cells * times
     return total

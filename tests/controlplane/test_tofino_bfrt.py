@@ -17,7 +17,7 @@ from controlplane.network import Network
 from controlplane.tofino.bfrt import script
 from controlplane.tofino.pfc import PfcPlan, peers_of, pfc_plan
 from tests.bfrt_recorder import Table, TableSchema, listed, of_sde, tree
-from tests.jobs_made import tofino_job_data
+from tests.jobs_made import job_data, tofino_job_data
 
 CHIPS = {"tofino": "tf1", "tofino2": "tf2"}
 
@@ -97,6 +97,23 @@ def test_it_sets_what_the_plan_says(target: str, capsys: pytest.CaptureFixture[s
         )
     assert tables["pre.prune"].entries == {(0, None): {b"DEV_PORT": []}}
     assert "PCIe's CPU port is 192" in capsys.readouterr().out
+
+
+def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
+    """On a switch that has shadow nodes alone: nothing is sent to the link, and all comes in by it."""
+    data = job_data(switches=2, ranks=2, nodes=1, nics=1, target="tofino")
+    for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
+        rank |= {"switch": "tor0", "port": 60 - 4 * number}
+    data["shadow_nodes"][0]["nics"][0] |= {"switch": "tor1", "port": 60}
+    data["fabric"]["links"][0][0]["port"] = data["fabric"]["links"][0][1]["port"] = 8
+    network = Network([Job.model_validate(data)])
+    switch = network.switches["tor1"]
+    plan = pfc_plan(network, switch, planning.plan(network.jobs)["tor1"], 3)
+    tables, _ = run(script(switch, peers_of(network, "tor1")[0], plan), listed("tf1"), "tf1")
+    controls = tables["tf1.tm.port.flowcontrol"].entries
+    assert {port for port, _ in controls} == {8, 60}
+    assert all(values[b"mode_tx"] == values[b"mode_rx"] == "PFC" for values in controls.values())
+    assert set(tables["tf1.tm.queue.buffer"].entries) == {(60 // 4, 0, 0)}
 
 
 def test_ports_that_are_there_are_left_as_they_are() -> None:

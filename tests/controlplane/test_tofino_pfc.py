@@ -28,7 +28,7 @@ from controlplane.tofino.pfc import (
     pfc_plan,
     priority_clashes,
 )
-from tests.jobs_made import tofino_job_data
+from tests.jobs_made import job_data, tofino_job_data
 
 CHIP = CHIPS["tofino"]
 few = settings(max_examples=40, deadline=None)
@@ -121,6 +121,31 @@ def test_whatever_ingress_admits_has_room(job: Job) -> None:
         if port not in shadows:
             sent |= set(admitted) - {port}
         assert room >= sum(admitted[i] for i in sent)
+
+
+@pytest.mark.parametrize("middle", [0, 1])
+def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
+    """A shadow NIC behind another switch than its ranks: its copies come in there as plain unicast."""
+    data = job_data(switches=2 + middle, ranks=2, nodes=1, nics=1, target="tofino")
+    last = f"tor{1 + middle}"
+    for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
+        rank |= {"switch": "tor0", "port": 60 - 4 * number}
+    data["shadow_nodes"][0]["nics"][0] |= {"switch": last, "port": 60}
+    for link in data["fabric"]["links"]:
+        for side, end in enumerate(link):
+            end["port"] = 8 * (1 + side)
+    job = Job.model_validate(data)
+    network, plans = Network([job]), planning.plan([job])
+    found = {name: pfc_plan(network, network.switches[name], plan, 3) for name, plan in plans.items()}
+    assert set(found) == {switch.name for switch in job.fabric.switches}
+    (link,) = found[last].senders
+    (shadow,) = [queue for queue in found[last].queues if queue.shadow]
+    assert shadow.cells == link.admitted(found[last].threshold) <= found[last].egress_pool
+    for name, plan in found.items():
+        used, _ = peers_of(network, name)
+        assert {queue.port.device_port for queue in plan.queues} == set(used) - (
+            {16} if name == last else set()
+        )
 
 
 @given(jobs, st.integers(1, 400_000))
