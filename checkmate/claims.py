@@ -12,6 +12,7 @@ from typing import Any
 
 from checkmate.parts import Fault, Part, Path, parts, show_path
 from checkmate.schema import Attachment, Nic, Rank, ShadowNode, Stub, Switch
+from checkmate.switch_ports import effective
 
 Faults = Iterator[tuple[int, Fault]]
 
@@ -114,12 +115,9 @@ def _same_switches(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
                     message = f"{owners[owner]} calls the switch at {server[0]} {known!r}"
                     yield index, Fault((*switch.path, "name"), f"{message}; a switch has one name")
             owner, seen = described.setdefault(name, (index, switch))
-            both = seen.fields.keys() & switch.fields.keys()
-            differing = [
-                field
-                for field in Switch.model_fields
-                if field in both and seen.fields[field] != switch.fields[field]
-            ]
+            ours, theirs = effective(switch.fields), effective(seen.fields)
+            both = theirs.keys() & ours.keys()
+            differing = [f for f in Switch.model_fields if f in both and theirs[f] != ours[f]]
             if differing and owner != index:
                 message = f"{owners[owner]} describes switch {name!r} differently ({', '.join(differing)})"
                 yield index, Fault(switch.path, f"{message}; use one fabric file for both")

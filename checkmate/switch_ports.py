@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from checkmate import tofino
 from checkmate.schema import PanelPort, Switch
@@ -52,3 +53,49 @@ def port_settings(switch: Switch, device_port: int) -> PortSettings:
     speed = own.speed or switch.speed
     fec = own.fec or (switch.fec if own.speed is None else None) or FEC[speed][0]
     return PortSettings(name or str(device_port), device_port, speed, fec, own.cable or switch.cable)
+
+
+_NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "cpu_port": frozenset({"target", "front_panel"}),
+        "fec": frozenset({"target", "speed"}),
+        "ports": frozenset({"target", "front_panel", "speed", "fec", "cable"}),
+        "pfc": frozenset({"target"}),
+    }
+)
+"""What the fields of a switch that have no fixed default depend on."""
+
+
+def effective(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A switch's sound fields, each default in place: equal where two descriptions mean the same.
+
+    A field that depends on one with a fault is left out.
+    """
+    found = {key: value for key, value in fields.items() if _NEEDED.get(key, set()) <= fields.keys()}
+    switch = Switch.model_construct(**found)
+    if "cpu_port" in found:
+        found["cpu_port"] = switch.packet_port
+    if "target" not in found or not switch.is_tofino:
+        return found
+    if "pfc" in found and switch.pfc.cells is None:
+        found["pfc"] = switch.pfc.model_copy(update={"cells": tofino.CHIPS[switch.target].free_cells})
+    if "fec" in found:
+        found["fec"] = switch.fec or FEC[switch.speed][0]
+    if "ports" in found:
+        found["ports"] = {name: own for name in switch.ports if (own := _own(switch, name))}
+    return found
+
+
+def _own(switch: Switch, name: str) -> dict[str, object]:
+    """What differs at a port from its board's map and its switch's own settings."""
+    port = switch.ports[name]
+    board = tofino.front_panel(switch.front_panel) if switch.front_panel else {}
+    usual = {
+        "device_port": board.get(name),
+        "speed": switch.speed,
+        "fec": switch.fec or FEC[switch.speed][0],
+        "cable": switch.cable,
+    }
+    derived = {"fec": FEC[port.speed][0]} if port.speed is not None else {}
+    said = {key: value for key, value in port if value is not None}
+    return {key: value for key, value in (derived | said).items() if value != usual[key]}

@@ -196,6 +196,40 @@ def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> 
         read_jobs([write(tmp_path, tofino_job_data(), "a.yaml"), write(tmp_path, other, "b.yaml")])
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "differing"),
+    [
+        ({}, {"cpu_port": 192}, None),
+        ({}, {"fec": "rs"}, None),
+        ({}, {"pfc": {"cells": 180 * 1024}}, None),
+        ({}, {"ports": {"1/0": {"device_port": 128, "speed": "100G", "fec": "rs", "cable": 5}}}, None),
+        ({"cable": 3}, {"cable": 3, "ports": {"1/0": {"cable": 3}}}, None),
+        ({}, {"cpu_port": 64}, "cpu_port"),
+        ({}, {"fec": "none"}, "fec"),
+        ({}, {"ports": {"1/0": {"cable": 30}}}, "ports"),
+        ({"fec": "none"}, {"fec": "none", "ports": {"1/0": {"speed": "100G"}}}, "ports"),
+    ],
+)
+def test_a_default_that_is_written_out_is_no_difference(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], differing: str | None
+) -> None:
+    first, second = tofino_job_data(), tofino_job_data("two", number=1)
+    first["fabric"]["switches"][0] |= one
+    second["fabric"]["switches"][0] |= other
+    files = [write(tmp_path, first, "a.yaml"), write(tmp_path, second, "b.yaml")]
+    if differing is None:
+        assert len(read_jobs(files)) == 2
+    else:
+        with pytest.raises(JobError, match=rf"describes switch 'tor0' differently \({differing}\)"):
+            read_jobs(files)
+
+
+def test_the_cpu_port_of_other_targets_may_be_written_out(tmp_path: Path) -> None:
+    first, second = job_data(), job_data("two", number=1)
+    second["fabric"]["switches"][0]["cpu_port"] = 510
+    assert len(read_jobs([write(tmp_path, first, "a.yaml"), write(tmp_path, second, "b.yaml")])) == 2
+
+
 KEYS = ["fabric", "switches", "name", "target", "ports", "dp_groups", "ranks", "port", "switch"]
 junk = st.recursive(
     st.none() | st.integers(-1, 600) | st.sampled_from(["1/0", "tor0", "tofino", "100G", ""]),
