@@ -29,7 +29,8 @@ class Chip:
     lanes: int
     """Of one front-panel connector, each a device port."""
     cpu_ports: tuple[int, ...]
-    """PCIe's first: 192 on a chip with two pipes, 320 with four; then the CPU's Ethernet ports."""
+    """PCIe's first: Tofino's is 192 with two pipes, 320 with four; then the CPU's Ethernet ports. Those of
+    Tofino 2 are of its chips with four pipes; where there are three, they are others, not known here."""
     speeds: Mapping[str, int]
     """Each speed with the lanes that it takes; 0 where that depends on the lanes' own."""
     cell_bytes: int
