@@ -30,8 +30,8 @@ TITLE: Final = (
     "on one core, 2 shadow nodes on another"
 )
 PICTURE: Final = Path("out/bench/batches.png")
-_WARM_UP: Final = 6
-_TIMED: Final = 12
+_WARM_UP: Final = 4
+_TIMED: Final = 8
 _SECONDS: Final = 300.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout, Parameter, make_layout
 from checkmate.ring import Place, Ring, RingError, connect_ring
+from checkmate.training import hook as hook_module
 from checkmate.training.hook import GradientHook
 from tests.rank_processes import RankProcesses
 from tests.rings import free_port, loopback
@@ -215,9 +217,14 @@ def lose_a_rank(rank: int, count: int, port: int) -> str:
             ring.abort()
             dist.barrier()
             return ""
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        hook_module._log.addHandler(handler)
         with pytest.raises(RuntimeError) as raised:
             loss.backward()
         dist.barrier()
+        assert said == [f"{hook.error}. Backward ends with an error; torchrun starts the job again"]
         assert isinstance(hook.error, RingError) and str(hook.error) in str(raised.value)
         return str(hook.error)
 

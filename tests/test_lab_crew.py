@@ -60,6 +60,13 @@ def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:
         crew.start("two", "rank0", ["true"], cpus={9999})
 
 
+def test_what_a_process_leaves_in_its_temporary_folder_goes_with_the_lab(lab: Lab, crew: Crew) -> None:
+    one = crew.start("one", "rank0", [sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"])
+    crew.finish([one], 20)
+    left = Path(one.said().strip())
+    assert left.is_dir() and left.is_relative_to(lab.directory)
+
+
 def test_switches_are_pinned_and_others_are_not(lab: Lab, crew: Crew) -> None:
     before = os.sched_getaffinity(0)
     (switch,) = lab.switch_pids.values()

@@ -25,6 +25,9 @@ _POLL_SECONDS: Final = 0.05
 _AFTERMATH_SECONDS: Final = 1.0
 _QUOTED: Final = 4
 
+TEMPORARY: Final = "tmp"
+"""Under a lab's directory."""
+
 
 @dataclass
 class Member:
@@ -75,7 +78,10 @@ class Member:
 
 
 class Crew:
-    """Starts processes in a lab and waits for them. As a context manager it kills those that are left."""
+    """Starts processes in a lab and waits for them. As a context manager it kills those that are left.
+
+    What they leave in their TMPDIR, as torchrun does, goes with the lab.
+    """
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -108,7 +114,9 @@ class Crew:
         for file in (output, errors):
             file.write_bytes(b"")
         pinned = None if cpus is None else frozenset(cpus)
-        given = dict(environment or {})
+        temporary = self.lab.directory / TEMPORARY
+        temporary.mkdir(exist_ok=True)
+        given = {"TMPDIR": str(temporary), **(environment or {})}
         process = self._launch(node, argv, pinned, given, output, errors)
         member = Member(name, node, tuple(argv), pinned, given, output, errors, process)
         self._members.append(member)

@@ -38,7 +38,7 @@ def draw(
             fontsize=9,
         )
     axes.set(xlabel="iteration", ylabel="loss, nats a byte, mean of all ranks")
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower left")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
 

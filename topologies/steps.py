@@ -8,14 +8,19 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+_SAID_EVERY = 10.0
+
 
 class Steps:
-    """A context manager; calling it begins the next step. On a terminal the present one is shown live."""
+    """A context manager; calling it begins the next step. On a terminal the present one is shown live.
+
+    Elsewhere a line every ten seconds says how far a step is that tells it in words.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._text: str | None = None
-        self._began = 0.0
+        self._began = self._said = 0.0
         self._live = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -30,7 +35,8 @@ class Steps:
     def __call__(self, text: str) -> None:
         """Begin a step; the one before is done."""
         self._done()
-        self._text, self._began = text, time.monotonic()
+        self._text = text
+        self._began = self._said = time.monotonic()
         self._task = self._live.add_task(text, total=None, amount="")
 
     def moved(self, done: int, total: int) -> None:
@@ -41,6 +47,9 @@ class Steps:
 
     def advanced(self, done: int, total: int, amount: str) -> None:
         """How far the step is, in words of its own."""
+        if not self._console.is_terminal and time.monotonic() - self._said > _SAID_EVERY:
+            self._said = time.monotonic()
+            self._console.print(f"  {amount}", highlight=False, markup=False)
         if self._task is not None:
             self._live.update(self._task, completed=done, total=total, amount=amount)
 

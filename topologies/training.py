@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from topologies import torchrun
-from topologies.crew import Crew, Member
+from topologies.crew import TEMPORARY, Crew, Member
 from topologies.describe import Host, LabError
 from topologies.orders import Kill, Orders, Reduce
 from topologies.serving import CHECKMATE
@@ -174,7 +174,8 @@ class Training:
 
     def keep_logs(self) -> None:
         """Copy the lab's logs, which go with it, to `folder`: what happened is asked later."""
-        shutil.copytree(self.crew.lab.directory, self.folder / "lab", dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns(TEMPORARY)
+        shutil.copytree(self.crew.lab.directory, self.folder / "lab", dirs_exist_ok=True, ignore=ignored)
 
     def record(self) -> Record:
         """What the ranks have written down so far."""

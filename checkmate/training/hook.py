@@ -7,6 +7,7 @@ the order of summation nor the bits depend on DDP's (design, section 7).
 
 # No `from __future__ import annotations`: DDP compares the hook's own with the classes.
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.layout import Layout
 from checkmate.ring import AllReduce, Ring, RingError
 from checkmate.training.staging import Gradients, Staging, staging_for
+
+_log = logging.getLogger("checkmate")
 
 _KEPT = 8
 """Iterations whose streams' ends are kept."""
@@ -68,6 +71,7 @@ class GradientHook:
         self.iteration = first_iteration - 1
         self.on_reduced = lambda iteration: None
         self.error = None
+        self._told = False
         self._layout = layout
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(parameters)
@@ -228,5 +232,8 @@ class GradientHook:
             self.error = self.error or error
             left = {one.pending for one in self._lent.values()}
             self._lent.clear()
+        if left and not self._told:  # what backward raises is wrapped in words of PyTorch's
+            self._told = True
+            _log.error("%s. Backward ends with an error; torchrun starts the job again", self.error)
         for pending in left:
             pending.future.set_exception(self.error)  # type: ignore[arg-type]
