@@ -209,6 +209,14 @@ def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_wh
     assert made.decide(100.2) == 5
 
 
+def test_another_start_of_the_same_incarnation_is_not_heard() -> None:
+    made = Committee(0, range(2), 4, began=100.0, start="second")
+    made.heard(1, Progress(4, 20, 19, True, start="first"), 100.1)
+    assert made.committed == NEVER
+    made.heard(1, Progress(4, 1, 0, True, start="second"), 100.2)
+    assert made.committed == 0
+
+
 def committee(me: int = 0, count: int = 3) -> Committee:
     made = Committee(me, range(count), 4, began=100.0)
     made.report(Progress(4, 5, 4, True))

@@ -17,7 +17,7 @@ from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.shadow import restarting
-from checkmate.shadow.commit import Committee
+from checkmate.shadow.commit import NEVER, Committee
 from checkmate.shadow.group import Refused, reusable
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.peers import Peers
@@ -252,6 +252,45 @@ def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., W
     fence(here, training)
     settle(here, training, 0)
     assert list(reusable(old, request, training.layout)) == old.holds
+
+
+@pytest.mark.parametrize("other", [{"run": "second"}, {"start": "second", "keep": True}])
+def test_another_start_of_training_with_the_same_incarnation_is_told_apart(
+    world: Callable[..., World], other: dict[str, Any]
+) -> None:
+    """The node has missed the fence, and the incarnations have come round."""
+    here = world(nodes=2, ranks=2)
+    before = here.started()
+    for _ in range(4):
+        before.iterate()
+    here.stepped(3)
+    after = here.training(seed=7)
+    after.begin([0, 1], **other)
+    after.seed_all()
+    here.ready()
+    assert {hold.stepped for node in (0, 1) for hold in here.status(node).holds} == {-1}
+    check_now(here, after)
+    after.begin([0, 1], **other)  # said again
+    check_now(here, after)
+
+
+def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callable[..., World]) -> None:
+    here = world(nodes=1, ranks=2, groups=2)
+    stages = [here.training(group=group, seed=group) for group in range(2)]
+    for stage in stages:
+        stage.begin([0])
+        stage.seed_all()
+    here.ready()
+    for _ in range(3):
+        for stage in stages:
+            stage.iterate()
+    here.stepped(2)
+    again = here.training(group=0)
+    again.begin([0], start="second")
+    node = here.nodes[0].node
+    assert (node.committee.start, node.committee.committed) == ("second", NEVER)
+    node.touch()
+    assert node.committee.mine.stepped == NEVER
 
 
 def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[..., World]) -> None:

@@ -101,7 +101,9 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
     assert not any("fork" in errors for _, errors in ends)
     assert run.resumed() == 0
     (begin,) = nodes[0].begins
-    assert [(b.incarnation, b.run) for b in nodes[1].begins] == [(begin.incarnation, begin.run)]
+    said = (begin.incarnation, begin.run, begin.start)
+    assert [(b.incarnation, b.run, b.start) for b in nodes[1].begins] == [said]
+    assert begin.start
     assert (begin.job, begin.group, begin.ranks, begin.device) == ("demo", 0, 2, "cpu")
     assert (begin.first_iteration, begin.next_iteration, begin.keep) == (0, 0, False)
     assert begin.torch == torch.__version__

@@ -615,6 +615,7 @@ class BeginRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -636,6 +637,8 @@ class BeginRequest(google.protobuf.message.Message):
     """Names what iterations belong to: another one where training starts anew or from a disk, the same where it was
     restored from shadow nodes. What two runs have computed is never mixed, whatever their iterations.
     """
+    start: builtins.str
+    """Tells starts of training apart: incarnations come round, and a run goes on over restarts."""
     @property
     def optimizer(self) -> Global___OptimizerSpec: ...
     @property
@@ -666,10 +669,11 @@ class BeginRequest(google.protobuf.message.Message):
         run: builtins.str = ...,
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         buffers: collections.abc.Iterable[builtins.str] | None = ...,
+        start: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest
@@ -1127,6 +1131,7 @@ class Progress(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     PRESSED_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     incarnation: builtins.int
@@ -1139,6 +1144,8 @@ class Progress(google.protobuf.message.Message):
     """seconds for which its fullest socket buffer lasts"""
     pressed: builtins.bool
     """both sets of buckets of a live hold are full, and what comes next can't wait for long"""
+    start: builtins.str
+    """as in BeginRequest"""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]:
         """of its live holds"""
@@ -1158,8 +1165,9 @@ class Progress(google.protobuf.message.Message):
         shards: collections.abc.Iterable[Global___Shard] | None = ...,
         kept: collections.abc.Iterable[Global___Kept] | None = ...,
         pressed: builtins.bool = ...,
+        start: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "kept", b"kept", "live", b"live", "node", b"node", "patience", b"patience", "pressed", b"pressed", "shards", b"shards", "stepped", b"stepped"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "kept", b"kept", "live", b"live", "node", b"node", "patience", b"patience", "pressed", b"pressed", "shards", b"shards", "start", b"start", "stepped", b"stepped"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
@@ -1196,11 +1204,14 @@ class Decision(google.protobuf.message.Message):
     STEP_TO_FIELD_NUMBER: builtins.int
     ACTIVE_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     step_to: builtins.int
     """all live holds step up to this iteration"""
     active: builtins.bool
     """it is live: if none with a lower id is, it decides (a fenced one, that nothing more is stepped)"""
+    start: builtins.str
+    """as in BeginRequest"""
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
     def __init__(
@@ -1210,8 +1221,9 @@ class Decision(google.protobuf.message.Message):
         step_to: builtins.int = ...,
         active: builtins.bool = ...,
         kept: collections.abc.Iterable[Global___Kept] | None = ...,
+        start: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "step_to", b"step_to"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "start", b"start", "step_to", b"step_to"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision

@@ -42,6 +42,7 @@ class Progress:
     shards: frozenset[Shard] = frozenset()
     kept: tuple[Kept, ...] = ()
     pressed: bool = False
+    start: str = ""
 
 
 @dataclass(slots=True)
@@ -65,17 +66,21 @@ class _Lower:
 
 @dataclass
 class Committee:
-    """One incarnation as one node sees it. `committed`: all live holds step up to it."""
+    """One incarnation as one node sees it. `committed`: all live holds step up to it.
+
+    `start` tells it from another of the same number, for these come round.
+    """
 
     me: int
     nodes: Iterable[int]
     incarnation: int
     began: float
     committed: int = NEVER
+    start: str = ""
     mine: Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mine = Progress(self.incarnation, NEVER, NEVER, False)
+        self.mine = Progress(self.incarnation, NEVER, NEVER, False, start=self.start)
         others = set(self.nodes) - {self.me}
         self._higher = {node: _Higher(self.began) for node in others if node > self.me}
         self._lower = {node: _Lower(self.began) for node in others if node < self.me}
@@ -89,7 +94,8 @@ class Committee:
     def heard(self, node: int, progress: Progress, now: float) -> None:
         """A node with a higher id says what it has."""
         other = self._higher.get(node)
-        if other is not None and progress.incarnation == self.incarnation:
+        same = (progress.incarnation, progress.start) == (self.incarnation, self.start)
+        if other is not None and same:
             other.heard, other.progress, other.broken = now, progress, False
             if progress.live:
                 self.committed = max(self.committed, progress.stepped)

@@ -23,6 +23,15 @@ class Refused(Exception):
         self.precondition = precondition
 
 
+Start = tuple[int, str, int, str]
+"""A start of training: incarnation, run, first iteration, and what tells it from others of the same."""
+
+
+def start_of(begin: pb.BeginRequest) -> Start:
+    """The start of training that a `Begin` belongs to."""
+    return (begin.incarnation, begin.run, begin.first_iteration, begin.start)
+
+
 @dataclass
 class Group:
     """One incarnation of a DP group."""

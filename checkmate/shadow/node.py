@@ -21,7 +21,7 @@ from checkmate.shadow import memory
 from checkmate.shadow.commit import NEVER, Committee, Progress
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from checkmate.shadow.connecting import Connector
-from checkmate.shadow.group import Group, Refused, check_job
+from checkmate.shadow.group import Group, Refused, Start, check_job, start_of
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.inlet import Inlet
 from checkmate.shadow.receive import Reader
@@ -54,11 +54,13 @@ class Node:
         self.receive_buffer = receive_buffer
         self.changed = threading.Condition()
         self.groups: dict[int, Group] = {}
+        self.start: Start | None = None
+        """The one whose committee it is."""
         self.committee = self.new_committee(-1)
         self.fenced = False
         self.answered = False
         """Whether a fence has said what there is: it stays as it is until the next `Fence` or `Begin`."""
-        self.fenced_starts: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self.fenced_starts: deque[Start] = deque(maxlen=_REMEMBERED)
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable: for each reservation, until when."""
         self.troubles: list[str] = []
@@ -70,10 +72,10 @@ class Node:
         self._stepper = threading.Thread(target=self._step_forever, name="steps", daemon=True)
         self._stepper.start()
 
-    def new_committee(self, incarnation: int) -> Committee:
+    def new_committee(self, incarnation: int, start: str = "") -> Committee:
         """A view of the job's nodes at the start of an incarnation; -1: none has begun."""
         ids = [node.id for node in self.job.shadow_nodes]
-        return Committee(self.id, ids, incarnation, time.monotonic())
+        return Committee(self.id, ids, incarnation, time.monotonic(), start=start)
 
     @property
     def holds(self) -> Iterator[tuple[Group, Hold]]:
@@ -81,6 +83,11 @@ class Node:
         for group in list(self.groups.values()):
             for hold in list(group.holds):
                 yield group, hold
+
+    @property
+    def _present(self) -> Iterator[tuple[Group, Hold]]:
+        """Holds of the present start of training: a group that has not begun it has no say in it."""
+        return ((group, hold) for group, hold in self.holds if start_of(group.begin) == self.start)
 
     def group(self, job: str, number: int, incarnation: int, run: str) -> Group:
         """The group that trainers of an incarnation of a run mean; `Refused` where it has not begun here."""
@@ -114,7 +121,7 @@ class Node:
             self.changed.notify_all()
             return
         live, kept = [], []
-        for group, hold in self.holds:
+        for group, hold in self._present:
             if not hold.settled:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
@@ -134,6 +141,7 @@ class Node:
                 frozenset((hold.plan.group, hold.plan.shard) for hold in live),
                 tuple(kept),
                 any(hold.pressed(patience, self.receive_buffer) for hold in live),
+                self.committee.start,
             )
         )
         if not self.fenced:
@@ -260,7 +268,7 @@ class Node:
         committed, alone = self.committee.committed, self.committee.nobody_live(time.monotonic())
         return [
             (group, hold, due)
-            for group, hold in self.holds
+            for group, hold in self._present
             if (due := hold.due(committed, alone=alone)) is not None
         ]
 

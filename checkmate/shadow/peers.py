@@ -99,6 +99,7 @@ class Peers:
             frozenset((shard.group, shard.shard) for shard in report.shards),
             _kept(report.kept),
             report.pressed,
+            report.start,
         )
         with self._node.changed:
             self._node.committee.heard(report.node, progress, time.monotonic())
@@ -126,7 +127,7 @@ class Peers:
     def _told(self, other: int, decision: pb.Decision) -> None:
         with self._node.changed:
             committee = self._node.committee
-            same = decision.incarnation == committee.incarnation
+            same = (decision.incarnation, decision.start) == (committee.incarnation, committee.start)
             step_to = decision.step_to if same else committee.committed
             kept = _kept(decision.kept) if same else ()
             committee.told(other, step_to, decision.active and same, time.monotonic(), kept)
@@ -154,6 +155,7 @@ class Peers:
             shards=[pb.Shard(group=group, shard=shard) for group, shard in sorted(mine.shards)],
             kept=_to_kept(mine.kept),
             pressed=mine.pressed,
+            start=mine.start,
         )
 
     def _decision(self) -> pb.Decision:
@@ -162,6 +164,7 @@ class Peers:
             incarnation=committee.incarnation % 256,
             step_to=committee.committed,
             active=committee.active,
+            start=committee.start,
             kept=_to_kept(committee.mine.kept),
         )
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.group import Group, Refused, check_job
+from checkmate.shadow.group import Group, Refused, check_job, start_of
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.node import Node
 
@@ -31,7 +31,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lam
         committee = node.committee
         node.fenced, node.answered = True, False
         for group in node.groups.values():
-            start = (group.begin.incarnation, group.begin.run)
+            start = start_of(group.begin)
             if start not in node.fenced_starts:
                 node.fenced_starts.append(start)
         node.quiet(timeout)

@@ -6,7 +6,7 @@ import logging
 
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.group import Group, Refused, check_begin, reusable, warnings
+from checkmate.shadow.group import Group, Refused, check_begin, reusable, start_of, warnings
 from checkmate.shadow.hold import AHEAD, Hold
 from checkmate.shadow.node import Node
 from checkmate.shadow.records import Records
@@ -19,11 +19,12 @@ log = logging.getLogger("checkmate")
 def begin(node: Node, request: pb.BeginRequest) -> list[str]:
     """Make the group's holds and connect their streams; warnings. `Refused` where the request doesn't fit.
 
-    Said again, of an incarnation that has begun, it changes nothing.
+    Said again, of a start that has begun, it changes nothing.
     """
     layout = check_begin(node.job, request)
     with node.changed:
-        if (request.incarnation, request.run) in node.fenced_starts:
+        start = start_of(request)
+        if start in node.fenced_starts:
             raise Refused(
                 f"incarnation {request.incarnation} is fenced: training starts in a new one",
                 precondition=True,
@@ -35,8 +36,9 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
         for hold in old.holds if old is not None else ():
             hold.close()
         node.groups[request.group] = group
-        if node.fenced or node.committee.incarnation != request.incarnation:
-            node.committee = node.new_committee(request.incarnation)
+        if node.fenced or node.start != start:
+            node.start = start
+            node.committee = node.new_committee(request.incarnation, request.start)
             node.fenced = node.answered = False
         for hold in group.holds:
             node.connect(group, hold)
@@ -51,11 +53,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
 
 
 def _same(old: Group, request: pb.BeginRequest, layout: Layout) -> bool:
-    return (
-        (old.begin.incarnation, old.begin.run) == (request.incarnation, request.run)
-        and old.begin.first_iteration == request.first_iteration
-        and old.layout.fingerprint == layout.fingerprint
-    )
+    return start_of(old.begin) == start_of(request) and old.layout.fingerprint == layout.fingerprint
 
 
 def _new_group(node: Node, request: pb.BeginRequest, layout: Layout, old: Group | None) -> Group:

@@ -246,6 +246,7 @@ class Protection:
             device=self._device,
             ranks=self.session.ranks,
             run=start.plan.run,
+            start=start.plan.start,
             names=self._names(),
             buffers=sorted(self._buffers.names) if self._buffers is not None else (),
         )
