@@ -74,7 +74,7 @@ class Port(Protocol):
 
 
 class Connection:
-    """Whether a port counts as connected (design: admission of replicated packets).
+    """Whether a port counts as connected (design, section 4).
 
     Logs a warning when it no longer does, and when it does again: meanwhile copies to it are lost. `port`
     is what the warnings call it.
