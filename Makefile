@@ -32,7 +32,7 @@ ptf: setup ## Packet tests; TARGET=softswitch (default) or bmv2; tofino with PTF
 	@$(PYTHON) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))
 
 p4: setup ## Compile the data plane with p4c
-	@$(PYTHON) -m p4src.compile
+	@$(if $(filter-out bmv2,$(P4_TARGET)),echo "error: P4_TARGET=$(P4_TARGET): only bmv2 is there yet; see docs/tofino.md" >&2; exit 2,$(PYTHON) -m p4src.compile)
 
 proto: setup ## Generate checkmate/rpc's Python from its .proto
 	@$(PYTHON) -m tools.proto
