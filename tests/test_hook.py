@@ -83,6 +83,7 @@ def hooked(
     place = Place(rank, loopback(count), case.channels, port=port, fingerprint=layout.fingerprint)
     with connect_ring(place, timeout=20) as ring:
         hook = GradientHook(ddp, layout, parameters, ring, FIRST_ITERATION)
+        hook.register()
         try:
             yield hook, ring
         finally:
@@ -271,6 +272,7 @@ def refuse(rank: int, count: int, port: int) -> list[str]:
     with connect_ring(Place(rank, loopback(count), 1, port=port), timeout=20) as ring:
         less = make_layout(layout.parameters[1:], 1)
         hook = GradientHook(ddp, less, parameters[1:], ring, 0)
+        hook.register()
         with pytest.raises(RuntimeError) as raised:
             ddp(torch.ones(1, 4)).sum().backward()
         words.append(str(raised.value))

@@ -35,6 +35,7 @@ class Untagged:
         place = Place(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
         self._ring = connect_ring(place)
         self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
+        self._hook.register()
 
     def __enter__(self) -> Untagged:
         return self

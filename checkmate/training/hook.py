@@ -48,7 +48,7 @@ class _Lent:
 
 
 class GradientHook:
-    """Registers itself with `ddp`, whose trained parameters are `parameters`, in the layout's order.
+    """Of `ddp`, whose trained parameters are `parameters`, in the layout's order, once it is registered.
 
     An iteration is one synchronising backward. `close` ends the threads; backward fails from then on.
     """
@@ -72,6 +72,7 @@ class GradientHook:
         self.on_reduced = lambda iteration: None
         self.error = None
         self._told = False
+        self._ddp = ddp
         self._layout = layout
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(parameters)
@@ -102,8 +103,11 @@ class GradientHook:
             undo.callback(self._end_finisher)
             self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
             undo.callback(self._allreduce.close)
-            ddp.register_comm_hook(self, GradientHook.run)
             self._undo = undo.pop_all()
+
+    def register(self) -> None:
+        """Have DDP call it from now on, for good. RuntimeError where DDP has another hook."""
+        self._ddp.register_comm_hook(self, GradientHook.run)
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one of DDP's buckets; the future has it back, reduced. On the thread that runs backward."""

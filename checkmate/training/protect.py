@@ -125,6 +125,7 @@ class Protection:
             atexit.register(self._at_exit)
             undo.callback(atexit.unregister, self._at_exit)
             self._bring_up(deadline)
+            self._hook.register()  # last: nothing takes it back, and without us backward is DDP's own
             self._undo = undo.pop_all()
 
     @property
