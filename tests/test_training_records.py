@@ -420,6 +420,23 @@ def test_buffers_are_sent_again_for_a_node_that_comes_back() -> None:
     assert not buffers.take()
 
 
+def test_a_buffer_that_the_model_drops_is_not_promised_any_more() -> None:
+    model = nn.Module()
+    for name in ("running", "warmup"):
+        model.register_buffer(name, torch.zeros(3))
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=True)
+    assert buffers.names == {"running", "warmup"}
+    assert set(buffers.take()) == {"running", "warmup"}
+    del model.warmup
+    buffers.take()
+    assert buffers.names == {"running"}
+    buffers.again()
+    assert set(buffers.take()) == {"running"}
+    model.register_buffer("warmup", torch.zeros(3))
+    assert set(buffers.take()) == {"warmup"}
+    assert buffers.names == {"running", "warmup"}
+
+
 def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
     """Where DDP doesn't share them, each record has all that ever changed: a node keeps only that record."""
     model = nn.Module()

@@ -173,7 +173,7 @@ class Buffers:
 
     @property
     def names(self) -> set[str]:
-        """All that are kept."""
+        """All that are kept: what the model had when the last record was made."""
         return set(self._seen)
 
     def again(self) -> None:
@@ -184,6 +184,8 @@ class Buffers:
     def take(self) -> dict[str, Later]:
         """Copies of those that the record has to say."""
         now = self._find()
+        for gone in self._seen.keys() - now.keys():
+            del self._seen[gone]
         changed = set()
         for name, tensor in now.items():
             seen = self._seen.get(name)
