@@ -78,19 +78,22 @@ class Spread:
 def run_probability(nodes: int, run: int, probability: float) -> float:
     """That among `nodes` in a circle, some `run` in a row are all down; each is with `probability`.
 
-    Walks the circle once for each number of down nodes that it may begin with; sums only what is positive.
+    Cuts the circle: either the run across the cut is long enough, or `around` of it are down, an up node
+    stands at each of its ends, and the run is in the line between those. Sums only what is positive; takes
+    time linear in `nodes`.
     """
     if run > nodes:
         return 0.0
-    found = probability**run
-    for first in range(run):  # that many down, then one up
-        state = np.zeros(run)  # by how many are down at the end
-        state[0] = probability**first * (1 - probability)
-        for _ in range(nodes - first - 1):
-            found += state[-1] * probability
-            state = np.concatenate(([state.sum() * (1 - probability)], state[:-1] * probability))
-        found += state[run - first :].sum()
-    return min(1.0, float(found))
+    if run == nodes:
+        return probability**run
+    up, all_down = 1 - probability, probability**run
+    line = [0.0] * run + [all_down]  # by length: that such a run is in a line
+    for length in range(run + 1, nodes - 1):
+        line.append(line[-1] + (1 - line[length - run - 1]) * up * all_down)
+    found = all_down * (1 + run * up)
+    for around in range(run):
+        found += (around + 1) * up * up * probability**around * line[nodes - 2 - around]
+    return min(1.0, found)
 
 
 def expected_hours(training: Training, stall_s: float, every_iterations: int, restart_s: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -163,6 +164,15 @@ def test_a_run_of_down_nodes_is_as_probable_as_counting_says(nodes: int, run: in
         if run <= nodes and any(all(down[(at + i) % nodes] for i in range(run)) for at in range(nodes))
     )
     assert failures.run_probability(nodes, run, p) == pytest.approx(counted, abs=1e-12)
+
+
+@pytest.mark.parametrize(("run", "p"), [(64, 0.5), (65_535, 1e-4), (65_536, 0.999), (1, 1e-9)])
+def test_the_most_nodes_take_no_time(run: int, p: float) -> None:
+    begun = time.process_time()
+    found = failures.run_probability(65_536, run, p)
+    assert time.process_time() - begun < 2
+    line = 65_536 * (1 - p) * p**run  # of runs that begin at a node; few, so almost that of one
+    assert found == pytest.approx(min(1.0, line) if run < 65_536 else p**run, rel=1e-4, abs=1e-300)
 
 
 def test_a_small_probability_is_not_lost_in_rounding() -> None:
