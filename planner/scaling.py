@@ -163,10 +163,12 @@ def read_profile(file: Path) -> Profile:
         found = Profile(int(said["cores"]), received, steps)
     except OSError as error:
         raise ProfileError(f"{file} can't be read: {error.strerror}") from None
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         found = None
-    if found is None or not found.steps or not all(_sound(step) for step in found.steps):
-        raise ProfileError(f"{file} is no profile; make one: checkmate profile --json > {file}")
+    wrong = "" if found is None else _wrong(found)
+    if found is None or wrong:
+        why = f" ({wrong})" if wrong else ""
+        raise ProfileError(f"{file} is no profile{why}; make one: checkmate profile --json > {file}")
     return found
 
 
@@ -185,6 +187,24 @@ def _first(item: tuple[str, float]) -> int:
     return int(item[0])
 
 
-def _sound(step: StepTimes) -> bool:
-    positive = all(threads > 0 and took > 0 for threads, took in step.seconds.items())
-    return bool(step.seconds) and positive and step.elements > 0
+def _wrong(found: Profile) -> str:
+    """What can't have been measured; empty where all can."""
+    if found.cores < 1:
+        return f"cores: {found.cores}"
+    if not found.steps:
+        return "no steps"
+    for nics, rate in found.receive_bytes_per_s.items():
+        if nics < 1 or not _measurable(rate):
+            return f"receive_bytes_per_s of {nics} NICs: {rate:g}"
+    for step in found.steps:
+        if step.elements < 1 or not step.seconds:
+            return f"step of {step.model}: {step.elements} elements, {len(step.seconds)} times"
+        for threads, took in step.seconds.items():
+            if threads < 1 or not _measurable(took):
+                return f"step of {step.model}: {took:g} seconds with {threads} threads"
+    return ""
+
+
+def _measurable(value: float) -> bool:
+    """A rate or a time; all that follows from it is finite."""
+    return 1e-15 <= value <= 1e24

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -114,12 +116,36 @@ def test_a_profile_of_another_optimizer_is_refused() -> None:
     assert kept.steps_of(load_model(TINY), "AdamW").model == "m"
 
 
+WRONG: list[tuple[tuple[Any, ...], object]] = [
+    (("cores",), 0),
+    (("cores",), math.inf),
+    (("receive_bytes_per_s", "1"), 0),
+    (("receive_bytes_per_s", "1"), math.nan),
+    (("receive_bytes_per_s", "0"), 1e9),
+    (("steps", 0, "elements"), 0),
+    (("steps", 0, "seconds", "1"), math.nan),
+    (("steps", 0, "seconds", "8"), math.inf),
+    (("steps", 0, "seconds", "8"), 1e-320),
+    (("steps", 0, "seconds", "0"), 1.0),
+]
+
+
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     kept = Profile(8, {1: 1.5e9, 2: 2e9}, (times({1: 1.0, 8: 0.25}),))
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(asdict(kept)))
     assert read_profile(file) == kept
+    for path, wrong_value in WRONG:
+        said = json.loads(json.dumps(asdict(kept)))
+        *way, last = path
+        at = said
+        for key in way:
+            at = at[key]
+        at[last] = wrong_value
+        file.write_text(json.dumps(said))
+        with pytest.raises(ProfileError, match="is no profile.*; make one"):
+            read_profile(file)
     for wrong in ("[]", "{}", '{"steps": [], "cores": 1, "receive_bytes_per_s": {}}', "no"):
         file.write_text(wrong)
-        with pytest.raises(ProfileError, match="is no profile; make one"):
+        with pytest.raises(ProfileError, match="is no profile.*; make one"):
             read_profile(file)
