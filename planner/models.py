@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from checkmate.layout import ITEMSIZES, Parameter
 from planner.architectures import Gpt, Llama, ResNet, VisionTransformer
@@ -138,6 +139,12 @@ def load_model(name: str, dtype: str | None = None) -> Model:
     else:
         there = ", ".join(model.name for model in NAMED)
         raise ModelError(f"no model {name}; there are {there}, or give module:function")
+    for unknown, weights in found.named_parameters():
+        if is_lazy(weights):
+            raise ModelError(
+                f"{name}: {unknown} has no shape before the first batch; give its module all its sizes "
+                "instead of a lazy one"
+            )
     parameters = parameters_of(found)
     if said is not None:
         parameters = tuple(replace(parameter, dtype=said) for parameter in parameters)
@@ -198,13 +205,13 @@ def _from_function(name: str) -> nn.Module:
             target = getattr(target, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(f"model {name}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"model {name}: importing {module_name} failed: {_said(error)}") from error
     if not callable(target):
         raise ModelError(f"model {name}: {path} is no function; it must return an nn.Module")
     try:
         found = _on_meta(target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"model {name}: {path}() failed: {_said(error)}") from error
     if not isinstance(found, nn.Module):
         raise ModelError(f"model {name}: {path}() returned a {type(found).__name__}, not an nn.Module")
@@ -216,5 +223,5 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]

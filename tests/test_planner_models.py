@@ -97,6 +97,14 @@ def frozen() -> nn.Module:
     return nn.Linear(2, 2).requires_grad_(False)
 
 
+def leaves() -> nn.Module:
+    sys.exit(3)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(4))
+
+
 def doubled() -> nn.Module:
     return nn.Linear(2, 2, dtype=torch.complex64)
 
@@ -112,6 +120,8 @@ def doubled() -> nn.Module:
         ("tests.test_planner_models:breaks", r"breaks\(\) failed: RuntimeError: needs \[a\] GPU"),
         ("tests.test_planner_models:frozen", "no parameter that needs a gradient"),
         ("tests.test_planner_models:doubled", "weight has type complex64; give --dtype"),
+        ("tests.test_planner_models:leaves", r"leaves\(\) failed: SystemExit: 3"),
+        ("tests.test_planner_models:lazy", r"1\.weight has no shape before the first batch"),
         (":", "Empty module name"),
     ],
 )
@@ -125,6 +135,14 @@ def test_a_module_of_the_folder_at_hand_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert load_model("mine_only_here:net").elements == 20
+
+
+def test_a_module_that_ends_the_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ends_the_program.py").write_text("import sys\nsys.exit('no GPU')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with pytest.raises(ModelError, match="importing ends_the_program failed: SystemExit: no GPU"):
+        load_model("ends_the_program:net")
 
 
 def test_an_unknown_type_is_refused() -> None:
