@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
+from inspect import signature
 from typing import Final
 
 import torch
@@ -37,6 +39,7 @@ class NamedOptimizer:
             raise OptimizerError(f"no optimizer {name}; shadow nodes can follow {known}")
         self._kind = kind
         self._options = dict(_option(option) for option in options)
+        _check_kinds(kind, self._options)
         self.name = ",".join([kind.__name__, *(f"{key}={value}" for key, value in self._options.items())])
         self._of_type: dict[str, int] = {}
         try:
@@ -78,10 +81,27 @@ def _option(said: str) -> tuple[str, object]:
     return key.strip(), _value(value.strip())
 
 
+def _check_kinds(kind: type[torch.optim.Optimizer], options: Mapping[str, object]) -> None:
+    """`OptimizerError` for an option that takes another kind of value than it has."""
+    known = signature(kind).parameters
+    for key, value in options.items():
+        usual = known[key].default if key in known else None
+        if isinstance(usual, tuple):
+            raise OptimizerError(
+                f"option {key} takes {len(usual)} numbers, which can't be given here; leave it out: neither "
+                "state nor the time of a step depends on it"
+            )
+        if type(usual) in (int, float) and not isinstance(value, float):
+            raise OptimizerError(f"option {key} takes a number, not {value}")
+
+
 def _value(said: str) -> object:
     if said.lower() in _WORDS:
         return _WORDS[said.lower()]
     try:
-        return float(said)
+        number = float(said)
     except ValueError:
         raise OptimizerError(f"{said} is no number, true, false or none") from None
+    if not math.isfinite(number):
+        raise OptimizerError(f"{said} is no finite number")
+    return number
