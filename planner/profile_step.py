@@ -98,7 +98,9 @@ def _sample(layers: Sequence[Sequence[Parameter]], optimizer: KeepsState, memory
         chosen = _cut(chosen, memory / needed(chosen, optimizer))
     elements = sum(parameter.elements for parameter in chosen)
     if needed(chosen, optimizer) > memory or not elements:
-        raise TooLittleMemory(f"{memory >> 20} MB are too little memory to step a part of {chosen[0].name}")
+        raise TooLittleMemory(
+            f"{counted(memory, 'byte')} of memory: too little to step a part of {chosen[0].name}"
+        )
     return Sample(tuple(chosen), sum(p.elements for layer in layers for p in layer) / elements)
 
 

@@ -53,7 +53,7 @@ def test_layers_stand_for_all_of_their_kind_and_fit(name: str, memory: int) -> N
 
 
 def test_too_little_memory_is_said() -> None:
-    with pytest.raises(TooLittleMemory, match="0 MB are too little memory"):
+    with pytest.raises(TooLittleMemory, match="^1 byte of memory: too little to step"):
         samples_of(load_model("ResNet50"), ADAMW, 1)
 
 
@@ -195,6 +195,14 @@ def test_nonsense_is_refused_before_anything_is_measured(line: Sequence[str], sa
     code, output = invoke("profile", *line)
     assert code == 2
     assert said in " ".join(output.split())
+
+
+def test_too_little_memory_is_said_before_anything_is_measured() -> None:
+    begun = time.monotonic()
+    code, output = invoke("profile", "--model", "ResNet50", "--memory", "1B", "--seconds", "60")
+    assert code == 1
+    assert "1 byte of memory: too little to step a part of conv1.weight" in " ".join(output.split())
+    assert time.monotonic() - begun < 30
 
 
 def test_this_machine_has_cores_and_memory() -> None:

@@ -124,6 +124,8 @@ def _measure(
     from planner.scaling import Profile  # noqa: PLC0415
 
     received: dict[int, float] = {}
+    for model in models:  # what can't be stepped is said before anything is measured
+        profile_step.samples_of(model, optimizer, room or machine.memory_available())
     with _progress() as progress:
         task = progress.add_task("receiving", total=len(profile_receive.NICS) + len(models) * len(threads))
         for nics in profile_receive.NICS:
