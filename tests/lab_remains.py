@@ -49,7 +49,7 @@ def any_target() -> Target:
     return "bmv2" if shutil.which("simple_switch_grpc") else "softswitch"
 
 
-def lab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def lab_command(*arguments: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
     return subprocess.run(
         [*LAB_COMMAND, *arguments],
@@ -57,5 +57,5 @@ def lab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
+        env=os.environ | {"COLUMNS": str(columns)},
     )

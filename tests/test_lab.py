@@ -180,6 +180,12 @@ def test_command_line_up_and_down(name: str) -> None:
         "up": True,
         "job_file": f"/run/checkmate/labs/{name}/job.yaml",
     }
+    text = lab_command("list", columns=60).stdout.splitlines()
+    assert f"job of {name}: /run/checkmate/labs/{name}/job.yaml" in text
+    unnamed = lab_command("down")
+    assert unnamed.returncode == 2
+    assert name in unnamed.stderr.partition("--all; there is ")[2].strip().split(", ")
+    assert remains(name, before) == held
     typo = lab_command("down", name, f"{name}_typo")
     assert typo.returncode == 2
     assert f"no lab '{name}_typo' is up; there is " in typo.stderr
@@ -205,6 +211,9 @@ def test_command_line_up_and_down(name: str) -> None:
         (["up", "single_tor", "--name", "A-b"], "can't be called 'A-b'"),
         (["down", "A-b"], "can't be called 'A-b'"),
         (["down", "nosuchlab"], "no lab 'nosuchlab' is up; there is "),
+        (["down"], "say which labs, by name, or --all; there is "),
+        (["down", "--if-up"], "say which labs, by name, or --all; there is "),
+        (["down", "nosuchlab", "--all"], "say either labs by name or --all, not both; there is "),
     ],
 )
 def test_a_bad_command_line_is_one_message(arguments: list[str], words: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,54 @@ def test_picture_of_single_tor() -> None:
             " shadow0 shadow1",
         ]
     )
+
+
+@pytest.mark.parametrize("name", ["single_tor", "two_tor", "paper_testbed"])
+def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
+    topology = load(name)
+    lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
+    assert len(lines) < 20
+    assert "occupy a terminal" in lines[1]
+    text = "\n".join(lines[2:])
+    for number in range(len(topology.shadow_nodes)):
+        assert f"ip netns exec cm-mine-shadow{number} " in text
+        assert f"shadow /jobs/job.yaml --id {number}\n" in text
+    order = [
+        " run ",
+        " shadow ",
+        "torch.distributed.run",
+        " status ",
+        " consolidate ",
+        " remove ",
+        " lab down",
+    ]
+    places = [text.index(word) for word in order]
+    assert places == sorted(places)
+
+
+def test_many_shadow_nodes_do_not_make_the_list_long() -> None:
+    one = load("single_tor")
+    topology = replace(one, shadow_nodes=one.shadow_nodes * 20)
+    lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
+    assert len(lines) < 20
+    assert lines[8].endswith("--id 39")
+
+
+@pytest.mark.parametrize("name", ["single_tor", "paper_testbed"])
+def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None:
+    """The shell itself says what the line comes to."""
+    topology = load(name)
+    script = ["train.py", "--title", "two words"]
+    line = torchrun.loop(topology, "mine", "/jobs/a job.yaml", script)
+    said = line.replace("ip netns exec", "printf '%s\\0'").replace(" & ", "; echo; ")
+    done = subprocess.run(["sh", "-c", said], capture_output=True, text=True, check=True)
+    rows = [row.split("\0")[:-1] for row in done.stdout.splitlines()]
+    assert len(rows) == len(topology.ranks)
+    for rank, row in zip(topology.ranks, rows, strict=True):
+        expected = [str(word) for word in torchrun.command(topology, rank, script)]
+        assert row[:2] == [f"cm-mine-{rank.name}", "env"]
+        assert "CHECKMATE_JOB=/jobs/a job.yaml" in row[2 : -len(expected)]
+        assert row[-len(expected) :] == expected
 
 
 def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:

@@ -6,12 +6,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from rich import box
 from rich.table import Table
 
+from topologies import torchrun
 from topologies.describe import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
 from topologies.namespaces import name_of
+
+SHADOWS_SHOWN: Final = 5
+"""`lab up` names so many shadow nodes' commands; the others follow from them."""
+SCRIPT: Final = ("-m", "examples.gpt.train", "--out", "out/gpt")
+"""What it suggests to train."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +123,28 @@ def host_table(topology: Topology, lab: str) -> Table:
     return table
 
 
-def next_steps(lab: str, job_file: object, first_rank: str) -> str:
-    """What to try in a lab that is up."""
-    inside = f"ip netns exec {name_of(lab, CONTROLLER)}"
+def next_steps(topology: Topology, lab: str, job_file: object) -> str:
+    """What to try in a lab that is up, in this order: commands to copy."""
     here = Path(sys.executable).with_name("checkmate")
     checkmate = str(here) if here.exists() else "checkmate"
+    inside = f"ip netns exec {name_of(lab, CONTROLLER)} {checkmate}"
+    shadows = [
+        f"  ip netns exec {name_of(lab, host.name)} {checkmate} shadow {job_file} --id {number}"
+        for number, host in enumerate(topology.shadow_nodes)
+    ]
+    if len(shadows) > SHADOWS_SHOWN:
+        shadows[SHADOWS_SHOWN - 1 : -1] = ["  ... and so on, a terminal each, to"]
     return "\n".join(
         [
             f"job: {job_file}",
-            "try:",
-            f"  {inside} {checkmate} run {job_file}",
-            f"  {inside} {checkmate} status {job_file}",
-            f"  ip netns exec {name_of(lab, first_rank)} bash",
+            "try (run and each shadow occupy a terminal until Ctrl-C):",
+            f"  {inside} run {job_file}",
+            *shadows,
+            f"  {torchrun.loop(topology, lab, job_file, SCRIPT)}",
+            f"  {inside} status {job_file}",
+            f"  {inside} consolidate {job_file} --out checkpoint/",
+            f"  {inside} remove {job_file}   # once run is stopped",
+            f"  ip netns exec {name_of(lab, topology.ranks[0].name)} bash",
             f"  {checkmate} lab down {lab}",
         ]
     )

@@ -6,6 +6,7 @@ which is why the ranks' management addresses sort as the ranks do.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Final
 
 from topologies.describe import Host, Topology
 from topologies.links import MGMT_INTERFACE
+from topologies.namespaces import name_of
 
 PORT: Final = 29400
 ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -46,3 +48,25 @@ def command(
         "--monitor-interval=0.1",
         *script,
     ]
+
+
+def loop(topology: Topology, lab: str, job_file: object, script: Sequence[str | Path]) -> str:
+    """The same for people: one line of sh that starts every rank's torchrun and waits for them.
+
+    `script` is quoted; ranks are told apart by the shell's `$r`.
+    """
+    ranks = topology.ranks
+    first = command(topology, ranks[0], script)
+    words = [shlex.quote(str(word)) for word in first]
+    base, _, last = str(ranks[0].mgmt).rpartition(".")
+    replaced = {
+        f"--rdzv-conf=is_host={int(True)}": "--rdzv-conf=is_host=$((r == 0))",
+        f"--local-addr={ranks[0].mgmt}": f"--local-addr={base}.$((r + {last}))",
+    }
+    environment = {**ENVIRONMENT, "CHECKMATE_JOB": str(job_file)}
+    started = [
+        *("ip", "netns", "exec", f"{name_of(lab, 'rank')}$r", "env"),
+        *(f"{key}={shlex.quote(value)}" for key, value in environment.items()),
+        *(replaced.get(word, word) for word in words),
+    ]
+    return f"for r in $(seq 0 {len(ranks) - 1}); do {' '.join(started)} & done; wait"

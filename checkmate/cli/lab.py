@@ -74,15 +74,16 @@ def up(
         out.print(f"training links lose {share} of their frames ({lab.loss_by})")
     if lab.jitter:
         out.print(f"training links delay frames at random, each way by up to {lab.jitter * 1000:g} ms")
-    out.print(picture.next_steps(lab.name, lab.job_file, lab.topology.ranks[0].name), soft_wrap=True)
+    out.print(picture.next_steps(lab.topology, lab.name, lab.job_file), soft_wrap=True, markup=False)
 
 
 @app.command()
 @says_errors
 def down(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Labs by name; without any, all there are.", show_default=False)
+        list[str] | None, typer.Argument(help="Labs by name; or give --all.", show_default=False)
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
     if_up: Annotated[bool, typer.Option("--if-up", help="A lab that isn't there is no error.")] = False,
 ) -> None:
     """End what runs in labs, and remove them: also what a killed `up` or `run` has left.
@@ -92,12 +93,8 @@ def down(
     Example: checkmate lab down single_tor
     """
     labs.require_root()
-    missing = [name for name in names or () if not _exists(name)]
-    if missing and not if_up:
-        there = ", ".join(state.existing()) or "none"
-        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; there is {there}")
     kept = []
-    for name in names or state.existing():
+    for name in _meant(names or [], every=every, if_up=if_up):
         try:
             with err.status(f"removing {name}"):
                 found = labs.down(name)
@@ -107,6 +104,18 @@ def down(
         out.print(f"lab {name} removed" if found else f"there is no lab {name}; nothing to remove")
     if kept:
         raise kept[0]
+
+
+def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
+    """The labs that `down` is to remove; `UsageFault` where it isn't said which, or one isn't there."""
+    there = ", ".join(state.existing()) or "none"
+    if bool(names) == every:
+        both = "either labs by name or --all, not both" if every else "which labs, by name, or --all"
+        raise UsageFault(f"say {both}; there is {there}")
+    missing = [name for name in names if not _exists(name)]
+    if missing and not if_up:
+        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; there is {there}")
+    return names or state.existing()
 
 
 def _exists(name: str) -> bool:

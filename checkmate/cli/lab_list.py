@@ -57,16 +57,21 @@ def show(out: Console) -> None:
     if not labs:
         out.print("no lab is up")
         return
-    table = _table("lab", "topology", "target", "state", "job")
+    table = _table("lab", "topology", "target", "state")
     for lab in labs:
-        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab), lab.job_file)
+        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
     out.print(table)
+    for lab in labs:  # on lines of their own, which no table breaks: they are there to be copied
+        out.print(f"job of {lab.name}: {lab.job_file}", soft_wrap=True)
+    for lab in labs:
+        if lab.up is False:
+            out.print(f"to clear up: checkmate lab down {lab.name}", soft_wrap=True)
 
 
 def _state(lab: Standing) -> str:
     if lab.up is None:
         return "only root can tell"
-    return "up" if lab.up else f"left over: checkmate lab down {lab.name}"
+    return "up" if lab.up else "left over"
 
 
 def _table(*columns: str) -> Table:
