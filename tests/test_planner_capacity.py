@@ -217,10 +217,52 @@ def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], said: str)
     assert said in " ".join(output.split())
 
 
-def test_options_of_capacity_are_refused_without_it(job_file: Path) -> None:
-    code, output = invoke("plan", job_file, "--iteration-time", "1s")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--model", "ResNet50"),
+        ("--optimizer", "adamw"),
+        ("--dtype", "float32"),
+        ("--iteration-time", "1s"),
+        ("--link-rate", "100Gbit/s"),
+        ("--nic-rate", "100Gbit/s"),
+        ("--node-memory", "1GB"),
+        ("--profile", "x.json"),
+        ("--cores", "4"),
+        ("--receive-buffer", "64"),
+    ],
+)
+def test_options_of_capacity_are_refused_without_it(job_file: Path, option: str, value: str) -> None:
+    code, output = invoke("plan", job_file, option, value)
     assert code == 2
-    assert "--iteration-time goes with --capacity" in output
+    assert f"{option} goes with --capacity" in output
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--capacity", "--pfc"],
+        ["--capacity", "--bfrt"],
+        ["--capacity", "--entries"],
+        ["--pfc", "--bfrt"],
+        ["--pfc", "--entries"],
+        ["--bfrt", "--entries"],
+    ],
+)
+def test_what_cannot_be_done_together_is_refused(job_file: Path, line: list[str]) -> None:
+    code, output = invoke("plan", job_file, *reversed(line))
+    assert code == 2
+    assert f"{line[0]} and {line[1]} can't be done together" in output
+    code, output = invoke("plan", job_file, "--capacity", "--model", "ResNet50", "--switch", "tor0")
+    assert code == 2
+    assert "--switch goes with --pfc or --bfrt" in output
+
+
+def test_what_a_user_wrote_is_told_as_it_is(job_file: Path) -> None:
+    for name in ("..:x:", r"a:b\[red]:sob:"):
+        code, output = invoke("plan", job_file, "--capacity", "--model", name)
+        assert code == 2
+        assert f"model {name}:" in output
 
 
 def test_two_jobs_are_refused(tmp_path: Path) -> None:

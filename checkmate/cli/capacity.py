@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,19 +74,9 @@ class Wanted:
     cores: int | None
     receive_buffer: int
 
-    @property
-    def given(self) -> list[str]:
-        """Those that say nothing without `--capacity`."""
-        said = {
-            "--model": self.models,
-            "--dtype": self.dtype,
-            "--iteration-time": self.iteration_time,
-            "--nic-rate": self.nic_rate,
-            "--node-memory": self.node_memory,
-            "--profile": self.profile,
-            "--cores": self.cores,
-        }
-        return [option for option, value in said.items() if value]
+
+OPTIONS = tuple(field.name for field in fields(Wanted))
+"""Those that say nothing without `--capacity`."""
 
 
 class DoesNotFit(JobError):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from checkmate.jobs import JobError, JobSet, Located, job_files, read_set
 from checkmate.schema import Job
@@ -20,8 +21,8 @@ from checkmate.wording import counted
 P = ParamSpec("P")
 R = TypeVar("R")
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 JobArguments = Annotated[
     list[Path], typer.Argument(help="Job files, or folders of them.", show_default=False)
@@ -94,12 +95,7 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
                 message = f"{counted(len(faults), 'fault')} in {where}" if faults else str(error)
                 print_error(message, code, faults, getattr(error, "data", None))
             for line in faults or (error,):
-                err.print(f"[red]error:[/red] {_plain(line)}", soft_wrap=True)
+                err.print(Text.assemble(("error:", "red"), f" {line}"), soft_wrap=True)
             raise typer.Exit(code) from None
 
     return wrapper
-
-
-def _plain(value: Any) -> str:
-    """Text in which rich sees no markup."""
-    return str(value).replace("[", r"\[")

@@ -27,6 +27,9 @@ from controlplane.codec import Codec
 from controlplane.entities import Entry, Group
 from controlplane.plan import SwitchPlan
 
+_OPTIONS = {"models": "model"}
+"""Parameters that their options aren't called after."""
+
 
 def checked_plan(found: JobSet) -> tuple[list[Job], dict[str, SwitchPlan]]:
     """Jobs, and the plan of every switch, held to its limits.
@@ -57,6 +60,7 @@ def _targets(jobs: Sequence[Job]) -> dict[str, str]:
 
 @says_errors
 def plan(
+    context: typer.Context,
     jobs: JobArguments,
     as_json: AsJson = False,
     entries: Annotated[bool, typer.Option("--entries", help="Print every entry and group.")] = False,
@@ -89,6 +93,7 @@ def plan(
     Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
     switch_extra()
+    _check_options(context)
     wanted = capacities.Wanted(
         models or (),
         optimizer,
@@ -104,15 +109,11 @@ def plan(
     if capacity:
         capacities.show(set_of(jobs), wanted, as_json=as_json)
         return
-    if wanted.given:
-        raise UsageFault(f"{wanted.given[0]} goes with --capacity")
     found = set_of(jobs)
     loaded, plans = checked_plan(found)
     if pfc or bfrt:
         tofino.show(found, loaded, plans, tofino.Wanted(pfc, bfrt, switch), as_json=as_json)
         return
-    if switch is not None:
-        raise UsageFault("--switch goes with --pfc or --bfrt")
     targets = _targets(loaded)
     if as_json:
         print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})
@@ -122,6 +123,23 @@ def plan(
         if entries:
             for entity in (*switch_plan.holdings.groups.values(), *switch_plan.holdings.entries.values()):
                 out.print(str(entity), markup=False, soft_wrap=True)
+
+
+def _check_options(context: typer.Context) -> None:
+    """`UsageFault` for options that can't be done together, or that what is asked for has no use for."""
+    given = {
+        name: f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
+        for name in context.params
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    }
+    asked = [name for name in ("capacity", "pfc", "bfrt", "entries") if name in given]
+    if len(asked) > 1:
+        raise UsageFault(f"{given[asked[0]]} and {given[asked[1]]} can't be done together; ask for one")
+    for name, option in given.items():
+        if name in capacities.OPTIONS and "capacity" not in given:
+            raise UsageFault(f"{option} goes with --capacity")
+    if "switch" in given and not {"pfc", "bfrt"} & given.keys():
+        raise UsageFault("--switch goes with --pfc or --bfrt")
 
 
 def _limits(target: str) -> dict[str, int]:

@@ -150,7 +150,12 @@ def _measure(
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn("line"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         yield progress
 
