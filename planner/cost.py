@@ -87,6 +87,14 @@ def conventional_waste(training: Training, stall_s: float, every_iterations: flo
     )
 
 
+def failures_per_interval(training: Training, stall_s: float, every_iterations: float) -> float:
+    """Failures expected from one checkpoint to the next: Λ(τ+ω).
+
+    The closed form has half an interval repeated for each, which is so where this is far below 1.
+    """
+    return training.failures_per_hour * (every_iterations * training.iteration_s + stall_s) / HOUR_S
+
+
 def checkmate_waste(training: Training) -> Waste:
     """Waste of a checkpoint in each iteration that stalls nothing: λN²Dt/2."""
     return conventional_waste(training, stall_s=0.0, every_iterations=1)

@@ -40,6 +40,8 @@ class Scheme:
     name: str
     every_iterations: int
     interval_s: float
+    failures_per_interval: float
+    """Expected; the closed form holds where this is far below 1."""
     repeated_gpu_hours: float
     stalled_gpu_hours: float
     wasted_gpu_hours: float
@@ -49,6 +51,11 @@ class Scheme:
     dollars: float
     simulated: Simulated | None
     """`None` where no runs were asked for."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the closed form does: at 1, it has nearly a third too few GPU-hours repeated."""
+        return self.failures_per_interval < 1
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def _conventional(inputs: CostInputs, name: str, every_iterations: int) -> Schem
             inputs.training, inputs.stall_s, every_iterations, inputs.restart, inputs.runs, inputs.seed
         )
         simulated = _simulated(inputs, spread, node_dollars=0.0)
-    return _scheme(inputs, name, every_iterations, waste, 0.0, simulated)
+    return _scheme(inputs, name, every_iterations, inputs.stall_s, waste, 0.0, simulated)
 
 
 def _checkmate(inputs: CostInputs) -> Scheme:
@@ -131,11 +138,17 @@ def _checkmate(inputs: CostInputs) -> Scheme:
             training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
         )
         simulated = _simulated(inputs, spread, node_hours * inputs.node_price)
-    return _scheme(inputs, "Checkmate", 1, cost.checkmate_waste(training), node_hours, simulated)
+    return _scheme(inputs, "Checkmate", 1, 0.0, cost.checkmate_waste(training), node_hours, simulated)
 
 
 def _scheme(
-    inputs: CostInputs, name: str, every: int, waste: Waste, node_hours: float, simulated: Simulated | None
+    inputs: CostInputs,
+    name: str,
+    every: int,
+    stall_s: float,
+    waste: Waste,
+    node_hours: float,
+    simulated: Simulated | None,
 ) -> Scheme:
     gpu_dollars = waste.gpu_hours * inputs.price
     node_dollars = node_hours * inputs.node_price
@@ -143,6 +156,7 @@ def _scheme(
         name=name,
         every_iterations=every,
         interval_s=every * inputs.iteration_s,
+        failures_per_interval=cost.failures_per_interval(inputs.training, stall_s, every),
         repeated_gpu_hours=waste.repeated_gpu_hours,
         stalled_gpu_hours=waste.stalled_gpu_hours,
         wasted_gpu_hours=waste.gpu_hours,

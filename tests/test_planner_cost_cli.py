@@ -45,6 +45,33 @@ def test_by_default_it_is_the_papers_llama3() -> None:
     assert best["simulated"] is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "beyond"),
+    [
+        ([], []),
+        (["--failure-rate", "1"], ["conventional, best", "Checkmate"]),
+        (["--stall", "30d"], ["conventional, best"]),
+        (["--every", "1d"], ["conventional, yours"]),
+    ],
+)
+def test_a_closed_form_that_does_not_hold_is_said_to(arguments: list[str], beyond: list[str]) -> None:
+    for more in ((), ("--json",)):
+        done = CliRunner().invoke(app, ["cost", *arguments, "--runs", "0", *more])
+        assert done.exit_code == 0
+        said = " ".join(done.stderr.split())
+        assert said.count("its figures, savings too, are wrong here") == len(beyond)
+        for name in beyond:
+            assert f"are expected from one checkpoint to the next ({name})" in said
+
+
+def test_leaving_the_simulation_out_is_advised_where_the_closed_form_holds() -> None:
+    for beyond in (["--failure-rate", "1"], ["--stall", "30d"], ["--every", "30d"]):
+        code, output = invoke(*beyond)
+        assert (code, "would not get ahead" in output, "--runs 0" in output) == (2, True, False)
+    code, output = invoke("--runs", "1000000", "--failure-rate", "1e-3")
+    assert (code, "leave it out with --runs 0" in output) == (2, True)
+
+
 def test_the_table_has_both_and_yours_with_the_spread() -> None:
     code, output = invoke("--every", "30min", "--runs", "200")
     assert code == 0

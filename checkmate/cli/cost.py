@@ -91,6 +91,9 @@ def cost(
     if plot:
         check_picture(plot)
     report = _report(inputs)
+    for scheme in report.schemes:
+        if not scheme.holds:
+            err.print(f"[yellow]too many failures:[/yellow] {_beyond(scheme)}", soft_wrap=True)
     if plot:
         _draw(plot, inputs)
     if as_json:
@@ -102,6 +105,7 @@ def cost(
 
 
 def _report(inputs: CostInputs) -> Report:
+    from planner.cost import best_every_iterations, failures_per_interval  # noqa: PLC0415
     from planner.cost_report import report  # noqa: PLC0415
     from planner.failures import NeverDone  # noqa: PLC0415
 
@@ -109,7 +113,20 @@ def _report(inputs: CostInputs) -> Report:
         with err.status("simulating failures"):
             return report(inputs)
     except NeverDone as error:
-        raise UsageFault(f"the simulation can't be run: {error}; or leave it out with --runs 0") from None
+        training, stall_s = inputs.training, inputs.stall_s
+        every = max(inputs.every_iterations or 1, best_every_iterations(training, stall_s))
+        holds = failures_per_interval(training, stall_s, every) < 1
+        left = "; or leave it out with --runs 0" if holds else ""
+        raise UsageFault(f"the simulation can't be run: {error}{left}") from None
+
+
+def _beyond(scheme: Scheme) -> str:
+    """Why a scheme's closed form is of no use."""
+    return (
+        f"{scheme.failures_per_interval:,.3g} are expected from one checkpoint to the next ({scheme.name}). "
+        "The closed form holds where that is far below 1: its figures, savings too, are wrong here; "
+        + ("see the simulated ones" if scheme.simulated else "training hardly gets ahead")
+    )
 
 
 def _draw(file: Path, inputs: CostInputs) -> None:
