@@ -36,7 +36,7 @@ def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | N
         found = error.errors()
         faulty = [e["loc"] for e in found]
         told = [e for e in found if not _follows(e, faulty)]
-        return None, [Fault(_location(e["loc"]), words.get(e["type"]) or _message(e)) for e in told]
+        return None, [Fault(_location(e["loc"]), words.get(e["type"]) or _message(model, e)) for e in told]
 
 
 def _follows(error: Any, faulty: Sequence[tuple[str | int, ...]]) -> bool:
@@ -50,7 +50,7 @@ def _location(loc: tuple[str | int, ...]) -> Path:
     return tuple(part for part in loc if isinstance(part, int) or "[" not in part)
 
 
-def _message(error: Any) -> str:
+def _message(model: type[BaseModel], error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     match kind:
         case "missing":
@@ -63,8 +63,10 @@ def _message(error: Any) -> str:
             return 'must be a front-panel name such as "1/0": connector, then lane'
         case "string_pattern_mismatch":
             return "must be a name of letters, digits, '_', '.' and '-', at most 63 long"
+        case "int_type" | "int_parsing" | "int_from_float":
+            return f"must be a whole number{_range(model, error['loc'])}, not {error['input']!r}"
         case "literal_error":
-            return f"must be {context['expected']}"
+            return f"must be {context['expected']}, not {error['input']!r}"
         case "value_error":
             return str(context["error"])
         case "tuple_type":
@@ -74,6 +76,24 @@ def _message(error: Any) -> str:
         case _:
             text = error["msg"].removeprefix("Input should be ")
             return f"must be {text}, not {error['input']!r}" if text != error["msg"] else str(text)
+
+
+def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+    """` from 1 to 8`, of the number at a place in a file; nothing where its model has no such bounds."""
+    schema = model.model_json_schema()
+    at: dict[str, Any] = schema
+    for part in _location(loc):
+        if isinstance(part, int):
+            at = dict(enumerate(at.get("prefixItems", ()))).get(part) or at.get("items", {})
+        else:
+            at = at.get("properties", {}).get(part) or next(
+                iter(at.get("patternProperties", {}).values()), {}
+            )
+        at = at.get("anyOf", [at])[0]  # what isn't null, of an optional one
+        at = schema["$defs"][at["$ref"].rpartition("/")[2]] if "$ref" in at else at
+    least, below = at.get("minimum"), at.get("exclusiveMaximum")
+    most = at.get("maximum") if below is None else below - 1
+    return "" if least is None or most is None else f" from {least} to {most}"
 
 
 def within_job(raw: Any) -> list[Fault]:
@@ -193,7 +213,7 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
                 continue  # reported with the file's structure
             if ids and None not in ids and node not in ids:
                 known = ", ".join(map(str, ids))
-                yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; there are {known}")
+                yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; its ids are {known}")
             if node in (listed or [])[:position]:
                 yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
         holders = len(listed) if isinstance(listed, list) else every

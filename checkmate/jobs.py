@@ -163,6 +163,9 @@ def _source(file: Path) -> tuple[_Source | None, list[Located]]:
     except JobError as error:
         return None, list(error.faults)
     raw = document.data
+    if "job" not in raw and "switches" in raw and "dp_groups" not in raw:
+        message = "this is a fabric file; give the job, which names it with its key fabric"
+        return None, [Located(file, 0, "(file)", message)]
     fabric = None
     faults: list[Located] = []
     if isinstance(raw.get("fabric"), str):

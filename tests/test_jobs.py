@@ -80,7 +80,28 @@ def edited(path: str, value: Any) -> dict[str, Any]:
     [
         ("colour", 1, "colour", "unknown key"),
         ("channels", 9, "channels", "less than or equal to 8"),
-        ("channels", "two", "channels", "valid integer"),
+        ("channels", "two", "channels", "must be a whole number from 1 to 8, not 'two'"),
+        ("channels", 1.5, "channels", "must be a whole number from 1 to 8, not 1.5"),
+        ("dp_groups/0/ranks/1/rank", "a", "dp_groups[0].ranks[1].rank", "must be a whole number, not 'a'"),
+        (
+            "fabric/links",
+            [[{"switch": "tor0", "port": 1.5}, {"switch": "tor0", "port": 9}]],
+            "fabric.links[0][0].port",
+            "must be a whole number from 0 to 509, not 1.5",
+        ),
+        (
+            "fabric/switches/0/ports",
+            {"1/0": {"device_port": 1.5}},
+            "fabric.switches[0].ports.1/0.device_port",
+            "must be a whole",
+        ),
+        (
+            "fabric/switches/0/target",
+            "tofino3",
+            "fabric.switches[0].target",
+            "must be 'softswitch', 'bmv2', 'tofino' or 'tofino2', not 'tofino3'",
+        ),
+        ("dp_groups/0/shadow_nodes", ["a"], "dp_groups[0].shadow_nodes[0]", "whole number from 0 to 65535"),
         ("job", ..., "job", "missing"),
         ("job", "a b", "job", "letters, digits"),
         ("tag", {"dscp_bit": 3}, "tag.dscp_bit", "one of the six bits"),
@@ -98,7 +119,7 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ("dp_groups/0/ranks/1/rank", 0, "dp_groups[0].ranks[1].rank", "rank number 0 is taken"),
         ("dp_groups/0/ranks/1/port", 1, "dp_groups[0].ranks[1].port", "switch port tor0 1 is taken"),
         ("dp_groups/0/ranks/1/switch", "torx", "dp_groups[0].ranks[1].switch", "there are tor0"),
-        ("dp_groups/0/shadow_nodes", [7], "dp_groups[0].shadow_nodes[0]", "there are 0, 1"),
+        ("dp_groups/0/shadow_nodes", [7], "dp_groups[0].shadow_nodes[0]", "its ids are 0, 1"),
         ("dp_groups/0/shadow_nodes", [1, 1], "dp_groups[0].shadow_nodes[1]", "listed twice"),
         ("shadow_nodes/1/id", 0, "shadow_nodes[1].id", "shadow node id 0 is taken"),
         ("shadow_nodes/1/mgmt", "nowhere", "shadow_nodes[1].mgmt", "host:port"),
@@ -157,6 +178,12 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (found,) = faults(write(tmp_path, text)).values()
     assert message in found
+
+
+def test_a_fabric_file_given_as_a_job_is_called_one(tmp_path: Path) -> None:
+    found = faults(write(tmp_path, job_data()["fabric"], "fabric.yaml"))
+    assert list(found) == ["(file)"]
+    assert found["(file)"].startswith("this is a fabric file; give the job")
 
 
 def test_a_fabric_that_is_no_path_is_refused(tmp_path: Path) -> None:
