@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finsy import P4CounterEntry
 
-from controlplane.entities import Holdings
+from checkmate.holdings import boundaries
+from controlplane.entities import Holdings, mac_number
 from controlplane.network import Network
 from controlplane.plan import plan_switch
 from controlplane.session import Session
@@ -55,6 +56,8 @@ class SwitchStatus:
     streams: tuple[StreamStatus, ...]
     passed: dict[str, Count] = field(default_factory=dict)
     losses: dict[str, Count] = field(default_factory=dict)
+    not_installed: tuple[str, ...] = ()
+    """Jobs that were asked for, and that the switch holds nothing of."""
     acks_dropped: int = 0
 
     def data(self) -> dict[str, object]:
@@ -102,8 +105,26 @@ async def read_status(session: Session, network: Network, held: Holdings | None 
         tuple(streams),
         await _cells(session, "passed", PASSED),
         await _cells(session, "losses", LOSSES),
+        _not_installed(network, {stream.job for stream in streams}, held),
         (await _cells(session, "plain_acks", ("dropped",)))["dropped"].packets,
     )
+
+
+def _not_installed(network: Network, here: Collection[str], held: Holdings) -> tuple[str, ...]:
+    """The jobs that the switch replicates nothing for, of those with streams `here`; of the others, that it
+    forwards to none of their ranks.
+    """
+    sources = {entry["source"] for entry in held.table("replication")}
+    macs = {entry["mac"] for entry in held.table("forwarding")}
+    missing = []
+    for job in network.jobs:
+        if job.job in here:
+            known = any(int(boundary.source.ip) in sources for boundary in boundaries(job))
+        else:
+            known = any(mac_number(rank.mac) in macs for group in job.dp_groups for rank in group.ranks)
+        if not known:
+            missing.append(job.job)
+    return tuple(missing)
 
 
 def _key(match: Mapping[str, Any]) -> StreamKey:

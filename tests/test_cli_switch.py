@@ -70,6 +70,24 @@ def test_remove_tells_what_it_wrote(job_file: Path) -> None:
     assert done.stdout == "switch tor0: 0 updates written, 0 entities stay\n"
 
 
+def test_status_tells_removed_from_not_connected(job_file: Path) -> None:
+    words = "job demo is not installed on switch tor0"
+    installed(job_file)
+    assert json.loads(checkmate("status", job_file, "--json").stdout)["tor0"]["not_installed"] == []
+    assert words not in checkmate("status", job_file).stdout
+    assert checkmate("remove", job_file).returncode == 0
+    done = checkmate("status", job_file)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert "connected " not in done.stdout.partition("copies lost")[0]  # no table
+    found = json.loads(checkmate("status", job_file, "--json").stdout)["tor0"]
+    assert found["not_installed"] == ["demo"]
+    assert not any(stream["connected"] for stream in found["streams"])
+    waited = checkmate("status", job_file, "--wait", "--timeout", "0.1")
+    assert waited.returncode == 7
+    assert f"{words}; 2 streams are not connected" in waited.stderr
+
+
 def test_waiting_in_vain_ends_with_7_and_the_status(job_file: Path) -> None:
     installed(job_file)
     status: dict[str, Any] = json.loads(checkmate("status", job_file, "--json").stdout)

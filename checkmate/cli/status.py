@@ -55,6 +55,8 @@ def status(
 
     With --wait, exit status 7 where a stream is still not connected after --timeout.
 
+    Of a job that isn't installed on a switch it says so; --json has it in the switch's "not_installed".
+
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
     switch_extra()
@@ -66,18 +68,24 @@ def status(
             out.print(switch_tables(one))
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
-        raise NotConnected(_missing_line(missing, timeout), data)
+        raise NotConnected(_missing_line(found, missing, timeout), data)
     if as_json:
         print_json(data)
 
 
-def _missing_line(missing: Sequence[StreamStatus], timeout: float) -> str:
+def _absent_words(found: Sequence[SwitchStatus]) -> str:
+    return "".join(
+        f"job {job} is not installed on switch {one.switch}; " for one in found for job in one.not_installed
+    )
+
+
+def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus], timeout: float) -> str:
     first = missing[0]
     are = "stream is" if len(missing) == 1 else "streams are"
     return (
-        f"{len(missing)} {are} not connected after {timeout:g} s, the first: job {first.job}, "
-        f"DP group {first.dp_group}, channel {first.channel}, shadow id {first.shadow_id}, "
-        f"node {first.shadow_node} at {first.nic}"
+        f"{_absent_words(found)}{len(missing)} {are} not connected after {timeout:g} s, "
+        f"the first: job {first.job}, DP group {first.dp_group}, channel {first.channel}, "
+        f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}"
     )
 
 

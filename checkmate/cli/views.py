@@ -12,8 +12,9 @@ SIDES = ("first", "last")
 
 def switch_tables(status: SwitchStatus) -> Group:
     """A switch's streams, job by job, and a line of what became of tagged traffic."""
-    jobs = sorted({stream.job for stream in status.streams})
+    jobs = sorted({stream.job for stream in status.streams} - set(status.not_installed))
     tables = [_job_table(status, job) for job in jobs]
+    absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
     passed, losses = status.passed, status.losses
     line = (
         f"copies lost: {losses['not_connected'].packets:,} not connected, "
@@ -21,7 +22,7 @@ def switch_tables(status: SwitchStatus) -> Group:
         f"marked but not replicated: {passed['without_tag'].packets:,} without a tag, "
         f"{passed['without_entry'].packets:,} without an entry; plain ACKs dropped: {status.acks_dropped:,}"
     )
-    return Group(*tables, line)
+    return Group(*tables, *absent, line)
 
 
 def _job_table(status: SwitchStatus, job: str) -> Table:
