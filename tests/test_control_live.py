@@ -222,7 +222,10 @@ def _nodes_elsewhere(data: dict[str, Any]) -> list[dict[str, Any]]:
 def test_another_primary_is_told_apart(live: LiveSwitch) -> None:
     with live.serving():
         assert "another primary controller" in live.command("run", live.job, status=5)
-        assert "another primary controller" in live.command("remove", live.job, status=5)
+        refused = " ".join(live.command("remove", live.job, status=5).split())
+        assert "another primary controller" in refused
+        assert "Stop that `checkmate run`" in refused
+        assert "take the job's file out of the folder that it serves" in refused
 
 
 def test_a_flood_of_syns_and_resets_keeps_nobody_from_connecting(live: LiveSwitch) -> None:

@@ -14,6 +14,7 @@ from checkmate.cli.common import (
     switch_extra,
 )
 from checkmate.wording import counted
+from controlplane.errors import AnotherPrimary
 from controlplane.remove import remove_jobs
 
 
@@ -26,7 +27,13 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
     Example: checkmate remove jobs/gpt.yaml
     """
     switch_extra()
-    reports = asyncio.run(remove_jobs(jobs_of(jobs)))
+    try:
+        reports = asyncio.run(remove_jobs(jobs_of(jobs)))
+    except AnotherPrimary as error:
+        raise AnotherPrimary(
+            f"{error}. Stop that `checkmate run` and try again; or take the job's file out of the folder "
+            "that it serves: it then removes the job itself"
+        ) from None
     if as_json:
         print_json({r.switch: {"updates": r.updates, "entities": r.held} for r in reports})
         return
