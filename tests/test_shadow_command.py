@@ -108,7 +108,7 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., Proces
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--id", "3"], "has no shadow node 3; there are 0"),
+        (["--id", "3"], "has no shadow node 3; its ids are 0"),
         (["--id", "0", "--grace", "0"], "grace"),
         (["--id", "0", "--threads", "0"], "threads"),
         (["--id", "0", "--receive-buffer", "2000"], "receive-buffer"),
@@ -121,6 +121,27 @@ def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], me
     assert done.exit_code == 2
     assert message in done.stderr
     assert isinstance(done.exception, SystemExit)
+
+
+def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., Process]) -> None:
+    job = local_job(nodes=1)
+    first = start(job, 0, "--no-view")
+    assert first.line().startswith("ready")
+    second = start(job, 0, "--no-view")
+    _, words = second.process.communicate(timeout=60)
+    address = job.node(0).mgmt
+    assert second.process.returncode == 1
+    assert words == (
+        f"error: {address}, the mgmt address of shadow node 0, is in use; is shadow node 0 running already?\n"
+    )
+    assert first.end(signal.SIGINT) == (0, "")
+    data = job.model_dump(mode="json", exclude_none=True)
+    data["shadow_nodes"][0]["mgmt"] = "192.0.2.7:7000"
+    foreign = start(Job.model_validate(data), 0, "--no-view")
+    _, words = foreign.process.communicate(timeout=60)
+    assert foreign.process.returncode == 1
+    assert words.startswith("error: 192.0.2.7:7000, the mgmt address of shadow node 0, is no address of this")
+    assert words.count("\n") == 1
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
