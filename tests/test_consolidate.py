@@ -28,7 +28,7 @@ from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.choose import Lacking, choose, newest_incarnation
 from checkmate.consolidate.follow import follow, next_due
-from checkmate.consolidate.nodes import Missing, Nodes, Snapshot, _Fetched, _one_group
+from checkmate.consolidate.nodes import Missing, Nodes, Snapshot, Unreachable, _Fetched, _one_group
 from checkmate.layout import Parameter, make_layout
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
@@ -218,6 +218,21 @@ def test_what_is_missing_is_named(place: Callable[..., Place]) -> None:
     assert "shard 0" not in words
 
 
+def test_what_speaks_no_shadow_protocol_is_no_shadow_node(place: Callable[..., Place]) -> None:
+    """A gRPC server of something else at the address, and a node that is away: nobody answers."""
+    here = place(nodes=2, ranks=2)
+    for node in (0, 1):
+        here.world.stop(node)
+    server = grpc.server(ThreadPoolExecutor(1))
+    assert server.add_insecure_port(here.job.node(0).mgmt)
+    server.start()
+    try:
+        with pytest.raises(Unreachable, match=r"no shadow node .* can be reached .*UNIMPLEMENTED"):
+            here.read(timeout=1)
+    finally:
+        server.stop(0).wait()
+
+
 def fetched(shard: int, buffers: list[str], expected: list[str]) -> _Fetched:
     layout = make_layout([Parameter("w", (4,), "float32")], 2, 100)
     record = pb.IterationRecord(parts=[pb.RecordPart()], buffers=dict.fromkeys(buffers, b"data"))
@@ -352,8 +367,10 @@ def test_the_command_writes_a_checkpoint(place: Callable[..., Place], kind: str,
         here.world.stop(node)
     other = [*argv[:-3], str(tmp_path / "other"), *argv[-2:], "--timeout", "1"]
     done = subprocess.run([*other, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 8
-    assert json.loads(done.stdout)["exit"] == 8
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["exit"] == 3
+    assert "no shadow node of job demo can be reached within 1 s" in done.stderr
+    assert "a lab's shadow nodes are reached from its namespace of the controller only" in done.stderr
     assert "shard 1 of DP group 1" in done.stderr
     assert not (tmp_path / "other").exists()
 

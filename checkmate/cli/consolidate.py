@@ -55,7 +55,7 @@ def consolidate(
 
     It reads, while training goes on or after its end, and stops nothing. A checkpoint is written whole or
     not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again. Exit status 8 where
-    no iteration is whole within --timeout; the message names what is missing.
+    no iteration is whole within --timeout; the message names what is missing. 3 where no node can be reached.
 
     Example: checkmate consolidate jobs/gpt.yaml --out checkpoint/
     """

@@ -47,6 +47,11 @@ class Lacking(Exception):
         )
 
 
+@dataclass
+class NoAnswer(Lacking):
+    """No shadow node answers at all."""
+
+
 def name(shard: Shard) -> str:
     """`shard 0 of DP group 1`"""
     return f"shard {shard[1]} of DP group {shard[0]}"
@@ -85,6 +90,8 @@ def choose(job: Job, answers: Mapping[int, pb.NodeStatus | str]) -> Source:
         found[shard] = tuple(whole or able)
         if not found[shard]:
             lacking[shard] = [f"{_address(job, node)}: {text}" for node, text in troubles.items()]
+    if all(isinstance(answer, str) for answer in answers.values()):
+        raise NoAnswer(lacking)
     if lacking or newest is None:
         raise Lacking(lacking)
     offered = [holds[node, shard] for shard, nodes in found.items() for node in nodes]

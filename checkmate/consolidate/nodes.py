@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from checkmate import state
-from checkmate.consolidate.choose import Lacking, Shard, Source, choose, lacking, name
+from checkmate.consolidate.choose import Lacking, NoAnswer, Shard, Source, choose, lacking, name
 from checkmate.consolidate.headers import Asked, check_header, most_parts, record_of
 from checkmate.layout import Layout, from_json
 from checkmate.rpc import shadow_pb2 as pb
@@ -42,6 +42,12 @@ class Missing(RuntimeError):
     """No iteration could be had whole within the timeout; the message names shards and nodes."""
 
     exit_code = 8
+
+
+class Unreachable(Missing):
+    """No shadow node answered within the timeout."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Nodes:
     def read(self, timeout: float, at_least: int = 0) -> Snapshot:
         """The newest iteration that all can give, not below `at_least` unless training ends before that.
 
-        `Missing` after `timeout` seconds.
+        `Missing` after `timeout` seconds, `Unreachable` where no node answers.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -100,6 +106,12 @@ class Nodes:
             except Lacking as error:
                 left = deadline - time.monotonic() > AGAIN_SECONDS
                 if not left or self._stopped.wait(AGAIN_SECONDS):
+                    if isinstance(error, NoAnswer):
+                        raise Unreachable(
+                            f"no shadow node of job {self.job.job} can be reached within {timeout:g} s "
+                            f"({error}); "
+                            "a lab's shadow nodes are reached from its namespace of the controller only"
+                        ) from None
                     raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from None
 
     def source(self) -> Source:
