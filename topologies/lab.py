@@ -184,6 +184,10 @@ class Lab:
             process.kill()
             process.wait()
 
+    def runs(self, name: str) -> bool:
+        """Whether a switch was started and not stopped since."""
+        return name in self._switch_processes
+
     def restart_switch(self, name: str) -> None:
         """Start a switch anew, empty, and wait until it listens; kill it first where it runs."""
         self.stop_switch(name)

@@ -43,7 +43,8 @@ class PortDrops:
 
 
 def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = None) -> list[PortDrops]:
-    """The ports that have dropped something until now; none on BMv2, which doesn't tell.
+    """The ports that have dropped something until now; none on BMv2, which doesn't tell, and of a
+    switch that was stopped.
 
     Waits for statistics taken after the call, or after `since` (as `time.time` has it): a second at most,
     where the machine isn't busy. `LabError` where a switch writes none in so many seconds.
@@ -55,6 +56,7 @@ def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = 
     return [
         drops
         for switch in lab.switches
+        if lab.runs(switch.name)
         for drops in dropped(lab.topology, switch, _statistics(lab, switch, oldest, deadline))
     ]
 
