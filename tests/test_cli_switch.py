@@ -106,6 +106,7 @@ def test_a_switch_without_the_program_ends_with_4(job_file: Path) -> None:
     assert found["error"] in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_switch_that_is_away_keeps_remove_from_the_others(tmp_path: Path) -> None:
     with switch() as (_, here), switch() as (other, there):
         file = write_job(tmp_path, here, there)

@@ -170,6 +170,7 @@ def test_jobs_are_added_edited_and_removed_while_it_runs(live: LiveSwitch, tmp_p
         assert not was_reset(sockets[0], 0.2)
 
 
+@pytest.mark.slow
 def test_the_last_job_goes_and_comes_back_with_the_view_on(live: LiveSwitch, tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     folder.mkdir()

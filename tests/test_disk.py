@@ -245,7 +245,7 @@ for i in range(10_000):
 """
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tmp_path: Path) -> None:
     name = disk.path_of(tmp_path, 0, kind).name
     for wait in (0.05, 0.11, 0.17):

@@ -186,7 +186,7 @@ CASES = {
 }
 
 
-QUICK = ("plain", "four ranks", "unused", "static graph", "accumulated, views")
+QUICK = ("four ranks", "unused", "static graph", "accumulated, views")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_frames_of_9000_bytes(name: str) -> None:
         assert 6000 < shadow["tx_bytes"] / shadow["tx_packets"] < 9014
 
 
+@pytest.mark.slow
 def test_segments_of_64_kb_at_an_mtu_of_9000(name: str) -> None:
     with Lab(build("pair", PAIR), name=name, mtu=9000) as lab:
         gather(lab, 20_000_000)

@@ -66,6 +66,7 @@ def check(data: dict[str, Any], nbytes: int, share: float) -> None:
     assert (sum(rank["retransmitted_segments"] for rank in data["ranks"]) > 0) or not share
 
 
+@pytest.mark.slow
 def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> None:
     command = [*LAB_COMMAND, "run", "two_tor", "--name", name, "--megabytes", "10", "--loss", "2%", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -99,6 +100,7 @@ def test_each_lab_on_bmv2(name: str, topology: str, share: float) -> None:
     check(gather(name, topology, "bmv2", 20_000_000, share), 20_000_000, share)
 
 
+@pytest.mark.slow
 def test_a_stream_with_a_gap_is_found_and_what_a_port_dropped_is_told(name: str) -> None:
     """Loss behind the switch, where nothing is sent again: the shadow stream ends at the gap."""
     three = build("three", on_one_switch(2, (1, 1, 1)))
@@ -123,6 +125,7 @@ def test_a_stream_with_a_gap_is_found_and_what_a_port_dropped_is_told(name: str)
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_quoted_and_nothing_stays(name: str) -> None:
     with Lab(build("small", SMALL), name=name) as lab, Crew(lab) as crew:
         blocker = _occupy(lab, "rank1", 47000)
@@ -158,6 +161,7 @@ def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: 
     _nothing_stays(name, held, cgroup)
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_leaves_nothing(name: str, small: Path) -> None:
     """SIGHUP, and nobody reads what it prints."""
     process = _start_run(name, small)

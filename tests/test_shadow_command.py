@@ -181,6 +181,7 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
                 training.check(node, shard, 13)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it_has_caught_up(
     start: Callable[..., Process],
 ) -> None:
