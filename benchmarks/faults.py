@@ -55,7 +55,7 @@ def _run(topology: Topology, what: Load, loss: float = 0.0) -> tuple[Outcome, st
     with (
         Lab(topology, "softswitch", name="benchfaults", loss=loss) as lab,
         controlled(lab) as crew,
-        Steps(Console()) as steps,
+        Steps(Console(stderr=True)) as steps,
     ):
         return Traffic(crew, what, steps).run(), lab.loss_by
 
