@@ -46,30 +46,14 @@ def measure() -> list[Result]:
     """One node, once."""
     if os.geteuid() != 0:
         return [Skipped("shadow_memory", "needs root, for receive buffers")]
-    job = local_job(nodes=1, ranks=2)
-    with node(job), open_channel(job, 0) as channel, contextlib.ExitStack() as stack:
-        stub = ShadowStub(channel)
-        empty = status(stub, job).memory_bytes
-        copies = Copies(job)
-        stack.callback(copies.close)
-        training = Forgetful(job, copies, shapes=SHAPES)
-        stack.callback(training.close)
-        training.begin([0])
-        for parameter in training.layout.of_shard(0):
-            training.seed(0, 0, [parameter])
-        wait(lambda: status(stub, job).holds[0].live)
-        peaks = []
-        for iteration in track(range(ITERATIONS), "iterations", transient=True):
-            training.iterate()
-            wait(lambda: status(stub, job).holds[0].stepped == iteration)  # noqa: B023
-            peaks.append(status(stub, job).memory_bytes)
-        parameters = sum(parameter.nbytes for parameter in training.parameters)
-        state = sum(
-            value.nbytes
-            for values in training.optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, torch.Tensor)
-        )
+    training, empty, peaks = followed(local_job(nodes=1, ranks=2))
+    parameters = sum(parameter.nbytes for parameter in training.parameters)
+    state = sum(
+        value.nbytes
+        for values in training.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
     needed = parameters + state + 2 * parameters
     beyond = [100 * (peak - empty - needed) / needed for peak in peaks]
     note = f"of {number(needed / 1e6, 'MB')}; an empty node takes {number(empty / 1e6, 'MB')}"
@@ -84,6 +68,27 @@ def measure() -> list[Result]:
             note=note,
         )
     ]
+
+
+def followed(job: Job) -> tuple[Forgetful, int, list[int]]:
+    """A small training that node 0 follows; bytes of that process while it was empty, and after each step."""
+    with node(job), open_channel(job, 0) as channel, contextlib.ExitStack() as stack:
+        stub = ShadowStub(channel)
+        empty = status(stub, job).memory_bytes
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = Forgetful(job, copies, shapes=SHAPES)
+        stack.callback(training.close)
+        training.begin([0])
+        for parameter in training.layout.of_shard(0):
+            training.seed(0, 0, [parameter])
+        wait(lambda: status(stub, job).holds[0].live)
+        taken = []
+        for iteration in track(range(ITERATIONS), "iterations", transient=True):
+            training.iterate()
+            wait(lambda: status(stub, job).holds[0].stepped == iteration)  # noqa: B023
+            taken.append(status(stub, job).memory_bytes)
+    return training, empty, taken
 
 
 @contextlib.contextmanager

@@ -84,16 +84,18 @@ def may_force() -> bool:
 class Receiver:
     """A shadow node's readers, one a connection. An iteration is released as soon as it is whole."""
 
-    def __init__(self, socks: Sequence[socket.socket]) -> None:
+    def __init__(self, socks: Sequence[socket.socket], sets: BucketSets | None = None) -> None:
+        """`sets`: an earlier receiver's buckets, whose memory is known to the kernel already."""
         channels = len(socks)
         parameters = [Parameter(f"p{i}", shape, "float32") for i, shape in enumerate(PARAMETERS)]
         layout = make_layout(parameters, 1)
-        self._sets = BucketSets(layout, 0, -1)
+        self.sets = sets or BucketSets(layout, 0, -1)
+        self.sets.released = -1
         self._inlets = []
         for channel in range(channels):
             plan = StreamPlan(0, 0, LAST, channel, channel, _LOOPBACK, (_LOOPBACK, 0))
             stream = stream_layout(layout.schedule, channels, channel, 2, side=LAST, shadow_id=0)
-            self._inlets.append(Inlet(plan, stream, self._sets, first=0, joined=0))
+            self._inlets.append(Inlet(plan, stream, self.sets, first=0, joined=0))
         self._nbytes = sum(inlet.layout.nbytes for inlet in self._inlets)
         self._readers = [Reader(f"nic-{i}", self._release, lambda _: None) for i in range(channels)]
         for inlet, sock, reader in zip(self._inlets, socks, self._readers, strict=True):
@@ -114,13 +116,11 @@ class Receiver:
             time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
-        """End the threads, and close their sockets."""
-        for inlet in self._inlets:
-            inlet.close()
+        """End the threads. The connections stay as they are."""
         for reader in self._readers:
             reader.stop()
 
     def _release(self) -> None:
-        self._sets.released = min(-1 if inlet.whole is None else inlet.whole for inlet in self._inlets)
+        self.sets.released = min(-1 if inlet.whole is None else inlet.whole for inlet in self._inlets)
         for reader in self._readers:
             reader.wake()

@@ -13,16 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.shadow_memory import SHAPES, Forgetful, node, status, wait
-from checkmate.rpc.channels import open_channel
-from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from benchmarks.shadow_memory import followed
 from checkmate.schedule import stream_layout
 from checkmate.schema import Job
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from planner.demand import Demand, Node, Setting
 from planner.models import Model, load_model
 from planner.optimizers import NamedOptimizer, OptimizerError
-from tests.copies import Copies, local_job
+from tests.copies import local_job
 from tests.jobs_made import job, some_jobs
 from tests.planner_made import LINE, SIZES, demand, model
 from tests.shadow_world import World
@@ -162,22 +160,8 @@ def test_nodes_are_in_order() -> None:
 def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
     """Resident memory beyond an empty node's, over some iterations."""
     made = local_job(nodes=1, ranks=2)
-    taken = []
-    with node(made), open_channel(made, 0) as channel, ExitStack() as stack:
-        stub = ShadowStub(channel)
-        empty = status(stub, made).memory_bytes
-        copies = Copies(made)
-        stack.callback(copies.close)
-        training = Forgetful(made, copies, shapes=SHAPES)
-        stack.callback(training.close)
-        training.begin([0])
-        for parameter in training.layout.of_shard(0):
-            training.seed(0, 0, [parameter])
-        wait(lambda: status(stub, made).holds[0].live)
-        for iteration in range(8):
-            training.iterate()
-            wait(lambda: status(stub, made).holds[0].stepped == iteration)  # noqa: B023
-            taken.append(status(stub, made).memory_bytes - empty)
+    training, empty, peaks = followed(made)
+    taken = [peak - empty for peak in peaks]
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
     setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
     (planned,) = Demand(made, (Model("trained", training.layout.parameters),), setting).nodes
