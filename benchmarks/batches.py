@@ -6,7 +6,6 @@ nodes another. Besides the figures it leaves a picture, `PICTURE`.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import matplotlib as mpl
 from matplotlib.figure import Figure as Picture
 from rich.progress import track
 
@@ -63,26 +61,22 @@ def _times(batch: int) -> Times:
     ):
         start([job])
         _train(job, _WARM_UP)
-        before = {name: len(_said(job, name)) for name in job.shadows}
+        nodes = [host.number for host in job.crew.lab.topology.shadow_nodes]
+        before = {node: len(job.statuses(node)) for node in nodes}
         _train(job, _WARM_UP + _TIMED)
         record = job.record()
         iterations = [
             max(rank.ended for rank in record.timed[one]) - min(rank.began for rank in record.timed[one])
             for one in range(_WARM_UP, _WARM_UP + _TIMED - 1)
         ]
-        # A line a second: those of the first one may still be of the warm-up.
-        lines = [line for name in job.shadows for line in _said(job, name)[before[name] + 1 :]]
-        found = [json.loads(line) for line in lines]
+        # One a second: the first may still be of the warm-up.
+        found = [said for node in nodes for said in job.statuses(node)[before[node] + 1 :]]
     return Times(iterations, [one["pull_seconds"] for one in found], [one["step_seconds"] for one in found])
 
 
 def _train(job: Training, until: int) -> None:
     job.let(until)
     job.await_iterations(until, _SECONDS)
-
-
-def _said(job: Training, name: str) -> list[str]:
-    return job.shadows[name].said().rpartition("\n")[0].splitlines()
 
 
 def _figures(batch: int, times: Times) -> list[Result]:
@@ -95,7 +89,6 @@ def _figures(batch: int, times: Times) -> list[Result]:
 
 def draw(file: Path, found: Mapping[int, Times]) -> None:
     """A PNG as the paper's: iteration solid, pull dashed, the step shaded on top of it."""
-    mpl.use("agg")
     picture = Picture(figsize=(7, 4), layout="constrained")
     axes = picture.add_subplot()
     batches = list(found)

@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from rich.progress import track
 
@@ -22,6 +21,7 @@ from checkmate.schedule import FIRST, LAST, stream_elements
 from topologies.crew import Crew
 from topologies.describe import load
 from topologies.lab import Lab
+from topologies.traffic import Operation
 
 TITLE = (
     "Copies: ring AllGather and AllReduce of 4 ranks, 1 channel, frames of 1,500 bytes; bandwidth and frames "
@@ -29,7 +29,6 @@ TITLE = (
 )
 COPIES = (2, 4, 8, 16)
 RANKS, BYTES, ITERATIONS = 4, 12_000_000, 4
-Operation = Literal["allgather", "allreduce"]
 OPERATIONS: Mapping[Operation, int] = {"allgather": 1, "allreduce": 2}
 """Each, and how often it sends all chunks round the ring."""
 

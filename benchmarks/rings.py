@@ -7,7 +7,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Literal
 
 from pyroute2 import IPRoute
 
@@ -16,7 +15,7 @@ from topologies.crew import Crew
 from topologies.lab import Lab
 from topologies.runner import Outcome, Traffic
 from topologies.serving import serving
-from topologies.traffic import Load
+from topologies.traffic import Load, Operation
 
 _SECONDS = 300.0
 _RECEIVE_BUFFER = 16 << 20
@@ -36,7 +35,7 @@ def gather(
     iterations: int,
     *,
     tagged: bool,
-    operation: Literal["allgather", "allreduce"] = "allgather",
+    operation: Operation = "allgather",
 ) -> Outcome:
     """Rings gather, or reduce, `nbytes` of tensors in `iterations`; shadow nodes read copies where tagged."""
     load = Load(

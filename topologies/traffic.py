@@ -11,6 +11,7 @@ from checkmate.shadow.connect import RECEIVE_BUFFER
 from controlplane.network import Network
 from topologies.describe import BadDescription, Topology
 
+Operation = Literal["allgather", "allreduce"]
 BUCKET_BYTES: Final = 25_000_000
 _DTYPES: Final = {4: "float32", 2: "bfloat16"}
 
@@ -40,7 +41,7 @@ class Load:
     tagged: bool = True
     digest: bool = True
     verify: Literal["each", "last", "none"] = "each"
-    operation: Literal["allgather", "allreduce"] = "allgather"
+    operation: Operation = "allgather"
     pause: float = 0.0
     receive_buffer: int = RECEIVE_BUFFER
     tails: tuple[Tail, ...] = ()

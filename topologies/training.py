@@ -167,10 +167,14 @@ class Training:
         for member in self.shadows.values():
             self.crew.stop(member)
 
-    def status(self, node: int) -> dict[str, Any]:
-        """What a shadow node has said last of itself (`checkmate shadow --json`, once a second)."""
+    def statuses(self, node: int) -> list[dict[str, Any]]:
+        """What a shadow node has said of itself so far (`checkmate shadow --json`, once a second)."""
         said = self.shadows[f"shadow{node}"].said().rpartition("\n")[0]
-        return dict(json.loads(said.splitlines()[-1]))
+        return [json.loads(line) for line in said.splitlines()]
+
+    def status(self, node: int) -> dict[str, Any]:
+        """What a shadow node has said last of itself."""
+        return self.statuses(node)[-1]
 
     def keep_logs(self) -> None:
         """Copy the lab's logs, which go with it, to `folder`: what happened is asked later."""

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from checkmate.consolidate.choose import Shard
+
 NEVER: Final = -2
 """Before iteration -1, which is the state before the first iteration."""
 
-Shard = tuple[int, int]
-"""A DP group's index, and a shadow id in it."""
 Kept = tuple[Shard, int]
 """A hold that isn't live, but whose state is whole, and the iteration that it stepped last."""
 

@@ -12,13 +12,14 @@ from typing import Final, Literal
 
 import grpc
 
+from checkmate.consolidate.choose import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import Job
 from checkmate.training import target
 from checkmate.training.client import Stubs, reason
 from checkmate.training.session import all_shards
-from checkmate.training.target import Missing, Shard, Target
+from checkmate.training.target import Missing, Target
 
 _log: Final = logging.getLogger("checkmate")
 

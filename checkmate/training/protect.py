@@ -91,11 +91,8 @@ class Protection:
         self._start = start
         self._troubles: dict[int, str] = {}
         self._closed = False
-        self._last, self._patience, self._deadline = (
-            False,
-            0.0,
-            0.0,
-        )  # of `close`: where we don't come to be, nothing is waited for
+        # Of `close`: where we don't come to be, nothing is waited for.
+        self._last, self._patience, self._deadline = False, 0.0, 0.0
         self._pid = os.getpid()
         with ExitStack() as undo:
             undo.callback(stubs.close)

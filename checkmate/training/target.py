@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from checkmate.consolidate.choose import INCARNATIONS, newest_incarnation
+from checkmate.consolidate.choose import INCARNATIONS, Shard, newest_incarnation
 from checkmate.rpc import shadow_pb2 as pb
-
-Shard = tuple[int, int]
-"""A DP group's index, and a shadow id in it."""
 
 
 @dataclass(frozen=True)
