@@ -57,6 +57,7 @@ class Training:
         )
         self.incarnation = 0
         self.run = RUN
+        self.start = b""
         self.last = False
         """Whether the next record says that no iteration follows."""
         self.buffers: dict[str, torch.Tensor] = {}
@@ -87,6 +88,7 @@ class Training:
         """Begin, on these nodes, and open their Record streams; the warnings."""
         found: list[str] = []
         self.run = run
+        self.start = other.get("start", self.start)
         for node in nodes:
             request = self.begin_request(keep=keep, run=run)
             for name, value in other.items():
@@ -112,6 +114,7 @@ class Training:
             device="cpu",
             ranks=self.ranks,
             run=run,
+            start=self.start,
             buffers=sorted(self.buffers),
         )
 
@@ -122,6 +125,7 @@ class Training:
             job=self.job.job,
             incarnation=self.incarnation,
             run=self.run,
+            start=self.start,
             shard=pb.Shard(group=self.group, shard=shard),
             iteration=self.iteration,
             parameters=numbers,
@@ -164,6 +168,7 @@ class Training:
             job=self.job.job,
             incarnation=self.incarnation,
             run=self.run,
+            start=self.start,
             group=self.group,
             position=position,
             iteration=self.iteration,

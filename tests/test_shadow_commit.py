@@ -210,10 +210,10 @@ def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_wh
 
 
 def test_another_start_of_the_same_incarnation_is_not_heard() -> None:
-    made = Committee(0, range(2), 4, began=100.0, start="second")
-    made.heard(1, Progress(4, 20, 19, True, start="first"), 100.1)
+    made = Committee(0, range(2), 4, began=100.0, start=b"second")
+    made.heard(1, Progress(4, 20, 19, True, start=b"first"), 100.1)
     assert made.committed == NEVER
-    made.heard(1, Progress(4, 1, 0, True, start="second"), 100.2)
+    made.heard(1, Progress(4, 1, 0, True, start=b"second"), 100.2)
     assert made.committed == 0
 
 

@@ -254,7 +254,7 @@ def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., W
     assert list(reusable(old, request, training.layout)) == old.holds
 
 
-@pytest.mark.parametrize("other", [{"run": "second"}, {"start": "second", "keep": True}])
+@pytest.mark.parametrize("other", [{"run": "second"}, {"start": b"second", "keep": True}])
 def test_another_start_of_training_with_the_same_incarnation_is_told_apart(
     world: Callable[..., World], other: dict[str, Any]
 ) -> None:
@@ -286,9 +286,9 @@ def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callab
             stage.iterate()
     here.stepped(2)
     again = here.training(group=0)
-    again.begin([0], start="second")
+    again.begin([0], start=b"second")
     node = here.nodes[0].node
-    assert (node.committee.start, node.committee.committed) == ("second", NEVER)
+    assert (node.committee.start, node.committee.committed) == (b"second", NEVER)
     node.touch()
     assert node.committee.mine.stepped == NEVER
 
@@ -343,6 +343,22 @@ def test_seeds_that_come_late_leave_a_live_hold_alone(world: Callable[..., World
     assert hold.load(5, [(number, torch.zeros_like(tensor), values)]) == []
     assert hold.replica.at[number] == 0
     check_now(here, training)
+
+
+def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., World]) -> None:
+    """A dying trainer's seeds may still come: what a restart was promised stays as it is."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    fence(here, training)
+    settle(here, training, 0)
+    hold = here.nodes[0].node.groups[0].holds[0]
+    hold.live = False  # as one that had a gap before, and has what is asked for
+    number = hold.parameters[0]
+    tensor, values = training.states[0][number]
+    assert hold.load(5, [(number, torch.zeros_like(tensor), values)]) == []
+    training.check(0, 0, 0)
 
 
 def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None:

@@ -127,6 +127,26 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
             assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
 
 
+def test_seeds_and_records_of_another_start_are_refused() -> None:
+    """A run goes on over restarts: after 256 of them both its name and the incarnation are the same."""
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        stub.Begin(request_of(job, incarnation=7, run="one", start=b"now"), timeout=5)
+        header = pb.SeedHeader(job=job.job, incarnation=7, run="one", shard=pb.Shard(), iteration=-1)
+        part = pb.RecordPart(job=job.job, incarnation=7, run="one", iteration=0, answer=True)
+        for part.start in (b"then", b""):
+            header.start = part.start
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, "another start of training"):
+                stub.Seed(state.to_seeds(header, ()), timeout=5)
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, "another start of training"):
+                list(stub.Record(iter([part]), timeout=5))
+        assert not status(job, 0).holds[0].seeded
+        part.start = header.start = b"now"
+        assert [r.iteration for r in stub.Record(iter([part]), timeout=5)] == [0]
+        assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
+
+
 def test_trainers_with_other_software_are_warned() -> None:
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0) as channel:

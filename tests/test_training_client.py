@@ -195,7 +195,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line = Line(shadow_node(node), stub, None, lambda *_: None)
     line.start()
     acknowledged = {(0, 0): 0}
-    author = Author("demo", 7, "first", 1, 3, 1)
+    author = Author("demo", 7, "first", b"start", 1, 3, 1)
     publisher = Publisher(
         author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()), lambda _: None
     )
@@ -211,6 +211,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line.close()
     sent = node.records[1]
     assert (sent.job, sent.incarnation, sent.group, sent.position) == ("demo", 7, 1, 3)
+    assert (sent.run, sent.start) == ("first", b"start")
     assert [(e.side, e.channel, e.shard, e.end) for e in sent.ends] == [(1, 0, 0, 100)]
     assert state.loads(sent.extra) == {"at": 4}
     assert not sent.HasField("step")  # it isn't the group's first rank
@@ -226,7 +227,7 @@ class Unwilling:
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
     faults: list[Exception] = []
-    publisher = Publisher(Author("demo", 0, "first", 0, 1, None), [], lambda _: True, faults.append)
+    publisher = Publisher(Author("demo", 0, "first", b"start", 0, 1, None), [], lambda _: True, faults.append)
     publisher.put(Noted(0, {}, {}, extra))
     publisher.close(SECONDS)
     assert isinstance(faults[0], state.StateError)

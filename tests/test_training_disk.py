@@ -74,7 +74,7 @@ class Script:
             self.scheduler.step()
             self.optimizer.zero_grad()
         recorder.close(last=True)
-        parts = [to_part(Author(JOB.job, 1, "first", 0, 0, 0), noted) for noted in emitted]
+        parts = [to_part(Author(JOB.job, 1, "first", b"start", 0, 0, 0), noted) for noted in emitted]
         for part in parts:
             if part.buffers:
                 changed = state.loads(part.buffers)

@@ -111,11 +111,12 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
     for shard, node in enumerate(nodes):
         seeded = [number for header, found in node.seeds for number in found]
         assert sorted(seeded) == sorted(layout.of_shard(shard))
-        assert {(header.iteration, header.run) for header, _ in node.seeds} == {(-1, begin.run)}
+        seeds = {(header.iteration, header.run, header.start) for header, _ in node.seeds}
+        assert seeds == {(-1, begin.run, begin.start)}
         for position in range(2):
             sent = records(node, position)
             assert [part.iteration for part in sent] == [0, 1, 2, 3]
-            assert {(part.incarnation, part.run) for part in sent} == {(begin.incarnation, begin.run)}
+            assert {(part.incarnation, part.run, part.start) for part in sent} == {said}
             assert [state.loads(part.extra) for part in sent] == [{"seen": n + 1} for n in range(4)]
             check_ends(sent, layout, position)
         assert [part.step.last for part in records(node, 0)] == [False, False, False, True]

@@ -28,7 +28,7 @@ from checkmate.training.slices import EXACT_BYTES, Buffers, Rotation, Slices, fi
 from checkmate.training.steps import Steps
 from tests.training_alone import alone
 
-AUTHOR = Author("job", 3, "first", 0, 0, 0)
+AUTHOR = Author("job", 3, "first", b"start", 0, 0, 0)
 
 
 class Model(nn.Module):

@@ -207,6 +207,7 @@ class SeedHeader(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     iteration: builtins.int
@@ -215,6 +216,8 @@ class SeedHeader(google.protobuf.message.Message):
     """Fetch only: Layout.to_json"""
     run: builtins.str
     """as in BeginRequest: incarnations come round"""
+    start: builtins.bytes
+    """as in BeginRequest"""
     @property
     def shard(self) -> Global___Shard: ...
     @property
@@ -251,10 +254,11 @@ class SeedHeader(google.protobuf.message.Message):
         run: builtins.str = ...,
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         buffers: collections.abc.Iterable[builtins.str] | None = ...,
+        start: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer", "record", b"record", "shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard", "start", b"start"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SeedHeader: typing_extensions.TypeAlias = SeedHeader
@@ -637,8 +641,8 @@ class BeginRequest(google.protobuf.message.Message):
     """Names what iterations belong to: another one where training starts anew or from a disk, the same where it was
     restored from shadow nodes. What two runs have computed is never mixed, whatever their iterations.
     """
-    start: builtins.str
-    """Tells starts of training apart: incarnations come round, and a run goes on over restarts."""
+    start: builtins.bytes
+    """Tells starts of training apart: incarnations come round, and a run goes on over restarts. A UUID, 16 bytes."""
     @property
     def optimizer(self) -> Global___OptimizerSpec: ...
     @property
@@ -669,7 +673,7 @@ class BeginRequest(google.protobuf.message.Message):
         run: builtins.str = ...,
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         buffers: collections.abc.Iterable[builtins.str] | None = ...,
-        start: builtins.str = ...,
+        start: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
@@ -715,6 +719,7 @@ class RecordPart(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     group: builtins.int
@@ -731,6 +736,8 @@ class RecordPart(google.protobuf.message.Message):
     """a reply is wanted"""
     run: builtins.str
     """as in BeginRequest: incarnations come round"""
+    start: builtins.bytes
+    """as in BeginRequest"""
     @property
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StreamEnd]:
         """boundary ranks only"""
@@ -752,10 +759,11 @@ class RecordPart(google.protobuf.message.Message):
         step: Global___Step | None = ...,
         answer: builtins.bool = ...,
         run: builtins.str = ...,
+        start: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "run", b"run", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart
@@ -1144,7 +1152,7 @@ class Progress(google.protobuf.message.Message):
     """seconds for which its fullest socket buffer lasts"""
     pressed: builtins.bool
     """both sets of buckets of a live hold are full, and what comes next can't wait for long"""
-    start: builtins.str
+    start: builtins.bytes
     """as in BeginRequest"""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]:
@@ -1165,7 +1173,7 @@ class Progress(google.protobuf.message.Message):
         shards: collections.abc.Iterable[Global___Shard] | None = ...,
         kept: collections.abc.Iterable[Global___Kept] | None = ...,
         pressed: builtins.bool = ...,
-        start: builtins.str = ...,
+        start: builtins.bytes = ...,
     ) -> None: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "kept", b"kept", "live", b"live", "node", b"node", "patience", b"patience", "pressed", b"pressed", "shards", b"shards", "start", b"start", "stepped", b"stepped"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -1210,7 +1218,7 @@ class Decision(google.protobuf.message.Message):
     """all live holds step up to this iteration"""
     active: builtins.bool
     """it is live: if none with a lower id is, it decides (a fenced one, that nothing more is stepped)"""
-    start: builtins.str
+    start: builtins.bytes
     """as in BeginRequest"""
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
@@ -1221,7 +1229,7 @@ class Decision(google.protobuf.message.Message):
         step_to: builtins.int = ...,
         active: builtins.bool = ...,
         kept: collections.abc.Iterable[Global___Kept] | None = ...,
-        start: builtins.str = ...,
+        start: builtins.bytes = ...,
     ) -> None: ...
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "start", b"start", "step_to", b"step_to"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...

@@ -42,7 +42,7 @@ class Progress:
     shards: frozenset[Shard] = frozenset()
     kept: tuple[Kept, ...] = ()
     pressed: bool = False
-    start: str = ""
+    start: bytes = b""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Committee:
     incarnation: int
     began: float
     committed: int = NEVER
-    start: str = ""
+    start: bytes = b""
     mine: Progress = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ class Refused(Exception):
         self.precondition = precondition
 
 
-Start = tuple[int, str, int, str]
+Start = tuple[int, str, int, bytes]
 """A start of training: incarnation, run, first iteration, and what tells it from others of the same."""
 
 
@@ -91,6 +91,32 @@ def check_job(job: Job, name: str) -> None:
     """`Refused` where a call is about another job."""
     if name != job.job:
         raise Refused(f"job {name or '(unnamed)'}: this node belongs to job {job.job}")
+
+
+def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader) -> None:
+    """`Refused` where a record or seeds are of another start of training than their group's `Begin`.
+
+    Incarnations come round after 256 starts, and a run goes on over restarts: one alone doesn't tell.
+    """
+    number = begin.group
+    if begin.incarnation != said.incarnation:
+        raise Refused(
+            f"DP group {number} has not begun incarnation {said.incarnation} here; "
+            f"incarnation {begin.incarnation} has",
+            precondition=True,
+        )
+    if begin.run != said.run:
+        raise Refused(
+            f"run {said.run or '(unnamed)'}: DP group {number} is in run {begin.run} here, in the same "
+            f"incarnation {said.incarnation}",
+            precondition=True,
+        )
+    if begin.start != said.start:
+        raise Refused(
+            f"DP group {number} is in another start of training here, of the same incarnation "
+            f"{said.incarnation} and run {said.run}",
+            precondition=True,
+        )
 
 
 def warnings(request: pb.BeginRequest) -> list[str]:

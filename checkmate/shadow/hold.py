@@ -203,8 +203,8 @@ class Hold:
         """Take parameters as they are after `iteration`; the late ones, whose next gradients are gone."""
         late: list[int] = []
         with self.lock:
-            if self.live:
-                return late  # duplicates
+            if self.live or self.settled:
+                return late  # duplicates, or of a start that is over
             for number, tensor, values in seeds:
                 if self.replica.at.get(number, iteration - 1) >= max(iteration, self.released):
                     continue  # it has come before

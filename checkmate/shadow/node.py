@@ -21,7 +21,7 @@ from checkmate.shadow import memory
 from checkmate.shadow.commit import NEVER, Committee, Progress
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from checkmate.shadow.connecting import Connector
-from checkmate.shadow.group import Group, Refused, Start, check_job, start_of
+from checkmate.shadow.group import Group, Refused, Start, check_job, check_start, start_of
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.inlet import Inlet
 from checkmate.shadow.receive import Reader
@@ -72,7 +72,7 @@ class Node:
         self._stepper = threading.Thread(target=self._step_forever, name="steps", daemon=True)
         self._stepper.start()
 
-    def new_committee(self, incarnation: int, start: str = "") -> Committee:
+    def new_committee(self, incarnation: int, start: bytes = b"") -> Committee:
         """A view of the job's nodes at the start of an incarnation; -1: none has begun."""
         ids = [node.id for node in self.job.shadow_nodes]
         return Committee(self.id, ids, incarnation, time.monotonic(), start=start)
@@ -89,21 +89,16 @@ class Node:
         """Holds of the present start of training: a group that has not begun it has no say in it."""
         return ((group, hold) for group, hold in self.holds if start_of(group.begin) == self.start)
 
-    def group(self, job: str, number: int, incarnation: int, run: str) -> Group:
-        """The group that trainers of an incarnation of a run mean; `Refused` where it has not begun here."""
-        check_job(self.job, job)
+    def group(self, number: int, said: pb.RecordPart | pb.SeedHeader) -> Group:
+        """The group that trainers speak of; `Refused` where it has not begun here, or in another start."""
+        check_job(self.job, said.job)
         group = self.groups.get(number)
-        if group is None or group.begin.incarnation != incarnation:
-            have = f"incarnation {group.begin.incarnation} has" if group else "none has"
+        if group is None:
             raise Refused(
-                f"DP group {number} has not begun incarnation {incarnation} here; {have}", precondition=True
-            )
-        if group.begin.run != run:
-            raise Refused(
-                f"run {run or '(unnamed)'}: DP group {number} is in run {group.begin.run} here, in the same "
-                f"incarnation {incarnation}",
+                f"DP group {number} has not begun incarnation {said.incarnation} here; none has",
                 precondition=True,
             )
+        check_start(group.begin, said)
         return group
 
     def touch(self) -> None:

@@ -105,6 +105,7 @@ def _header(node: Node, group: Group, hold: Hold, request: pb.FetchRequest) -> p
         layout=group.begin.layout,
         optimizer=group.begin.optimizer,
         run=group.begin.run,
+        start=group.begin.start,
         names=group.begin.names,
         buffers=group.begin.buffers,
     )

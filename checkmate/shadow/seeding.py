@@ -32,7 +32,7 @@ _IDLE_SECONDS = 0.1
 def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     """Take parameters; those whose next gradients are gone must come again. `StateError`, `Refused`."""
     header = seeds.header
-    group = node.group(header.job, header.shard.group, header.incarnation, header.run)
+    group = node.group(header.shard.group, header)
     hold = group.hold(header.shard.shard)
     parameters = seeds.all()
     late = hold.load(header.iteration, ((n, t, s) for n, (t, s) in parameters.items()))
@@ -44,7 +44,7 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
 
 def record(node: Node, part: pb.RecordPart) -> pb.RecordReply | None:
     """Take a rank's part of a step record; the answer, where it wants one, says what that rank is to seed."""
-    group = node.group(part.job, part.group, part.incarnation, part.run)
+    group = node.group(part.group, part)
     with node.changed:
         group.records.add(part, time.monotonic())
         node.refresh()
@@ -132,7 +132,7 @@ class Copier:
             request = pb.FetchRequest(job=job, shard=shard, iteration=iteration, parameters=wanted)
             seeds = state.from_seeds(stub.Fetch(request, timeout=_FETCH_SECONDS))
             begin, header = group.begin, seeds.header
-            if (header.incarnation, header.run) != (begin.incarnation, begin.run):
+            if (header.incarnation, header.run, header.start) != (begin.incarnation, begin.run, begin.start):
                 return False
             parameters = seeds.all()
         finally:

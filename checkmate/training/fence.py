@@ -45,7 +45,7 @@ class Plan:
     iteration: int = -1
     holders: Mapping[Shard, list[int]] = field(default_factory=dict)
     trouble: str = ""
-    start: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
     """Tells this start from others: incarnations come round, and a run goes on over restarts."""
 
 

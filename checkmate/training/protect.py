@@ -159,7 +159,9 @@ class Protection:
 
     def _author(self) -> Author:
         place, plan = self.session, self._start.plan
-        return Author(place.job.job, plan.incarnation, plan.run, place.group, place.position, place.side)
+        return Author(
+            place.job.job, plan.incarnation, plan.run, plan.start, place.group, place.position, place.side
+        )
 
     def _new_line(self, node: ShadowNode, undo: ExitStack) -> Line:
         begin = self._begin_request if self.session.first else None
@@ -266,6 +268,7 @@ class Protection:
             job=self.session.job.job,
             incarnation=self.incarnation,
             run=self._start.plan.run,
+            start=self._start.plan.start,
             shard=pb.Shard(group=self.session.group, shard=shard),
             iteration=iteration,
             record=record,

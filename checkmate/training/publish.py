@@ -33,6 +33,7 @@ class Author:
     job: str
     incarnation: int
     run: str
+    start: bytes
     group: int
     position: int
     side: int | None
@@ -44,6 +45,7 @@ def to_part(author: Author, noted: Noted) -> pb.RecordPart:
         job=author.job,
         incarnation=author.incarnation,
         run=author.run,
+        start=author.start,
         group=author.group,
         position=author.position,
         iteration=noted.iteration,
