@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from checkmate.cli.common import AsJson, JobArgument, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.shadow import stopping
@@ -54,8 +55,9 @@ def consolidate(
     """Write the newest iteration that the shadow nodes have, as plain PyTorch loads it.
 
     It reads, while training goes on or after its end, and stops nothing. A checkpoint is written whole or
-    not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again. Exit status 8 where
-    no iteration is whole within --timeout; the message names what is missing. 3 where no node can be reached.
+    not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again: it says so when that
+    begins and when it is over. Exit status 8 where no iteration is whole within --timeout; the message names
+    what is missing. 3 where no node can be reached.
 
     Example: checkmate consolidate jobs/gpt.yaml --out checkpoint/
     """
@@ -80,7 +82,8 @@ def consolidate(
                 keep,
                 stopped,
                 (lambda saved: print(json.dumps(_data(saved)), flush=True)) if as_json else _say,
-                lambda text: err.print(f"[yellow]waiting:[/yellow] {text.replace('[', '(')}", soft_wrap=True),
+                _waiting,
+                lambda: err.print("[green]going on:[/green] the checkpoint can be had again"),
             )
 
 
@@ -89,7 +92,12 @@ def _nodes(job: Job) -> Iterator[Nodes]:
     """The job's nodes, with progress on a terminal."""
     from checkmate.consolidate.nodes import Nodes  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(f"reading job {job.job}", total=None)
         with Nodes(job, lambda nbytes: progress.advance(task, nbytes)) as nodes:
@@ -106,6 +114,10 @@ def _quiet_nodes(job: Job, stopped: threading.Event) -> Iterator[Nodes]:
 
 def _data(saved: Saved) -> dict[str, object]:
     return {**asdict(saved), "path": str(saved.path), "seconds": round(saved.seconds, 3)}
+
+
+def _waiting(text: str) -> None:
+    err.print(Text.assemble(("waiting:", "yellow"), f" {text}"), soft_wrap=True)
 
 
 def _say(saved: Saved) -> None:

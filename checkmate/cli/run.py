@@ -96,7 +96,7 @@ async def _work(fleet: Fleet, files: JobFiles, *, once: bool, load: bool, live: 
 
 
 async def _apply(fleet: Fleet, files: JobFiles, load: bool) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         rows = {}
 
@@ -109,7 +109,8 @@ async def _apply(fleet: Fleet, files: JobFiles, load: bool) -> None:
     for report in done:
         loaded = "program loaded, " if report.loaded else ""
         written = counted(report.updates, "update")
-        out.print(f"switch {report.switch}: {loaded}{written} written in {report.seconds:.2f} s")
+        line = f"switch {report.switch}: {loaded}{written} written in {report.seconds:.2f} s"
+        out.print(line, markup=False)
 
 
 async def _view(fleet: Fleet) -> None:

@@ -12,12 +12,15 @@ import torch
 
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.choose import Lacking
+from checkmate.consolidate.choose import Lacking, NoAnswer
 from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
+from checkmate.schema import Job
 from checkmate.state import StateError
 
 POLL_SECONDS = 0.3
 AGAIN_SECONDS = 10.0
+_NAMED = 3
+"""Of nodes that can't be reached."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,18 @@ def follow(
     stopped: threading.Event,
     saved: Callable[[Saved], None],
     trouble: Callable[[str], None],
+    over: Callable[[], None] = lambda: None,
 ) -> None:
     """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had,
     and the last one of all.
 
     The last `keep` stay in `folder`. Until `stopped`: what can't be had now is told to `trouble`, once, and
-    tried again; what can't be written is told as well, and the next one is tried.
+    tried again; `over` is called once it can be had. What can't be written is told as well, and the next one
+    is tried.
     """
     disk.clear_unfinished(folder)
     due, told, ended = -1, "", False
+    waiting = _Waiting(nodes.job, trouble, over)
     newest = ("", -1)  # that is saved: its run and iteration
     while not stopped.is_set():
         try:
@@ -76,6 +82,7 @@ def follow(
                 disk.keep(folder, keep)
                 due = next_due(snapshot.iteration + 1, every)
             told = ""
+            waiting.end()
         except disk.DiskError as error:
             due = next_due(due + 1, every)
             if not (ended and str(error) == told):
@@ -84,10 +91,40 @@ def follow(
             if ended:
                 stopped.wait(AGAIN_SECONDS)  # nothing else comes: the last one is tried again
         except (Lacking, Missing, StateError) as error:
-            if str(error) != told:
-                trouble(str(error))
-            told = str(error)
+            waiting.for_(error)
         stopped.wait(POLL_SECONDS)
+
+
+class _Waiting:
+    """Tells of a time in which nothing can be had: when it begins, of shards that join in, when it is over.
+
+    How nodes put it changes from attempt to attempt, as they are started again and seeded: that is no news.
+    """
+
+    def __init__(self, job: Job, begun: Callable[[str], None], over: Callable[[], None]) -> None:
+        self._job, self._begun, self._over = job, begun, over
+        self._told: set[object] = set()
+
+    def for_(self, error: Lacking | Missing | StateError) -> None:
+        """Another attempt has failed."""
+        lacking = error if isinstance(error, Lacking) else error.__cause__
+        of = set(lacking.shards) if isinstance(lacking, Lacking) else {str(error)}
+        if not of <= self._told:
+            self._begun(_unreached(self._job, lacking) if isinstance(lacking, NoAnswer) else str(error))
+        self._told |= of
+
+    def end(self) -> None:
+        """An attempt has not failed."""
+        if self._told:
+            self._over()
+        self._told.clear()
+
+
+def _unreached(job: Job, error: NoAnswer) -> str:
+    """Each node once, though it holds several shards."""
+    said = list(dict.fromkeys(text for troubles in error.shards.values() for text in troubles))
+    more = f", and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
+    return f"no shadow node of job {job.job} can be reached: {', '.join(said[:_NAMED])}{more}"
 
 
 def next_due(iteration: int, every: int) -> int:

@@ -6,6 +6,7 @@ training goes on meanwhile (design, section 7, *Commit*).
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,10 @@ ANSWER_SECONDS: Final = 5.0
 STEP_SECONDS: Final = 10.0
 """An iteration that isn't stepped so soon may never be: another one is named."""
 AGAIN_SECONDS: Final = 0.2
+_ROOT: Final = re.compile(
+    r"(?:ipv[46]|unix):\S+: (?:Failed to connect to remote host: )?(?:[a-z_]+: )?(?P<why>.+?)(?: \(\d+\))?$"
+)
+"""In gRPC's `... last error: UNKNOWN: ipv4:10.0.0.1:70: Failed to connect to remote host: connect: why (111)`"""
 _MARGINS: Final = (0, 1, 2, 4, 8)
 """How far ahead of the newest iteration to name one, where training was faster."""
 
@@ -111,8 +116,8 @@ class Nodes:
                             f"no shadow node of job {self.job.job} can be reached within {timeout:g} s "
                             f"({error}); "
                             "a lab's shadow nodes are reached from its namespace of the controller only"
-                        ) from None
-                    raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from None
+                        ) from error
+                    raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from error
 
     def source(self) -> Source:
         """Where the nodes stand now; `Lacking` where some shard has no node."""
@@ -275,9 +280,21 @@ def _one_group(group: int, shards: Sequence[_Fetched]) -> GroupState:
 
 def _reason(error: Exception) -> str:
     """What went wrong, in one line."""
-    if isinstance(error, grpc.Call):
-        detail = str(error.details() or "").splitlines()
-        if error.code() == grpc.StatusCode.CANCELLED:
-            return f"the iteration was not stepped within {STEP_SECONDS:g} s"
-        return f"{error.code().name}{': ' + detail[0] if detail else ''}"
-    return str(error) or type(error).__name__
+    if not isinstance(error, grpc.Call):
+        return str(error) or type(error).__name__
+    code, detail = error.code(), next(iter(str(error.details() or "").splitlines()), "")
+    if code == grpc.StatusCode.CANCELLED:
+        return f"the iteration was not stepped within {STEP_SECONDS:g} s"
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "gave no answer in time"
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return "another service than a shadow node's is there"
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return f"can't be reached{unreached(detail)}"
+    return f"{code.name}{detail and ': '}{detail}"
+
+
+def unreached(detail: str) -> str:
+    """Of what gRPC says of a connection, only why: ` (Connection refused)`, without number or address."""
+    found = _ROOT.search(detail)
+    return f" ({found['why']})" if found else ""

@@ -1,0 +1,133 @@
+"""`consolidate` where nodes can't be reached: it says so once, says when it is over, and says it plainly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkmate.cli.consolidate import _say, _waiting
+from checkmate.consolidate.follow import Saved, follow
+from checkmate.consolidate.nodes import Nodes, unreached
+from tests.end_hosts import needs_root, wait_until
+from tests.jobs_made import job_data
+from tests.shadow_world import going_on
+from tests.test_consolidate import CHECKMATE, Place
+
+pytestmark = needs_root  # SO_RCVBUFFORCE
+
+
+@pytest.fixture
+def place() -> Iterator[Callable[..., Place]]:
+    with ExitStack() as stack:
+        yield lambda **kwargs: Place(stack, **kwargs)
+
+
+def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
+    place: Callable[..., Place], tmp_path: Path
+) -> None:
+    """And nothing between, though nodes come back one by one, and put it in other words each time."""
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    stopped, said = threading.Event(), list[str]()
+    saved: list[int] = []
+    tries = 0
+
+    class Counted(Nodes):
+        def source(self):  # type: ignore[no-untyped-def]
+            nonlocal tries
+            tries += 1
+            return super().source()
+
+    def tried_again() -> None:
+        before = tries
+        wait_until(lambda: tries >= before + 3, "three more attempts")
+
+    with Counted(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(
+            follow,
+            *(nodes, tmp_path, "torch", 5.0, 1, 5, stopped),
+            lambda one: saved.append(one.iteration),
+            said.append,
+            lambda: said.append("over"),
+        )
+        try:
+            wait_until(lambda: saved == [0], "the first")
+            for node in (0, 1):
+                here.world.stop(node)
+            wait_until(lambda: len(said) == 1, "the trouble")
+            tried_again()
+            for node in (0, 1):
+                here.world.start(node)
+                tried_again()  # they hold nothing
+            (training,) = here.trainings
+            training.begin([0, 1])
+            with going_on(training):
+                wait_until(lambda: said[-1] == "over", "the end of it")
+                wait_until(lambda: len(saved) > 1, "the next")
+        finally:
+            stopped.set()
+            following.result()
+    assert said[1:] == ["over"]
+    assert said[0].startswith("no shadow node of job demo can be reached: shadow node 0 (")
+    assert said[0].count("can't be reached (") == 2
+
+
+@pytest.mark.parametrize(
+    ("detail", "why"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7000: Failed to connect "
+            "to remote host: connect: Connection refused (111)",
+            " (Connection refused)",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7000: "
+            "Ssl handshake failed (TSI_PROTOCOL_FAILURE): CERTIFICATE_VERIFY_FAILED",
+            " (Ssl handshake failed (TSI_PROTOCOL_FAILURE): CERTIFICATE_VERIFY_FAILED)",
+        ),
+        ("Socket closed", ""),
+    ],
+)
+def test_of_what_grpc_says_only_the_reason_is_told(detail: str, why: str) -> None:
+    assert unreached(detail) == why
+
+
+def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "can't write kept/[red]:smile:/iteration-00000001: No space left on device"
+    _waiting(said)
+    path = Path("kept/[red]:smile:")
+    _say(Saved(path, "demo", "run", 1, 1, 1000, 0.1))
+    out, error = capsys.readouterr()
+    assert error == f"waiting: {said}\n"
+    assert out.startswith(f"{path}: iteration 1 of job demo, 1 shard")
+
+
+def test_the_command_waits_in_plain_words(tmp_path: Path) -> None:
+    data = job_data()
+    data["shadow_nodes"][0]["mgmt"] = "127.0.0.1:1"  # refused
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    argv = [*CHECKMATE, "consolidate", str(file), "--out", str(tmp_path / "kept"), "--every", "5"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+        finally:
+            process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait() == 0
+    assert line == (
+        "waiting: no shadow node of job demo can be reached: "
+        "shadow node 0 (127.0.0.1:1): can't be reached (Connection refused)\n"
+    )
+    assert rest == ""
