@@ -15,8 +15,10 @@ HOUR_S: Final = 3600.0
 DAY_HOURS: Final = 24.0
 
 _TIME_S: Final = {
-    "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": HOUR_S, "d": 86_400.0, "y": 365 * 86_400.0
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0,
+    "h": HOUR_S, "d": 86_400.0, "w": 7 * 86_400.0, "y": 365 * 86_400.0,
 }  # fmt: skip
+_SHOWN: Final = ("us", "ms", "s", "min", "h", "d")
 _PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BYTES: Final = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
 _BYTES_A_SECOND: Final = {f"{unit}/s": size for unit, size in _BYTES.items()}
@@ -26,7 +28,10 @@ _BITS_A_SECOND: Final = {
 _FLOPS: Final = {f"{prefix}FLOPS": size for prefix, size in _PREFIXES.items() if prefix}
 _AMOUNT: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _PRICE: Final = {"": 1.0, "$": 1.0, "$/h": 1.0, "$/GPU-hour": 1.0, "$/node-hour": 1.0}
-_PER_HOUR: Final = {"": 1.0, "/h": 1.0, "/d": 1 / 24, "/y": 1 / (365 * 24)}
+_PER_HOUR: Final = {
+    "": 1.0, "/h": 1.0, "/d": 1 / 24, "/w": 1 / (7 * 24), "/y": 1 / (365 * 24),
+    "/hour": 1.0, "/day": 1 / 24, "/week": 1 / (7 * 24), "/year": 1 / (365 * 24),
+}  # fmt: skip
 
 _NUMBER: Final = r"\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?"
 _QUANTITY: Final = re.compile(
@@ -41,7 +46,7 @@ class UnitError(ValueError):
 
 
 def seconds(value: object) -> float:
-    """A time such as `10ms`, `1.2s`, `30min` or `54d`, in seconds; 0 needs no unit."""
+    """A time such as `10ms`, `1.2s`, `30min`, `54d` or `2w`, in seconds; 0 needs no unit."""
     text = _text(value)
     if re.fullmatch(r"0(\.0*)?", text):
         return 0.0
@@ -54,7 +59,7 @@ def price_per_hour(value: object) -> float:
 
 
 def failures_per_hour(value: object) -> float:
-    """Failures of one GPU or one node in an hour: `2e-5`, `0.17/y`, or as seen: `419 in 54d on 16384`."""
+    """Failures of one GPU or node in an hour: `2e-5`, `0.17/y`, `1/week`; as seen: `419 in 54d on 16384`."""
     right = "failures an hour of one GPU or node such as 2e-5, 0.17/y or '419 in 54d on 16384'"
     found = _OBSERVED.fullmatch(_text(value))
     if not found:
@@ -102,7 +107,7 @@ def flops(value: object) -> float:
 
 def show_seconds(value_s: float) -> str:
     """`10 ms`, `4.58 s`, `2.7 min`: three digits, in the unit that suits."""
-    fitting = [unit for unit, size in _TIME_S.items() if unit != "y" and size <= abs(value_s) * (1 + 1e-9)]
+    fitting = [unit for unit in _SHOWN if _TIME_S[unit] <= abs(value_s) * (1 + 1e-9)]
     unit = fitting[-1] if fitting else "s" if not value_s else "us"
     number = value_s / _TIME_S[unit]
     return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
