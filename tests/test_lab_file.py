@@ -60,7 +60,7 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
         (
             {"dp_groups": [{"ranks": RING, "shadow_nodes": [1, 2]}]},
             "dp_groups[0].shadow_nodes[1]",
-            "no shadow node 2 in shadow_nodes; there are 0 to 1",
+            "no shadow node 2 in shadow_nodes; their numbers are 0 to 1",
         ),
         (
             {"dp_groups": [{"ranks": RING, "shadow_nodes": [0, 1, 0]}]},

@@ -149,7 +149,7 @@ def _shadow_list(group: Path, listed: Sequence[int] | None, nodes: int, replicas
     path: Path = (*group, "shadow_nodes")
     for position, node in enumerate(listed or ()):
         if node >= nodes:
-            there = f"there are 0 to {nodes - 1}" if nodes > 1 else "there is 0 alone"
+            there = f"their numbers are 0 to {nodes - 1}" if nodes > 1 else "the only one's number is 0"
             yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; {there}")
         if node in (listed or ())[:position]:
             yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
