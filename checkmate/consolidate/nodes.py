@@ -38,7 +38,7 @@ AGAIN_SECONDS: Final = 0.2
 _ROOT: Final = re.compile(
     r"(?:ipv[46]|unix):\S+: (?:Failed to connect to remote host: )?(?:[a-z_]+: )?(?P<why>.+?)(?: \(\d+\))?$"
 )
-"""In gRPC's `... last error: UNKNOWN: ipv4:10.0.0.1:70: Failed to connect to remote host: connect: why (111)`"""
+"""In gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
 _MARGINS: Final = (0, 1, 2, 4, 8)
 """How far ahead of the newest iteration to name one, where training was faster."""
 
