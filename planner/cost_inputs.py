@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from planner import units
 from planner.cost import Prices, Training
@@ -43,6 +43,9 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "seed": "0",
 }
 """The training of LLaMA3-405B as the paper has it. It says nothing of shadow nodes' failures."""
+
+_NO_ASSUMPTIONS: Final = ("every", "runs", "seed")
+"""Defaults that say nothing of the training, its nodes or their prices."""
 
 
 def _read(parse: Callable[[object], Any], least: str, most: str) -> BeforeValidator:
@@ -89,6 +92,10 @@ _NoTime = Annotated[float, _read(units.seconds, "0s", "30d")]
 _Price = Annotated[float, _read(units.price_per_hour, "0.0001", "1e6")]
 
 
+def _default(key: str) -> Any:
+    return Field(DEFAULTS[key], validate_default=True)
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -122,46 +129,53 @@ class ModelInputs(_Model):
 
 
 class CostInputs(_Model):
-    """Everything that the cost follows from, in seconds, hours and dollars."""
+    """Everything that the cost follows from, in seconds, hours and dollars.
 
-    gpus: _Count
-    failure_rate: _Rate
-    duration: Annotated[float, _read(units.seconds, "1min", "100y")]
-    iteration: _Time | None = None
+    `model_fields_set` has what was given; the rest is `DEFAULTS`.
+    """
+
+    gpus: _Count = _default("gpus")
+    failure_rate: _Rate = _default("failure_rate")
+    duration: Annotated[float, _read(units.seconds, "1min", "100y")] = _default("duration")
+    iteration: _Time = _default("iteration")
     model: ModelInputs | None = None
-    stall: _NoTime | None = None
+    stall: _NoTime = _default("stall")
     parameters: Annotated[float, _read(units.amount, "1", "1e18")] | None = None
     storage: Annotated[float, _read(units.bytes_per_second, "1KB/s", "1e6TB/s")] | None = None
-    every: Annotated[tuple[float, str] | None, BeforeValidator(_every)]
-    price: _Price
-    node_price: Annotated[float, _read(units.price_per_hour, "0", "1e6")]
-    shadow_nodes: Annotated[int | None, BeforeValidator(_share)]
-    dp_groups: Annotated[int | None, BeforeValidator(_share)]
-    replicas: _Count
-    node_failure_rate: _NoRate
-    seeding: _NoTime
-    disk_every: _Time
-    restart: _NoTime
-    runs: Annotated[int, _read(units.count, "0", "1,000,000")]
-    seed: Annotated[int, _read(units.count, "0", "4294967295")]
+    every: Annotated[tuple[float, str] | None, BeforeValidator(_every)] = _default("every")
+    price: _Price = _default("price")
+    node_price: Annotated[float, _read(units.price_per_hour, "0", "1e6")] = _default("node_price")
+    shadow_nodes: Annotated[int | None, BeforeValidator(_share)] = _default("shadow_nodes")
+    dp_groups: Annotated[int | None, BeforeValidator(_share)] = _default("dp_groups")
+    replicas: _Count = _default("replicas")
+    node_failure_rate: _NoRate = _default("node_failure_rate")
+    seeding: _NoTime = _default("seeding")
+    disk_every: _Time = _default("disk_every")
+    restart: _NoTime = _default("restart")
+    runs: Annotated[int, _read(units.count, "0", "1,000,000")] = _default("runs")
+    seed: Annotated[int, _read(units.count, "0", "4294967295")] = _default("seed")
 
     @property
     def iteration_s(self) -> float:
         """Given, or estimated from the model."""
-        if self.iteration is not None:
-            return self.iteration
-        if self.model is None:
-            raise ValueError("neither iteration nor model")
-        return self.model.iteration_s(self.gpus)
+        return self.model.iteration_s(self.gpus) if self.model else self.iteration
 
     @property
     def stall_s(self) -> float:
         """Given, or what writing a checkpoint takes."""
-        if self.stall is not None:
-            return self.stall
         if self.parameters is None or self.storage is None:
-            raise ValueError("neither stall nor parameters and storage")
+            return self.stall
         return checkpoint_seconds(checkpoint_bytes(self.parameters), self.storage)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Keys of what nobody gave, nor anything in its place; not of the simulation."""
+        replaced = {"iteration": self.model, "stall": self.storage}
+        return tuple(
+            key
+            for key in DEFAULTS
+            if key not in self.model_fields_set and replaced.get(key) is None and key not in _NO_ASSUMPTIONS
+        )
 
     @property
     def every_iterations(self) -> int | None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from checkmate.documents import Document, JobError, Located, read_document
 from checkmate.parts import Fault
 from planner import units
-from planner.cost_inputs import DEFAULTS, CostInputs
+from planner.cost_inputs import CostInputs
 
 COMMAND_LINE: Final = Path("command line")
 _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
@@ -40,7 +40,6 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
             given = {name: value for name, value in given.items() if name not in instead or name in flags}
         elif any(name in flags for name in instead):
             given.pop(key, None)
-    replaced = {key for key, instead in _INSTEAD.items() if any(name in given for name in instead)}
     faults = [
         *_alternatives(given),
         *(Fault((key,), _EMPTY) for key, value in given.items() if value is None),
@@ -48,8 +47,7 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
     given = {key: value for key, value in given.items() if value is not None}
     inputs = None
     try:
-        defaults = {key: value for key, value in DEFAULTS.items() if key not in replaced}
-        inputs = CostInputs.model_validate({**defaults, **given})
+        inputs = CostInputs.model_validate(given)
     except ValidationError as error:
         faults += [Fault(tuple(one["loc"]), _message(one)) for one in error.errors()]
     if inputs and not faults:

@@ -73,11 +73,19 @@ class Report:
     dp_groups: int
     replicas: int
     restart_s: float
+    failures_per_node_hour: float
+    seeding_s: float
+    disk_every_s: float
+    assumed: tuple[str, ...]
+    """Keys of the values that nobody gave, as in the YAML."""
     failures: float
     best_interval_iterations: float
     schemes: tuple[Scheme, ...]
     saved_gpu_hours: float
     saved_dollars: float
+    yours_saved_gpu_hours: float | None
+    yours_saved_dollars: float | None
+    """The same against the interval asked for; `None` where none was."""
     break_even_stall_s: float
     extra_ports: int
     extra_ports_share: float
@@ -94,6 +102,7 @@ def report(inputs: CostInputs) -> Report:
     schemes = [_conventional(inputs, "conventional, best", best_every)]
     if inputs.every_iterations is not None:
         schemes.append(_conventional(inputs, "conventional, yours", inputs.every_iterations))
+    yours = schemes[1] if len(schemes) > 1 else None
     checkmate = _checkmate(inputs)
     return Report(
         gpus=training.gpus,
@@ -107,11 +116,17 @@ def report(inputs: CostInputs) -> Report:
         dp_groups=inputs.group_count,
         replicas=inputs.replicas,
         restart_s=inputs.restart,
+        failures_per_node_hour=inputs.node_failure_rate,
+        seeding_s=inputs.seeding,
+        disk_every_s=inputs.disk_every,
+        assumed=inputs.assumed,
         failures=training.failures,
         best_interval_iterations=cost.best_interval_iterations(training, stall_s),
         schemes=(*schemes, checkmate),
         saved_gpu_hours=schemes[0].wasted_gpu_hours - checkmate.wasted_gpu_hours,
         saved_dollars=schemes[0].dollars - checkmate.dollars,
+        yours_saved_gpu_hours=yours and yours.wasted_gpu_hours - checkmate.wasted_gpu_hours,
+        yours_saved_dollars=yours and yours.dollars - checkmate.dollars,
         break_even_stall_s=cost.break_even_stall_s(training, inputs.prices, inputs.node_count),
         extra_ports=cost.extra_ports(inputs.group_count, inputs.replicas),
         extra_ports_share=cost.extra_ports_share(inputs.group_count, training.gpus, inputs.replicas),

@@ -91,6 +91,36 @@ def test_the_simulation_is_beside_the_closed_form_and_seeded() -> None:
     assert spread["p5"] < spread["p50"] < spread["p95"]
 
 
+def test_what_nobody_gave_is_marked_as_assumed(tmp_path: Path) -> None:
+    file = tmp_path / "cost.yaml"
+    file.write_text("gpus: 1024\nprice: 11.06\nrestart: 10min\n")
+    line: list[str | Path] = [file, "--duration", "20d", "--parameters", "8B", "--storage", "1GB/s"]
+    code, output = invoke(*line, "--runs", "10")
+    assert code == 0
+    marks = re.findall(r"│ ([a-z-]+) │ [^│]+ │ (given|assumed) │", output)
+    given = ["gpus", "duration", "stall", "price", "restart"]
+    assert [key for key, mark in marks if mark == "given"] == given
+    assumed = [key.replace("-", "_") for key, mark in marks if mark == "assumed"]
+    assert sorted(assumed) == sorted(data(*line, "--runs", "0")["assumed"])
+    assert {"iteration", "failure_rate", "shadow_nodes", "seeding"} <= set(assumed)
+    assert set(assumed) <= set(DEFAULTS)
+
+
+def test_yours_is_held_against_checkmate_too() -> None:
+    code, output = invoke("--every", "30min", "--runs", "0")
+    assert code == 0
+    assert (
+        "Against yours, a checkpoint every 393 iterations, Checkmate wastes 1,725,956 GPU-hours less, "
+        "and costs $18.88 million less." in output
+    )
+    found = data("--every", "30min", "--runs", "0")
+    _, yours, ours = found["schemes"]
+    assert found["yours_saved_dollars"] == yours["dollars"] - ours["dollars"]
+    without = data("--runs", "0")
+    assert (without["yours_saved_gpu_hours"], without["yours_saved_dollars"]) == (None, None)
+    assert "yours" not in invoke("--runs", "0")[1]
+
+
 def test_a_stall_can_be_what_writing_takes() -> None:
     assert data("--parameters", "405B", "--storage", "2TB/s", "--runs", "0")["stall_s"] == pytest.approx(
         1.215

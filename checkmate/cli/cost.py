@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.pictures import PlotFile, check_picture, draw
-from checkmate.wording import counted
 
 if TYPE_CHECKING:
     from planner.cost_inputs import CostInputs
-    from planner.cost_report import Report, Scheme, Simulated
+    from planner.cost_report import Report, Scheme
 
 _File = Annotated[Path | None, typer.Argument(help="YAML of these values; options go over it.")]
 _Value = str | None
@@ -79,8 +77,8 @@ def cost(
 ) -> None:
     """Work out what checkpoints cost, conventional ones and Checkmate's, in GPU-hours and dollars.
 
-    The model is the Checkmate paper's; all defaults are its figures for LLaMA3-405B. Beside the closed form
-    stands a simulation of failures, which shows the spread.
+    The model is the Checkmate paper's; all defaults are its figures for LLaMA3-405B, and what is not given is
+    marked as assumed. Beside the closed form stands a simulation of failures, which shows the spread.
 
     Example: checkmate cost --gpus 1024 --iteration 900ms --stall 2s --every 30min --price 3.50 --plot x.png
     """
@@ -139,72 +137,11 @@ def _draw(file: Path, inputs: CostInputs) -> None:
 
 
 def _print(report: Report) -> None:
-    from planner.units import show_dollars, show_seconds  # noqa: PLC0415
+    from planner import cost_tables  # noqa: PLC0415
 
-    _say(
-        f"{counted(report.gpus, 'GPU')} for {show_seconds(report.duration_s)},",
-        f"{report.failures:,.1f} failures expected.",
-        f"An iteration takes {show_seconds(report.iteration_s)};",
-        f"a conventional checkpoint stalls training for {show_seconds(report.stall_s)}.",
-    )
-    out.print(_table(report))
-    less = report.saved_dollars >= 0
-    dollars = f"{show_dollars(abs(report.saved_dollars))} {'less' if less else 'more'}"
-    _say(
-        "Against conventional checkpoints at their best, Checkmate",
-        f"wastes {report.saved_gpu_hours:,.0f} GPU-hours less, and costs {dollars}.",
-        f"It costs less where a checkpoint stalls for more than {show_seconds(report.break_even_stall_s)}.",
-    )
-    _say(
-        f"It takes {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports,",
-        "and as many NICs and transceivers:",
-        f"{report.extra_ports_share:.2%} of the cluster's.",
-    )
-
-
-def _say(*parts: str) -> None:
-    out.print(" ".join(parts), markup=False, soft_wrap=True)
-
-
-def _table(report: Report) -> Table:
-    table = Table("over the run")
-    for scheme in report.schemes:
-        table.add_column(scheme.name.replace(", ", ",\n"), justify="right")
-    for what, *cells in zip(*map(_rows, report.schemes), strict=True):
-        table.add_row(what[0], what[1], *(cell[1] for cell in cells))
-    simulated = [(scheme.simulated, scheme) for scheme in report.schemes]
-    runs = [_simulated_rows(found, scheme) for found, scheme in simulated if found]
-    if runs:
-        table.add_section()
-        for what, *cells in zip(*runs, strict=True):
-            table.add_row(what[0], what[1], *(cell[1] for cell in cells))
-    return table
-
-
-def _rows(scheme: Scheme) -> list[tuple[str, str]]:
-    from planner.units import show_dollars, show_seconds  # noqa: PLC0415
-
-    return [
-        ("iterations (interval)", f"{scheme.every_iterations:,} ({show_seconds(scheme.interval_s)})"),
-        ("GPU-hours repeated", f"{scheme.repeated_gpu_hours:,.0f}"),
-        ("GPU-hours stalled", f"{scheme.stalled_gpu_hours:,.0f}"),
-        ("[bold]GPU-hours wasted[/bold]", f"[bold]{scheme.wasted_gpu_hours:,.0f}[/bold]"),
-        ("CPU-node hours", f"{scheme.node_hours:,.0f}"),
-        ("[bold]dollars[/bold]", f"[bold]{show_dollars(scheme.dollars)}[/bold]"),
-    ]
-
-
-def _simulated_rows(found: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
-    from planner.units import show_dollars  # noqa: PLC0415
-
-    spread = found.wasted_gpu_hours
-    return [
-        (f"in {found.runs:,} simulated runs", ""),
-        ("GPU-hours wasted, mean", f"{found.wasted_gpu_hours_mean:,.0f}"),
-        ("  in restarts", f"{found.restarting_gpu_hours_mean:,.0f}"),
-        ("  5% of runs below", f"{spread['p5']:,.0f}"),
-        ("  95% of runs below", f"{spread['p95']:,.0f}"),
-        ("dollars, mean", show_dollars(found.dollars_mean)),
-        ("failures, mean", f"{found.failures_mean:,.1f}"),
-        ("  back to the disk", f"{found.disk_fallbacks_mean:,.2f}" if scheme.node_hours else "all"),
-    ]
+    expected, *rest = cost_tables.sentences(report)
+    out.print(cost_tables.values(report))
+    out.print(expected, markup=False, soft_wrap=True)
+    out.print(cost_tables.schemes(report))
+    for text in rest:
+        out.print(text, markup=False, soft_wrap=True)
