@@ -243,6 +243,36 @@ def test_a_hold_is_offered_once_it_has_all_buffers(world: Callable[..., World]) 
     assert early.offered
 
 
+def test_buffers_given_at_the_start_make_the_first_iteration_whole(world: Callable[..., World]) -> None:
+    """With one shard, a few at a time, and no record says them again but where they change."""
+    here = world(nodes=2, ranks=2, replicas=2)
+    training = here.training()
+    training.buffers = {"mean": torch.ones(2), "frozen": torch.ones(3)}
+    training.begin([0, 1])
+    for name, tensor in training.buffers.items():
+        record = pb.IterationRecord(iteration=-1, buffers={name: state.dumps(tensor)})
+        for node in (0, 1):
+            header = pb.SeedHeader(
+                job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(shard=1), record=record
+            )
+            assert not training.stubs[node].Seed(state.to_seeds(header, ()), timeout=5).again
+    training.seed_all()
+    here.ready()
+    assert {(h.offered, h.lacks_buffers) for n in (0, 1) for h in here.status(n).holds} == {(True, 0)}
+    check_now(here, training)
+    training.buffers["mean"] = torch.zeros(2)
+    training.saying = ["mean"]
+    check_now(here, training)
+    fence(here, training)
+    settle(here, training, 1)
+    for node, shard in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        found = training.check(node, shard, 1).record.buffers
+        assert {name: state.loads(data).tolist() for name, data in found.items()} == {
+            "mean": [0.0] * 2,
+            "frozen": [1.0] * 3,
+        }
+
+
 def test_buffers_of_a_record_that_was_dropped_are_asked_for_again(world: Callable[..., World]) -> None:
     here = world(nodes=2, ranks=2, replicas=2)
     training = here.training()

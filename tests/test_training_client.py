@@ -307,6 +307,34 @@ def test_seeds_before_the_first_step(node: RecordingNode, stub: ShadowStub) -> N
     training.check(head, found)
 
 
+def test_records_are_given_before_parameters(node: RecordingNode, stub: ShadowStub) -> None:
+    training = Training()
+    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    assert seeder.given.is_set()
+    given = [pb.IterationRecord(iteration=-1, buffers={name: name.encode()}) for name in ("a", "b")]
+    seeder.give(1, given)
+    seeder.want(1, [3])
+    assert seeder.given.wait(SECONDS)
+    await_true(lambda: seeder.idle)
+    seeder.close()
+    assert [(head.iteration, head.shard.shard, sorted(found)) for head, found in node.seeds] == [
+        (-1, 1, []),
+        (-1, 1, []),
+        (-1, 1, [3]),
+    ]
+    assert [head.record for head, _ in node.seeds] == [*given, pb.IterationRecord()]
+
+
+def test_records_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
+    node.stop()
+    training = Training()
+    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder.give(0, [pb.IterationRecord(iteration=-1)] * 100)
+    assert seeder.given.wait(SECONDS)
+    seeder.close()
+    assert not node.seeds
+
+
 def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
     node.stop()
     training = Training()

@@ -155,6 +155,13 @@ def test_all_ranks_are_killed_with(options: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_all_ranks_are_killed_while_records_would_still_bring_frozen_parameters(tmp_path: Path) -> None:
+    """Forty MB, of which a record brings four: the nodes have them from the start."""
+    with training_lab(TWO_RANKS) as lab:
+        kill_and_resume(lab, tmp_path, 3, iterations=5, frozen_mb=40)
+
+
+@pytest.mark.slow
 def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
     with training_lab(PIPELINE) as lab:
         kill_and_resume(lab, tmp_path, 5, iterations=10)

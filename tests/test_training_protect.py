@@ -27,6 +27,7 @@ from tests.training_orders import Orders
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 90.0
+BUFFERS = [f"body.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the tagger needs root"),
@@ -113,6 +114,8 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
         assert sorted(seeded) == sorted(layout.of_shard(shard))
         seeds = {(header.iteration, header.run, header.start) for header, _ in node.seeds}
         assert seeds == {(-1, begin.run, begin.start)}
+        given = sorted(name for header, _ in node.seeds for name in header.record.buffers)
+        assert given == list(begin.buffers) == BUFFERS
         for position in range(2):
             sent = records(node, position)
             assert [part.iteration for part in sent] == [0, 1, 2, 3]

@@ -420,6 +420,19 @@ def test_buffers_are_sent_again_for_a_node_that_comes_back() -> None:
     assert not buffers.take()
 
 
+def test_all_buffers_at_once_are_as_they_are_now() -> None:
+    model = nn.Module()
+    for number in range(5):
+        model.register_buffer(f"b{number}", torch.full((10,), float(number)))
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=True)
+    lots = list(buffers.all(most=80))  # two of them have as many bytes
+    assert [sorted(lot) for lot in lots] == [["b0", "b1"], ["b2", "b3"], ["b4"]]
+    buffers.take()
+    model.get_buffer("b3").add_(1)
+    assert lots[1]["b3"]().tolist() == [3.0] * 10  # it is a copy
+    assert set(buffers.take()) == {"b3"}
+
+
 def test_a_buffer_that_the_model_drops_is_not_promised_any_more() -> None:
     model = nn.Module()
     for name in ("running", "warmup"):

@@ -15,7 +15,7 @@ class Orders:
     `open_end`: it goes on until the file `end` in its folder names the number of iterations.
     `keep_each`: it saves what it has after each iteration, and what it has restored. `plain`: it leaves the
     closing of the protection to the interpreter's exit. `fail_at`: it raises as that iteration begins.
-    `workers`: a DataLoader forks so many in each iteration.
+    `workers`: a DataLoader forks so many in each iteration. `frozen_mb`: of a parameter without gradient.
     """
 
     folder: str
@@ -47,6 +47,7 @@ class Orders:
     fail_at: int | None = None
     restore: bool = True
     workers: int = 0
+    frozen_mb: int = 0
     open_end: bool = False
 
     def write(self, file: Path) -> Path:

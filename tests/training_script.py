@@ -44,6 +44,9 @@ class Model(nn.Module):
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(orders.width, 1)
         self.unused = nn.Parameter(torch.ones(3))
+        for number in range(orders.frozen_mb):
+            frozen = nn.Parameter(torch.randn(1 << 18), requires_grad=False)
+            self.register_parameter(f"frozen{number}", frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A number for each row."""

@@ -32,6 +32,7 @@ from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.session import Session
 from checkmate.training.slices import Buffers, Slices, kept_beside, state_names, synchronised
+from checkmate.training.start_seeds import give_buffers, seed_at_start
 from checkmate.training.steps import Steps
 from checkmate.training.wiring import connect
 
@@ -212,22 +213,16 @@ class Protection:
                 line.begun.wait(max(deadline - time.monotonic(), 0))
             box = [[line.node.id for line in self._lines if line.begun.is_set()]]
         dist.broadcast_object_list(box, src=place.spokesman, group=self._watched.ddp.process_group)
-        self._seed_at_start(box[0])
+        seeders = {node: self._seeders[node] for node in box[0]}
+        seed_at_start(place, self._layout, self._start, seeders)
+        if place.first and self._buffers is not None and not self._start.record.buffers:
+            give_buffers(place, self._buffers, self._start.next_iteration - 1, seeders, deadline)
         waiting = [""]
         if place.first:
             waiting = [await_ready(place, self._stubs, self.incarnation, deadline)]
         dist.broadcast_object_list(waiting, src=place.spokesman, group=self._watched.ddp.process_group)
         if place.first and waiting[0]:
             _log.warning("training begins without all shadow nodes: %s", waiting[0])
-
-    def _seed_at_start(self, begun: list[int]) -> None:
-        """Ring position p sends the shards s with s mod n = p, to every holder that hasn't kept them."""
-        place = self.session
-        for shard in range(place.position, place.shards, place.ranks):
-            kept = self._start.plan.holders.get((place.group, shard), ()) if self._start.keep else ()
-            for node in place.holders(shard):
-                if node.id in begun and node.id not in kept:
-                    self._seeders[node.id].want(shard, self._layout.of_shard(shard))
 
     def _begin_request(self) -> pb.BeginRequest:
         """What the group's first rank says to a node, at connect and at every reconnect."""

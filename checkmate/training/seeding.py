@@ -85,6 +85,11 @@ class Seeder:
         self._source = source
         self._header = header
         self._wanted: dict[int, dict[int, None]] = {}  # by shard: parameters in order
+        self._records: Sequence[pb.IterationRecord] = ()
+        self._shard = 0  # with which they go
+        self.given = threading.Event()
+        """Set while no record of `give` is left: all are sent, or given up."""
+        self.given.set()
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._call: Any = None
@@ -97,10 +102,19 @@ class Seeder:
             self._wanted.setdefault(shard, {}).update(dict.fromkeys(parameters))
             self._changed.notify_all()
 
+    def give(self, shard: int, records: Sequence[pb.IterationRecord]) -> None:
+        """Send these once, before parameters, each with a header of `shard`. From the first that fails on
+        they are given up.
+        """
+        with self._changed:
+            self._shard, self._records = shard, records
+            self.given.clear()
+            self._changed.notify_all()
+
     @property
     def idle(self) -> bool:
         """Whether nothing is left to be sent."""
-        return not any(self._wanted.values())
+        return self.given.is_set() and not any(self._wanted.values())
 
     def close(self) -> None:
         """End the thread, whatever is left."""
@@ -116,8 +130,18 @@ class Seeder:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended.is_set() or not self.idle)
                 todo = {shard: list(numbers) for shard, numbers in self._wanted.items() if numbers}
+                records, self._records = self._records, ()
+            self._give(records)
             for shard, numbers in todo.items():
                 self._send_some(shard, numbers)
+
+    def _give(self, records: Sequence[pb.IterationRecord]) -> None:
+        for record in records:
+            header = self._header(self._shard, record.iteration)
+            header.record.CopyFrom(record)
+            if self._send(header, ()) is None:
+                break
+        self.given.set()
 
     def _send_some(self, shard: int, numbers: Sequence[int]) -> None:
         """One stream of seeds: as many parameters as a batch has."""
@@ -128,21 +152,28 @@ class Seeder:
         sent = [number for number, _, _ in copies]
         header = self._header(shard, iteration)
         header.parameters.extend(sent)
+        again = self._send(header, copies)
+        if again is None:
+            self._forget(shard, numbers)  # it asks again when it is back
+        else:
+            self._forget(shard, [number for number in sent if number not in again])
+        if again is None or again:
+            self._ended.wait(_PAUSE_SECONDS)
+
+    def _send(
+        self, header: pb.SeedHeader, copies: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
+    ) -> Sequence[int] | None:
+        """One stream of seeds: what is to come again, or `None` where it failed or the thread is to end."""
         try:
             self._call = self._stub.Seed.future(state.to_seeds(header, copies), timeout=SEED_SECONDS)
             if self._ended.is_set():
                 self._call.cancel()
-            reply = self._call.result()
+            return list(self._call.result().again)
         except grpc.FutureCancelledError:
-            return  # closed
+            return None  # closed
         except grpc.RpcError as error:
-            _log.info("seeds for shadow node %d, shard %d: %s", self._node, shard, reason(error))
-            self._forget(shard, numbers)  # it asks again when it is back
-            self._ended.wait(_PAUSE_SECONDS)
-            return
-        self._forget(shard, [number for number in sent if number not in reply.again])
-        if reply.again:
-            self._ended.wait(_PAUSE_SECONDS)
+            _log.info("seeds for shadow node %d, shard %d: %s", self._node, header.shard.shard, reason(error))
+            return None
 
     def _forget(self, shard: int, numbers: Iterable[int]) -> None:
         with self._changed:

@@ -181,6 +181,22 @@ class Buffers:
         if self._everything:
             self._unsent = list(self._seen)
 
+    def all(self, most: int = FIRST_BYTES) -> Iterator[dict[str, Later]]:
+        """Copies of all as they are now, a few at a time: each lot but the last has `most` bytes or more.
+
+        `take` gives what changes from now on.
+        """
+        lot: dict[str, Later] = {}
+        nbytes = 0
+        for name, tensor in self._find().items():
+            lot[name] = copied(tensor)
+            nbytes += tensor.nbytes
+            if nbytes >= most:
+                yield lot
+                lot, nbytes = {}, 0
+        if lot:
+            yield lot
+
     def take(self) -> dict[str, Later]:
         """Copies of those that the record has to say."""
         now = self._find()

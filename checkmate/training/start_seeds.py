@@ -1,0 +1,50 @@
+"""What shadow nodes are sent as training starts: parameters, optimizer state, buffers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from checkmate import state
+from checkmate.layout import Layout
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.restore import Start
+from checkmate.training.seeding import Seeder
+from checkmate.training.session import Session
+from checkmate.training.slices import Buffers
+
+
+def seed_at_start(place: Session, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
+    """Ring position p sends the shards s with s mod n = p, to every holder that hasn't kept them.
+
+    `seeders`: by node, of those that have begun.
+    """
+    for shard in range(place.position, place.shards, place.ranks):
+        kept = start.plan.holders.get((place.group, shard), ()) if start.keep else ()
+        for node in place.holders(shard):
+            if node.id in seeders and node.id not in kept:
+                seeders[node.id].want(shard, layout.of_shard(shard))
+
+
+def give_buffers(
+    place: Session, buffers: Buffers, iteration: int, seeders: Mapping[int, Seeder], deadline: float
+) -> None:
+    """Send all nodes all buffers as they are after `iteration`; wait for that, until the deadline.
+
+    Where no checkpoint has brought any. Records bring them too, but a few MiB at a time: of a job that died
+    meanwhile nothing would be whole.
+    """
+    records = [
+        pb.IterationRecord(
+            iteration=iteration,
+            buffers={name: state.dumps(later(), known=True) for name, later in lot.items()},
+        )
+        for lot in buffers.all()
+    ]
+    if not records:
+        return
+    for node, seeder in seeders.items():
+        held = next(s for s in range(place.shards) if node in [one.id for one in place.holders(s)])
+        seeder.give(held, records)
+    for seeder in seeders.values():
+        seeder.given.wait(max(deadline - time.monotonic(), 0))
