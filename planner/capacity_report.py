@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
+from rich.markup import escape
 from rich.table import Table
 
-from checkmate.parts import Fault, show_path
+from checkmate.parts import show_path
 from planner.capacity import TRANSCEIVERS, Capacity, SwitchUse
 from planner.demand import Nic
+from planner.misfits import Check
 from planner.scaling import dtype_of
 from planner.units import show_seconds
 
 
-def data(found: Capacity, faults: Sequence[Fault]) -> dict[str, object]:
+def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
     """What `--json` prints. Sizes in bytes, times in seconds, rates in bits a second."""
     demand = found.demand
+    faults = [fault for check in checks if (fault := check.misfit)]
     return {
         "job": demand.job.job,
         "models": [
@@ -42,15 +45,46 @@ def data(found: Capacity, faults: Sequence[Fault]) -> dict[str, object]:
         ],
         "shards": [asdict(shard) for shard in demand.shards],
         "balance": [found.balance(group) for group in range(len(demand.models))],
+        "checks": [
+            {
+                "what": check.what,
+                "where": check.where,
+                "needed": check.needed,
+                "there": check.there,
+                "unit": check.unit,
+                "share": check.share,
+                "fits": check.misfit is None,
+            }
+            for check in _tightest_first(checks)
+        ],
         "not_checked": found.unchecked,
         "fits": not faults,
         "misfits": [{"path": show_path(fault.path), "message": fault.message} for fault in faults],
     }
 
 
-def tables(found: Capacity) -> Iterator[Table]:
-    """For a terminal."""
-    yield _summary(found)
+def verdict(found: Capacity, checks: Sequence[Check]) -> str:
+    """Whether it fits, what is scarcest, and the smallest change of that where it doesn't."""
+    tightest = _tightest_first(checks)[0]
+    says = "doesn't fit" if any(c.misfit for c in checks) else "fits"
+    if says == "fits" and found.unchecked:
+        says = "fits, as far as it was checked"
+    needed, there = (_shown(value, tightest.unit) for value in (tightest.needed, tightest.there))
+    change = f"; {tightest.change}" if tightest.change else ""
+    return (
+        f"job {found.demand.job.job} {says}. Tightest: {tightest.what} ({tightest.where}), "
+        f"{needed} of {there}, {tightest.share:.0%}{change}"
+    )
+
+
+def summary(found: Capacity, checks: Sequence[Check]) -> Iterator[Table]:
+    """What was checked, and what there must be, for a terminal."""
+    yield _checks(checks)
+    yield _needed(found)
+
+
+def details(found: Capacity) -> Iterator[Table]:
+    """Every switch, NIC, node and shard, for a terminal."""
     for use in found.switches:
         yield _switch(use)
     yield _nics(found)
@@ -94,11 +128,44 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     return made
 
 
-def _summary(found: Capacity) -> Table:
+def _tightest_first(checks: Sequence[Check]) -> list[Check]:
+    """What doesn't fit before all else."""
+    return sorted(checks, key=lambda check: (check.misfit is None, -check.share))
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    """Of what switches hold, all that doesn't fit, or what is scarcest."""
+    made = _table("checked, the tightest first", ("what", "where"), ("needed", "there is", "share"))
+    made.add_column("fits")
+    held = 0
+    for check in _tightest_first(checks):
+        if not check.unit:
+            held += 1
+            if held > 1 and check.misfit is None:
+                continue
+        needed, there = (_shown(value, check.unit) for value in (check.needed, check.there))
+        fits = "yes" if check.misfit is None else "[red]no[/red]"
+        made.add_row(check.what, check.where, needed, there, f"{check.share:.0%}", fits)
+    return made
+
+
+def _shown(value: float, unit: str) -> str:
+    match unit:
+        case "bytes":
+            return size(value)
+        case "s":
+            return show_seconds(value)
+        case "bit/s":
+            return f"{value / 1e9:g} Gbit/s"
+        case _:
+            return f"{value:,.0f}"
+
+
+def _needed(found: Capacity) -> Table:
     counts = _counts(found)
-    made = _table(f"job {found.demand.job.job}", ("what",), ("needed",))
+    made = _table(f"job {found.demand.job.job} needs", ("what",), ("needed",))
     for group, model in enumerate(found.demand.models):
-        label = f"DP group {group}: {model.name}, {dtype_of(model)}"
+        label = escape(f"DP group {group}: {model.name}, {dtype_of(model)}")
         made.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
         made.add_row("  gradients of an iteration", size(model.nbytes))
     made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
@@ -181,7 +248,7 @@ def _shards(found: Capacity) -> Table:
         made.add_row(
             f"{shard.group}.{shard.shard}",
             nodes,
-            f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first,
+            escape(f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first),
             f"{shard.parameters:,}",
             size(shard.nbytes),
         )

@@ -57,6 +57,9 @@ Cores = Annotated[
 ReceiveBuffer = Annotated[
     int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of a stream, in MB.")
 ]
+Details = Annotated[
+    bool, typer.Option("--details", help="With --capacity: every switch, NIC, node and shard too.")
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Wanted:
     profile: Path | None
     cores: int | None
     receive_buffer: int
+    details: bool
 
 
 OPTIONS = tuple(field.name for field in fields(Wanted))
@@ -88,30 +92,32 @@ class DoesNotFit(JobError):
 
 
 def show(found: JobSet, wanted: Wanted, *, as_json: bool) -> None:
-    """Print a job's capacity plan. `DoesNotFit` once it is printed, where something doesn't."""
+    """Print a job's capacity plan, the verdict first. `DoesNotFit` then, where something doesn't."""
     jobs = found.require()
     if len(jobs) > 1:
         raise UsageFault(f"--capacity plans one job with its model, not {len(jobs)}")
     ((file, job),) = found.sound
     with err.status("planning", spinner="line"):
         from planner import capacity_report  # noqa: PLC0415 - torch takes a second
-        from planner.misfits import misfits  # noqa: PLC0415
+        from planner.misfits import checks  # noqa: PLC0415
 
         plan = _capacity(job, wanted)
-        faults = misfits(plan, lambda channels: _switches(_with_channels(job, channels)))
-        data = capacity_report.data(plan, faults)
-        tables = [] if as_json else list(capacity_report.tables(plan))
-    for table in tables:
-        out.print(table)
+        checked = checks(plan, lambda channels: _switches(_with_channels(job, channels)))
+        data = capacity_report.data(plan, checked)
+        verdict = capacity_report.verdict(plan, checked)
+        tables = [*capacity_report.summary(plan, checked)]
+        tables += capacity_report.details(plan) if wanted.details else []
+    if not as_json:
+        out.print(verdict, markup=False, soft_wrap=True)
+        for table in tables:
+            out.print(table)
     for text in plan.unchecked:
         err.print(f"[yellow]not checked:[/yellow] {text}", soft_wrap=True)
-    if faults:
+    if faults := [fault for check in checked if (fault := check.misfit)]:
         located = [Located(*locate(file, f.path), _shown(f.path), f.message) for f in faults]
         raise DoesNotFit(located, {"capacity": data})
     if as_json:
         print_json(data)
-    elif not plan.unchecked:
-        out.print(f"{job.job}: fits")
 
 
 def _capacity(job: Job, wanted: Wanted) -> Capacity:

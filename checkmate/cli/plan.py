@@ -78,12 +78,13 @@ def plan(
     profile: capacities.ProfileFile = None,
     cores: capacities.Cores = None,
     receive_buffer: capacities.ReceiveBuffer = 64,
+    details: capacities.Details = False,
 ) -> None:
     """Print what `run` would install on each switch, and check it against the switch's limits.
 
     Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
     With --capacity and --model, of one job: also the bandwidth at its shadow NICs, the shadow nodes' memory
-    and time; what does not fit is told with the smallest change that would make it.
+    and time. First whether it fits, what is tightest, and the smallest change where it doesn't.
     With --pfc or --bfrt, for Tofinos: what lossless delivery needs; a script with what P4Runtime can't set.
 
     Example: checkmate plan jobs/gpt.yaml --json
@@ -105,6 +106,7 @@ def plan(
         profile,
         cores,
         receive_buffer,
+        details,
     )
     if capacity:
         capacities.show(set_of(jobs), wanted, as_json=as_json)
