@@ -18,6 +18,9 @@ from controlplane.network import Network
 from controlplane.streams import Admission, Connection, Refused, StreamKey
 from controlplane.stub_frames import Kind, Segment
 
+_LEFT = "the node was stopped, training starts anew, or the node joins again after a gap"
+_DEAD = "the node died, or its connection broke"
+
 STRANGERS = None
 """The queue that all sources share which no job knows."""
 
@@ -102,17 +105,27 @@ def answer(segment: Segment, port: int, view: View) -> Answer:
             )
         case Kind.RST:
             entry = _named(segment, port, view)
-            return Answer(drop=entry, note=f"{segment.ip}:{segment.port} reset its stream" if entry else "")
+            return Answer(drop=entry, note=_over(segment, entry, "reset", _DEAD) if entry else "")
         case Kind.FIN:
             entry = _named(segment, port, view)
             if entry is not None:
-                note = f"{segment.ip}:{segment.port} closed its stream"
-                return Answer(stub_frames.finish(here, segment), drop=entry, note=note)
+                return Answer(
+                    stub_frames.finish(here, segment), drop=entry, note=_over(segment, entry, "closed", _LEFT)
+                )
             return Answer(stub_frames.reset(here, segment))
         case Kind.DATA:
             return _hello(segment, port, view)
         case _:
             return Answer()
+
+
+def _over(segment: Segment, entry: Entry, how: str, why: str) -> str:
+    """That a shadow node's stream has ended, and what follows from it."""
+    stream = f"channel {entry['channel']}, shadow id {entry['shadow_id']}"
+    return (
+        f"shadow NIC {segment.ip}:{segment.port} {how} its stream of {stream}: {why}; "
+        "no copies go to it until it connects, as a running node does by itself"
+    )
 
 
 def _named(segment: Segment, port: int, view: View, *, behind: tuple[int, ...] = (0,)) -> Entry | None:

@@ -165,6 +165,9 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
         assert (str(tcp.flags), tcp.seq, tcp.ack) == ("FA", 77, after + 1)
     else:
         assert found.frame is None
+    said = "closed its stream" if flags == "FA" else "reset its stream"
+    assert f"shadow NIC {NIC.ip}:5000 {said} of channel 0, shadow id 0: the node " in found.note
+    assert "no copies go to it until it connects" in found.note
 
 
 @pytest.mark.parametrize(
