@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,13 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., Proces
     assert hold["bytes"] == sum(nic["bytes"] for nic in said["nics"])
     assert set(said["bytes_per_second"]) == {nic["ip"] for nic in said["nics"]}
     assert said["memory_bytes"] > 50_000_000
-    assert process.end(signal.SIGINT)[0] == 0
+    code, errors = process.end(signal.SIGINT)
+    assert code == 0
+    lines = errors.splitlines()
+    assert any(line.endswith("DP group 0, shard 0: live at iteration -1") for line in lines)
+    for line in lines:
+        written = datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
+        assert abs(datetime.now() - written) < timedelta(minutes=2)
 
 
 @pytest.mark.parametrize(

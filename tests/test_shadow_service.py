@@ -30,7 +30,7 @@ pytestmark = needs_root  # SO_RCVBUFFORCE
 
 def test_an_address_that_is_taken_or_foreign_is_explained() -> None:
     job = local_job(nodes=1)
-    with Serving(job, 0), pytest.raises(ServeError, match=r"can't serve at 127\.0\.3\.1:\d+.*taken"):
+    with Serving(job, 0), pytest.raises(ServeError, match=r"127\.0\.3\.1:\d+, the mgmt address.* is in use"):
         Serving(job, 0)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,17 +11,11 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.logging import RichHandler
 
-from checkmate.cli.common import JobArgument, UsageFault, err, out, says_errors
+from checkmate.cli.common import JobArgument, UsageFault, out, says_errors
+from checkmate.cli.logs import log_to_stderr
 from checkmate.jobs import read_job
 from checkmate.schema import Job
-
-
-class AddressFault(UsageFault):
-    """The node can't serve at its mgmt address, and why."""
-
-    exit_code = 1
 
 
 @says_errors
@@ -56,11 +47,9 @@ def shadow(
     """
     loaded = read_job(job)
     _check_id(loaded, node_id)
-    _log_to_stderr()
+    log_to_stderr()
     from checkmate.shadow.serve import Serving  # noqa: PLC0415 - torch takes a second
     from checkmate.shadow.view import follow  # noqa: PLC0415
-
-    _check_address(loaded, node_id)
 
     with (
         stopping() as stopped,
@@ -85,35 +74,6 @@ def _check_id(job: Job, node_id: int) -> None:
     used = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
     if node_id not in used:
         raise UsageFault(f"shadow node {node_id} is in no DP group's shadow_nodes: it would hold nothing")
-
-
-def _check_address(job: Job, node_id: int) -> None:
-    """Bind the node's mgmt address as gRPC will, which says on standard error what fails, not as an error."""
-    address = job.node(node_id).mgmt
-    host, _, port = address.rpartition(":")
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            probe.listen()
-    except OSError as error:
-        reasons = {
-            errno.EADDRINUSE: f"is in use; is shadow node {node_id} running already?",
-            errno.EADDRNOTAVAIL: "is no address of this machine; "
-            "a shadow node of a lab is started in its own namespace",
-        }
-        why = reasons.get(error.errno or 0, f"can't be used: {error.strerror or error}")
-        raise AddressFault(f"{address}, the mgmt address of shadow node {node_id}, {why}") from None
-
-
-def _log_to_stderr() -> None:
-    handler: logging.Handler = logging.StreamHandler()
-    if err.is_terminal:
-        handler = RichHandler(console=err, show_path=False, show_level=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
 
 
 @contextmanager

@@ -47,7 +47,16 @@ def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lam
             raise Refused(f"incarnation {number} has begun meanwhile, and is not fenced", precondition=True)
         node.refresh()
         node.answered = True
+        if node.groups:
+            log.info(
+                "fenced: training starts anew; %s", "; ".join(map(_stands, node.holds)) or "no shard is held"
+            )
         return node.status(job)
+
+
+def _stands(place: tuple[Group, Hold]) -> str:
+    _, hold = place
+    return f"{hold} is at iteration {hold.stepped}" if hold.seeded else f"{hold} is not seeded"
 
 
 def _seen(node: Node) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from checkmate.shadow.connect import RECEIVE_BUFFER, check_host, tcp_memory_shor
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.seeding import Copier
-from checkmate.shadow.service import Server
+from checkmate.shadow.service import Server, check_address
 from checkmate.shadow.watching import Watcher
 
 log = logging.getLogger("checkmate")
@@ -29,6 +29,7 @@ class Serving:
         grace: float = GRACE,
         threads: int | None = None,
     ) -> None:
+        check_address(job, node_id)
         check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.load_optimizers()
         self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, server_credentials
+from checkmate.schema import Job
 from checkmate.shadow import reading, restarting, seeding, starting
 from checkmate.shadow.group import Refused
 from checkmate.shadow.node import Node
@@ -112,8 +115,32 @@ class ServeError(RuntimeError):
     exit_code = 1
 
 
+def check_address(job: Job, node_id: int) -> None:
+    """Bind a node's mgmt address as gRPC will, which only says on standard error what fails. `ServeError`."""
+    host, _, port = job.node(node_id).mgmt.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, _, _, place = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
+    except OSError as error:
+        reasons = {
+            errno.EADDRINUSE: f"is in use; is shadow node {node_id} running already?",
+            errno.EADDRNOTAVAIL: "is no address of this machine; "
+            "a shadow node of a lab is started in its own namespace",
+        }
+        why = reasons.get(error.errno or 0, f"can't be used: {error.strerror or error}")
+        raise ServeError(f"{_named(job, node_id)} {why}") from None
+
+
+def _named(job: Job, node_id: int) -> str:
+    return f"{job.node(node_id).mgmt}, the mgmt address of shadow node {node_id},"
+
+
 class Server:
-    """Serves a node at its `mgmt` address, with TLS where the job says so. Context manager."""
+    """Serves a node at its `mgmt` address, with TLS where the job says so. Context manager; `ServeError`."""
 
     def __init__(self, node: Node, peers: Peers) -> None:
         job = node.job
@@ -131,11 +158,8 @@ class Server:
                 self._server.add_insecure_port(address)
             else:
                 self._server.add_secure_port(address, credentials)
-        except RuntimeError:
-            raise ServeError(
-                f"can't serve at {address}, the node's mgmt address: "
-                "it is no address of this machine, or it is taken"
-            ) from None
+        except RuntimeError as error:  # taken since `check_address`
+            raise ServeError(f"{_named(job, node.id)} can't be used: {error}") from None
 
     def __enter__(self) -> Server:
         self._server.start()
