@@ -65,8 +65,8 @@ class Shard:
 class Memory:
     """Bytes that a shadow node needs. `reading`: what checkpoint readers may make it keep at most.
 
-    `socket_buffers` is what the kernel may take while the node pauses: twice what is asked for (man 7
-    socket). Frozen parameters, buffers such as BatchNorm's statistics, and the process itself are not in it.
+    `socket_buffers` is what the kernel may take while the node pauses. Frozen parameters, buffers such as
+    BatchNorm's statistics, and the process itself are not in it.
     """
 
     parameters: int
@@ -227,7 +227,13 @@ class Demand:
                 parameters += parameter.nbytes
                 state += parameter.elements * self.setting.optimizer.state_bytes(parameter.dtype)
         streams = sum(nic.streams for nic in nics)
-        return Memory(parameters, state, SETS * parameters, 2 * self.setting.receive_buffer * streams)
+        sockets = socket_bytes(streams, self.setting.receive_buffer)
+        return Memory(parameters, state, SETS * parameters, sockets)
+
+
+def socket_bytes(streams: int, receive_buffer: int) -> int:
+    """What the kernel may take for so many streams: twice what is asked for (man 7 socket)."""
+    return 2 * receive_buffer * streams
 
 
 @lru_cache(maxsize=256)

@@ -12,12 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from checkmate.wire import SHADOW_IDS_MAX
 from planner.demand import layout_of
 from planner.models import Model
 
+NOISE: Final = 1.1
+"""Slower by less is not worth a word."""
+CACHES: Final = 1.25
+"""More cores have more cache too: so much more than their number they may bring."""
 NODES_MAX = SHADOW_IDS_MAX
 """A DP group has at most so many shards, and so nodes that share its step."""
 
@@ -101,6 +105,23 @@ class Profile:
             there = "; ".join(f"{s.model}, {s.optimizer}, {s.dtype}" for s in self.steps)
             raise ProfileError(f"the profile has no step of {optimizer} in {dtype}; it has {there}")
         return alike[0]
+
+
+def outliers(seconds: Mapping[int, float]) -> dict[int, str]:
+    """Of times by number of threads (or NICs), those that the others contradict, and why.
+
+    More may be of no use, but don't harm; and n of them aren't more than n times as fast as one.
+    """
+    found = {}
+    for most, took in seconds.items():
+        fewer = {n: one for n, one in seconds.items() if n < most}
+        best = min(fewer, key=lambda n: fewer[n], default=most)
+        if took > NOISE * seconds[best]:
+            found[most] = f"slower than with {best}"
+        for n, one in fewer.items():
+            if n * one > CACHES * most * took:
+                found.setdefault(n, f"slow beside {most}")
+    return found
 
 
 def dtype_of(model: Model) -> str:

@@ -6,31 +6,41 @@ from dataclasses import dataclass
 
 from checkmate.layout import ITEMSIZES
 from checkmate.shadow.buckets import SETS
-from planner.demand import KeepsState
+from checkmate.shadow.connect import RECEIVE_BUFFER
+from planner.cost import STREAMS_PER_DP_GROUP
+from planner.demand import KeepsState, socket_bytes
 from planner.models import Model
 from planner.scaling import NODES_MAX, StepTimes, largest_share, predicted
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What the fullest of so many nodes takes. `memory_bytes`: without the sockets' buffers."""
+    """What the fullest of so many nodes takes. `memory_bytes`: with `socket_bytes`, as a plan has it."""
 
     nodes: int
     cores: int
     step_seconds: float
     receive_seconds: float
     memory_bytes: int
+    socket_bytes: int
     short_of: tuple[str, ...]
     """What doesn't fit: `step`, `receiving`, `memory`."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A shadow node. `receive_bytes_per_s`: of all its NICs."""
+    """A shadow node. `receive_bytes_per_s`: of all its NICs; `receive_buffer`: of a stream."""
 
     cores: int
     memory: int
     receive_bytes_per_s: float
+    channels: int = 1
+    receive_buffer: int = RECEIVE_BUFFER
+
+    @property
+    def socket_bytes(self) -> int:
+        """Of one shard's streams: from both boundaries, on each channel."""
+        return socket_bytes(STREAMS_PER_DP_GROUP * self.channels, self.receive_buffer)
 
 
 def sizing(
@@ -48,14 +58,14 @@ def sizing(
     share = largest_share(model, nodes)
     step = predicted(times, model, nodes, machine.cores)
     receive = share * model.nbytes / machine.receive_bytes_per_s
-    memory = int(share * memory_of(model, optimizer))
+    memory = round(share * memory_of(model, optimizer)) + machine.socket_bytes
     over = {
         "step": iteration_s is not None and step > iteration_s,
         "receiving": iteration_s is not None and receive > iteration_s,
         "memory": memory > machine.memory,
     }
     short = tuple(what for what, is_over in over.items() if is_over)
-    return Sizing(nodes, nodes * machine.cores, step, receive, memory, short)
+    return Sizing(nodes, nodes * machine.cores, step, receive, memory, machine.socket_bytes, short)
 
 
 def sizings(
@@ -80,7 +90,10 @@ def sizings(
 
 
 def memory_of(model: Model, optimizer: KeepsState) -> int:
-    """Bytes of the whole model: parameters and state, twice (a reader may keep a copy), and gradients."""
+    """Bytes of the whole model: parameters and state, twice (a reader may keep a copy), and gradients.
+
+    Without the sockets' buffers, which don't depend on it.
+    """
     return sum(
         p.elements * (2 * (ITEMSIZES[p.dtype] + optimizer.state_bytes(p.dtype)) + SETS * ITEMSIZES[p.dtype])
         for p in model.parameters

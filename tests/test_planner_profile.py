@@ -124,13 +124,16 @@ def test_the_figure_names_axes_models_and_nodes(tmp_path: Path, name: str) -> No
     )
 
 
+RING = ("--channels", "3", "--receive-buffer", "8")
+
+
 def profile(*options: str) -> tuple[int, str]:
     return invoke("profile", "--model", TINY, "--seconds", "0.1", "--threads", "1", *options)
 
 
 def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     picture = tmp_path / "scaling.svg"
-    code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4")
+    code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4", *RING)
     assert code == 0
     text = output[output.index("{\n") :]
     said = json.loads(text)
@@ -138,6 +141,8 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     assert said["sizes"][0]["nodes_needed"] == 1
     assert [size["cores"] for size in said["sizes"][0]["nodes"]] == [4, 8, 12, 16]
     assert set(said["receive_bytes_per_s"]) == {"1", "2"}
+    assert all(one["what"].startswith("receiving") for one in said["outliers"])  # one thread has no other
+    assert {size["socket_bytes"] for size in said["sizes"][0]["nodes"]} == {2 * 3 * 2 * (8 << 20)}
     assert picture.read_text().startswith("<?xml")
 
     kept = tmp_path / "profile.json"

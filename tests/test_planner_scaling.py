@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkmate.cli.common import out
 from checkmate.layout import Parameter
 from planner.demand import Demand, Setting
 from planner.models import Model, load_model
+from planner.profile_tables import figures, measured
 from planner.scaling import (
     NODES_MAX,
     Profile,
@@ -23,10 +25,11 @@ from planner.scaling import (
     amdahl,
     curve,
     largest_share,
+    outliers,
     predicted,
     read_profile,
 )
-from planner.sizing import Machine, memory_of, sizings
+from planner.sizing import Machine, memory_of, sizing, sizings
 from tests.jobs_made import job
 from tests.planner_made import ADAMW, TINY, named, times
 
@@ -107,6 +110,58 @@ def test_memory_is_that_of_a_plan() -> None:
     model = load_model("ResNet50")
     (node,) = Demand(job(nodes=1), (model,), Setting(ADAMW, 1e11, 1)).nodes
     assert memory_of(model, ADAMW) == node.memory.total - node.memory.socket_buffers
+
+
+@pytest.mark.parametrize("channels", [1, 2, 8])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_each_nodes_memory_is_that_of_a_plan_sockets_too(nodes: int, channels: int) -> None:
+    model = named("ResNet50")
+    made = job(nodes=nodes, channels=channels)
+    planned = Demand(made, (model,), Setting(ADAMW, 1e11, 8 << 20)).nodes
+    machine = Machine(4, 10**12, 1e9, channels, 8 << 20)
+    found = sizing(model, ADAMW, times({1: 1.0}), machine, nodes, None)
+    assert found.memory_bytes == max(node.memory.total for node in planned)
+    assert {node.memory.socket_buffers for node in planned} == {found.socket_bytes}
+
+
+@given(
+    st.floats(0, 1),
+    st.floats(0.01, 1),
+    st.dictionaries(st.integers(1, 64), st.floats(0.97, 1.03), min_size=1, max_size=8),
+)
+def test_what_follows_amdahl_has_no_outlier(fixed: float, shared: float, noise: dict[int, float]) -> None:
+    assert not outliers({n: (fixed + shared / n) * off for n, off in sorted(noise.items())})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "odd"),
+    [
+        ({1: 4.0, 2: 9.0, 4: 1.2}, {2: "slower than with 1"}),
+        ({1: 4.0, 2: 2.1, 4: 2.5}, {4: "slower than with 2"}),
+        ({1: 9.0, 2: 2.1, 4: 1.1}, {1: "slow beside 2"}),
+        ({1: 4.0}, {}),
+        ({2: 4.0, 4: 4.2, 8: 3.9}, {}),
+    ],
+)
+def test_a_figure_that_the_others_contradict_is_an_outlier(
+    seconds: dict[int, float], odd: dict[int, str]
+) -> None:
+    assert outliers(seconds) == odd
+
+
+def test_outliers_are_marked_where_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    step = StepTimes("a[red]:b", "AdamW", "float32", 1000, {1: 4.0, 2: 9.0, 4: 1.2}, by_layer=False)
+    found = figures(Profile(4, {1: 2e9, 2: 1e9}, (step,)))
+    assert [(one.parts, one.outlier) for one in found if one.outlier] == [
+        ("2 NICs", "slower than with 1"),
+        ("2 threads", "slower than with 1"),
+    ]
+    out.print(measured(found), markup=False)
+    rows = [row for row in capsys.readouterr().out.splitlines() if "slower than with 1" in row]
+    assert len(rows) == 2
+    assert "AdamW step of a[red]:b" in rows[1]
+    out.print(measured(figures(Profile(4, {1: 2e9}, ()))), markup=False)
+    assert "outlier" not in capsys.readouterr().out
 
 
 def test_a_profile_of_another_optimizer_is_refused() -> None:

@@ -54,9 +54,6 @@ Cores = Annotated[
     int | None,
     typer.Option("--cores", min=1, help="Of a shadow node.", show_default="the profile's"),
 ]
-ReceiveBuffer = Annotated[
-    int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of a stream, in MB.")
-]
 Details = Annotated[
     bool, typer.Option("--details", help="With --capacity: every switch, NIC, node and shard too.")
 ]

@@ -21,6 +21,9 @@ IterationTime = Annotated[
     str | None,
     typer.Option("--iteration-time", help="Such as 1.5s.", show_default=False, metavar="TIME"),
 ]
+ReceiveBuffer = Annotated[
+    int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of a stream, in MB.")
+]
 
 
 def quantity(option: str, text: str, parse: Callable[[object], float]) -> float:

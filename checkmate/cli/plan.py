@@ -77,7 +77,7 @@ def plan(
     node_memory: capacities.NodeMemory = None,
     profile: capacities.ProfileFile = None,
     cores: capacities.Cores = None,
-    receive_buffer: capacities.ReceiveBuffer = 64,
+    receive_buffer: model_options.ReceiveBuffer = 64,
     details: capacities.Details = False,
 ) -> None:
     """Print what `run` would install on each switch, and check it against the switch's limits.

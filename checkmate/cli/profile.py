@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
-from checkmate.cli.model_options import Dtype, IterationTime, Optimizer, quantity
+from checkmate.cli.model_options import Dtype, IterationTime, Optimizer, ReceiveBuffer, quantity
 from checkmate.cli.pictures import PlotFile, check_picture, draw
 from checkmate.wording import counted
 from topologies.signals import unwinding
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from planner.models import Model
     from planner.optimizers import NamedOptimizer
     from planner.scaling import Profile, StepTimes
-    from planner.sizing import Sizing
+    from planner.sizing import Machine, Sizing
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,10 @@ def profile(
         str | None,
         typer.Option("--node-memory", help="Of a shadow node.", show_default="as here", metavar="SIZE"),
     ] = None,
+    channels: Annotated[
+        int, typer.Option("--channels", min=1, max=8, help="Of the job's ring: each has two streams a shard.")
+    ] = 1,
+    receive_buffer: ReceiveBuffer = 64,
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="To show, at least.")] = 4,
     plot: PlotFile = None,
     as_json: AsJson = False,
@@ -82,6 +85,7 @@ def profile(
     from planner import machine  # noqa: PLC0415 - torch takes a second
     from planner.models import load_model  # noqa: PLC0415
     from planner.optimizers import NamedOptimizer  # noqa: PLC0415
+    from planner.sizing import Machine  # noqa: PLC0415
     from planner.units import nbytes  # noqa: PLC0415
     from planner.units import seconds as time_of  # noqa: PLC0415
 
@@ -101,7 +105,9 @@ def profile(
     with unwinding():
         measured, forced = _measure(loaded, chosen, counts, seconds, room)
     each = cores or machine.cores()
-    sized = [_sized(model, chosen, measured, each, node_room, iteration, nodes) for model in loaded]
+    rate = max(measured.receive_bytes_per_s.values())
+    node = Machine(each, node_room, rate, channels, receive_buffer << 20)
+    sized = [_sized(model, chosen, measured, node, iteration, nodes) for model in loaded]
     if plot:
         _draw(plot, sized, each, nodes, iteration)
     if as_json:
@@ -164,15 +170,13 @@ def _sized(
     model: Model,
     optimizer: NamedOptimizer,
     measured: Profile,
-    cores: int,
-    memory: int,
+    node: Machine,
     iteration_s: float | None,
     least: int,
 ) -> _Sized:
-    from planner.sizing import Machine, sizings  # noqa: PLC0415
+    from planner.sizing import sizings  # noqa: PLC0415
 
     times = measured.steps_of(model, optimizer.name)
-    node = Machine(cores, memory, max(measured.receive_bytes_per_s.values()))
     found, enough = sizings(model, optimizer, times, node, iteration_s, least)
     return _Sized(model, times, found, enough)
 
@@ -181,10 +185,13 @@ def _data(
     measured: Profile, sized: Sequence[_Sized], busy: float, forced: bool, iteration_s: float | None
 ) -> dict[str, object]:
     """What `plan --capacity --profile` reads, and what follows. Times in seconds, sizes in bytes."""
+    from planner.profile_tables import figures  # noqa: PLC0415
+
     return {
         **asdict(measured),
         "busy_cores": busy,
         "receive_buffers_as_asked": forced,
+        "outliers": [asdict(figure) for figure in figures(measured) if figure.outlier],
         "iteration_seconds": iteration_s,
         "sizes": [
             {
@@ -198,65 +205,26 @@ def _data(
 
 
 def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s: float | None) -> None:
-    from planner.units import show_seconds  # noqa: PLC0415
+    from planner import profile_tables  # noqa: PLC0415
 
-    made = Table(title="this machine, measured", title_justify="left")
-    made.add_column("what")
-    made.add_column("with")
-    made.add_column("figure", justify="right")
-    for nics, rate in measured.receive_bytes_per_s.items():
-        made.add_row("receiving into buckets, loopback", counted(nics, "NIC"), f"{rate * 8e-9:.3g} Gbit/s")
+    figures = profile_tables.figures(measured)
+    out.print(profile_tables.measured(figures), markup=False)
+    if any(figure.outlier for figure in figures):
+        err.print(
+            "[yellow]outliers:[/yellow] some figures contradict the others, perhaps since the machine was "
+            "busy; measure again, or with more --seconds",
+            soft_wrap=True,
+        )
     for one in sized:
-        name = f"{one.times.optimizer} step of {one.model.name}"
-        for count, took in one.times.seconds.items():
-            made.add_row(name, counted(count, "thread"), show_seconds(took))
-    out.print(made)
-    for one in sized:
+        name = one.model.name
         if one.times.by_layer:
-            out.print(
-                f"{one.model.name} did not fit in memory: stepped by layer, a kind at a time, and added up",
-                soft_wrap=True,
-            )
-        out.print(_size_table(one, iteration_s))
-        _verdict(one, iteration_s)
+            text = f"{name} did not fit in memory: stepped by layer, a kind at a time, and added up"
+            out.print(text, markup=False, soft_wrap=True)
+        out.print(profile_tables.predicted(name, one.times, one.sizings, iteration_s))
+        if iteration_s is not None:
+            out.print(profile_tables.verdict(name, one.sizings, one.enough), markup=False)
     if not forced:
         err.print("[yellow]note:[/yellow] without CAP_NET_ADMIN, receive buffers were smaller than a node's")
-
-
-def _size_table(one: _Sized, iteration_s: float | None) -> Table:
-    from planner.capacity_report import size  # noqa: PLC0415
-    from planner.units import show_seconds  # noqa: PLC0415
-
-    most = max(one.times.seconds)
-    cores = one.sizings[0].cores
-    beyond = f", from {counted(most, 'core')} to {cores} a node" if cores > most else ""
-    made = Table(title=f"{one.model.name}, {one.times.dtype}, predicted{beyond}", title_justify="left")
-    for column in ("nodes", "cores", "step", "receiving", "memory"):
-        made.add_column(column, justify="right")
-    made.add_column("enough memory" if iteration_s is None else f"enough for {show_seconds(iteration_s)}")
-    for sizing in one.sizings:
-        made.add_row(
-            str(sizing.nodes),
-            str(sizing.cores),
-            show_seconds(sizing.step_seconds),
-            show_seconds(sizing.receive_seconds),
-            size(sizing.memory_bytes),
-            f"no: {', '.join(sizing.short_of)}" if sizing.short_of else "yes",
-        )
-    return made
-
-
-def _verdict(one: _Sized, iteration_s: float | None) -> None:
-    if iteration_s is None:
-        return
-    if one.enough is not None:
-        out.print(f"{one.model.name}: {counted(one.enough.nodes, 'shadow node')} needed")
-        return
-    last = one.sizings[-1]
-    out.print(
-        f"{one.model.name}: not even {last.nodes} nodes, the most of a DP group, are enough "
-        f"({', '.join(last.short_of)}); more cores or NICs a node, or more DP groups"
-    )
 
 
 def _threads(said: str | None, cores: int) -> list[int]:
