@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from rich.text import Text
 
 from checkmate.cli.common import print_error
 from checkmate.cli.main import COMMANDS, app
 from checkmate.jobs import read_job
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import PanelPort, Pfc, Switch
+from checkmate.shadow.view import state_of
 from checkmate.tofino import FRONT_PANELS
+from controlplane import plan as planning
+from controlplane.codec import Codec
 from topologies.describe import build
 from topologies.job_files import TARGETS
 from topologies.lab_file import LabFile
@@ -111,6 +116,18 @@ def test_the_example_of_an_error_has_the_keys_that_errors_have(capsys: pytest.Ca
 
 def test_the_targets_are_there() -> None:
     assert all(target in (DOCS / "lab.md").read_text() for target in TARGETS)
+
+
+def test_the_glossary_has_what_a_plan_counts_and_the_states_of_a_hold() -> None:
+    words = first_cells("glossary.md")
+    assert set(planning.limits("softswitch", Codec.for_target("softswitch").table_sizes())) <= words
+    rows = re.findall(r"^\| ([^|]*) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    told = {word for row in rows for word in row.split(", ")}
+    holds = [(pb.HoldStatus(doubtful=True), False), (pb.HoldStatus(live=True), True)]
+    holds += [(pb.HoldStatus(live=True), False), (pb.HoldStatus(), False)]
+    states = {Text.from_markup(state_of(hold, fenced)).plain for hold, fenced in holds}
+    assert len(states) == 4
+    assert states <= told
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
