@@ -10,6 +10,7 @@ from typing import Any
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
+from checkmate.shadow.status import node_status
 from tests.copies import Copies, local_job
 from tests.end_hosts import wait_until
 from tests.small_training import RUN, Training
@@ -51,7 +52,7 @@ class World:
         return made
 
     def status(self, node: int) -> pb.NodeStatus:
-        return self.nodes[node].node.status(self.job.job)
+        return node_status(self.nodes[node].node, self.job.job)
 
     def ready(self, seconds: float = 10) -> None:
         """Wait until all holds are live, and get all of their streams."""

@@ -245,16 +245,6 @@ class Hold:
             return f"the record of iteration {following} has not come"
         return None
 
-    def pull_seconds(self) -> float:
-        """From the first byte to the last of the newest iteration that has come whole; 0 where none has."""
-        inlets = [inlet for inlet in self.inlets if inlet.layout.nbytes]
-        times = [{t: (began, ended) for t, began, ended in tuple(inlet.pulls)} for inlet in inlets]
-        common = set.intersection(*(set(one) for one in times)) if times else set()
-        if not common:
-            return 0.0
-        spans = [one[max(common)] for one in times]
-        return max(ended for _, ended in spans) - min(began for began, _ in spans)
-
     def settle(self) -> None:
         """Drop streams and gradients; the state stays, to be read."""
         for inlet in self.inlets:
@@ -268,29 +258,6 @@ class Hold:
         """Nothing more is received."""
         for inlet in self.inlets:
             inlet.close()
-
-    def status(self, begin: pb.BeginRequest, records: Records) -> pb.HoldStatus:
-        """What `Status` says of it, in a group of which `begin` and `records` are."""
-        lacks = records.lacking(self.stepped)
-        return pb.HoldStatus(
-            shard=pb.Shard(group=self.plan.group, shard=self.plan.shard),
-            incarnation=begin.incarnation,
-            stepped=self.stepped,
-            in_full=max(self.in_full, self.stepped) if self.stepped >= self.released else self.stepped,
-            seeded=self.seeded,
-            live=self.live,
-            offered=self.live and not self.doubtful and not lacks,
-            trouble=self.trouble,
-            streams=len(self.plan.streams),
-            connected=sum(inlet.connected for inlet in self.inlets),
-            receiving=self.receiving,
-            bytes=sum(inlet.received for inlet in self.inlets),
-            run=begin.run,
-            first_iteration=begin.first_iteration,
-            doubtful=self.doubtful,
-            lacks_buffers=lacks,
-            last=self.last == self.stepped,
-        )
 
     def read(
         self, iteration: int, parameters: Sequence[int]

@@ -219,32 +219,6 @@ class Node:
             states = [hold.stepped for hold in group.holds]  # after a gap these aren't what was released
             group.records.forget([hold.released for hold in group.holds], {*states, *self.reserved})
 
-    def status(self, job: str) -> pb.NodeStatus:
-        """What the node is and where it stands."""
-        check_job(self.job, job)
-        with self.changed:
-            holds = list(self.holds)
-            dropped = [why for group in self.groups.values() for why in group.dropped.values()]
-            return pb.NodeStatus(
-                job=self.job.job,
-                node=self.id,
-                holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
-                fenced=self.fenced,
-                incarnation=max(self.committee.incarnation, 0),
-                holds=[hold.status(group.begin, group.records) for group, hold in holds],
-                torch=torch.__version__,
-                capability=torch.backends.cpu.get_cpu_capability(),
-                trouble=[*self.troubles, *dropped],
-                pull_seconds=max((hold.pull_seconds() for _, hold in holds), default=0.0),
-                step_seconds=self.step_seconds,
-                memory_bytes=memory.resident(),
-                nics=[
-                    pb.NicStatus(ip=ip, bytes=reader.bytes)
-                    for ip, reader in zip(self.nics, self.readers, strict=True)
-                ],
-                behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(self.committee.behind.items())],
-            )
-
     def close(self) -> None:
         """End all threads, close all sockets."""
         with self.changed:

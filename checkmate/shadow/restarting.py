@@ -10,6 +10,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.group import Group, Refused, check_job, start_of
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.node import Node
+from checkmate.shadow.status import node_status
 
 log = logging.getLogger("checkmate")
 
@@ -51,7 +52,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lam
             log.info(
                 "fenced: training starts anew; %s", "; ".join(map(_stands, node.holds)) or "no shard is held"
             )
-        return node.status(job)
+        return node_status(node, job)
 
 
 def _stands(place: tuple[Group, Hold]) -> str:
@@ -76,7 +77,7 @@ def settle(node: Node, job: str, iteration: int, run: str) -> pb.NodeStatus:
         _settle(node, group, hold, iteration, run)
     with node.changed:
         node.forget()
-    return node.status(job)
+    return node_status(node, job)
 
 
 def _settle(node: Node, group: Group, hold: Hold, iteration: int, run: str) -> None:

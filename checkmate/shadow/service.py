@@ -22,6 +22,7 @@ from checkmate.shadow.group import Refused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica import ReplicaError
+from checkmate.shadow.status import node_status
 from checkmate.state import StateError, from_seeds
 
 R = TypeVar("R")
@@ -39,7 +40,7 @@ class Service(rpc.ShadowServicer):
         self._node, self._peers = node, peers
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        return self._answer(context, lambda: self._node.status(request.job))
+        return self._answer(context, lambda: node_status(self._node, request.job))
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         timeout = min(request.timeout or _left(context), _left(context))

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.node import Node
+from checkmate.shadow.status import node_status
 
 SECONDS = 1.0
 
@@ -37,7 +38,7 @@ class Watch:
 
     def see(self) -> Seen:
         """The node now."""
-        status = self._node.status(self._node.job.job)
+        status = node_status(self._node, self._node.job.job)
         now = time.monotonic()
         passed = max(now - self._at, 1e-6)
         rates = {nic.ip: (nic.bytes - self._bytes.get(nic.ip, nic.bytes)) / passed for nic in status.nics}

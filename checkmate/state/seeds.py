@@ -1,4 +1,4 @@
-"""Parameters and optimizer state as messages, and back, bit for bit; other state as bytes.
+"""Parameters and optimizer state as messages, and back, bit for bit.
 
 Pure. A parameter goes as pieces of 1 MiB or less: first its own, then those of each entry of its optimizer
 state. A checksum ends a stream of them, so that nothing that it gave counts before it ended well.
@@ -7,74 +7,20 @@ state. A checksum ends a stream of them, so that nothing that it gave counts bef
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import math
-import pickle
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 import torch
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
 
 PIECE_BYTES: Final = 1 << 20
 """A piece has at most so much tensor data."""
 
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
-"""Types that a tensor of a parameter or its state may have."""
-
-_LOOKED_AT: Final = 1000
-"""Of state with more values than this it is tried whether it can be read."""
-
 _NO_MORE: Final = object()
-_ZIP: Final = b"PK\x03\x04"
-_UNREADABLE: Final = (
-    pickle.UnpicklingError,
-    struct.error,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What `torch.load` raises, depending on where in the bytes the fault is."""
-
-
-class StateError(ValueError):
-    """State that can't be sent, or what came is not what was sent."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; writing them writes the tensor."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.numel():
-        return memoryview(bytearray())
-    data: Any = flat.view(torch.uint8).numpy()  # a buffer, as NumPy's types don't say
-    return memoryview(data)
 
 
 def to_pieces(
@@ -188,73 +134,6 @@ class Checksum:
     def digest(self) -> bytes:
         """The checksum so far."""
         return self._hash.digest()
-
-
-def dumps(obj: object, *, known: bool = False) -> bytes:
-    """`torch.save` of plain state: tensors, numbers, strings, bytes, None, and containers of them.
-
-    `StateError` where `loads` could not read it again, which reads nothing that could run code. That is
-    tried, unless it is `known` or seen that all of it is plain.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(obj, buffer)
-        if not known and not _is_plain(obj):
-            loads(buffer.getvalue())
-    except Exception as error:  # noqa: BLE001 - a user's object may raise anything while it is pickled
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise StateError(
-            "only tensors, NumPy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of them "
-            f"can be kept: {reason}"
-        ) from None
-    return buffer.getvalue()
-
-
-def _is_plain(obj: object) -> bool:
-    """Whether `loads` is sure to read it: then it needn't be tried, which takes thrice as long as writing."""
-    waiting = [obj]
-    for _ in range(_LOOKED_AT):
-        if not waiting:
-            return True
-        one: Any = waiting.pop()
-        kind = type(one)
-        if kind is dict:
-            waiting += [*one.keys(), *one.values()]
-        elif kind in (list, tuple):
-            waiting += one
-        elif not (kind in (bool, float, str, type(None)) or (kind is int and one.bit_length() < 64)):
-            return False
-    return False
-
-
-def loads(data: bytes) -> Any:
-    """What `dumps` was given, tensors on the CPU; `StateError` where the bytes are no such state."""
-    if not data.startswith(_ZIP):
-        raise StateError("unreadable state: no archive of torch.save")
-    try:
-        with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
-        raise StateError(f"unreadable state: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    found = str(error).partition("WeightsUnpickler error: ")[2] or str(error) or type(error).__name__
-    return found.strip().splitlines()[0]
-
-
-def _numpy_globals() -> list[Any]:
-    """What a pickle of NumPy arrays and numbers calls; none of it runs code of the pickle's choosing."""
-    array = np.zeros(1).__reduce__()[0]
-    scalar = np.float64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    return [array, scalar, np.ndarray, np.dtype, *dtypes, bytes, _encode_codec()]
-
-
-def _encode_codec() -> Any:
-    import _codecs  # noqa: PLC0415 - by which pickle's protocol 2 spells bytes
-
-    return _codecs.encode
 
 
 def _tensor_pieces(parameter: int, name: str, tensor: torch.Tensor) -> Iterator[pb.ParameterPiece]:

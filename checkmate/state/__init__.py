@@ -1,0 +1,20 @@
+"""State of training as messages and bytes, and back, bit for bit: all that others need of this folder."""
+
+from checkmate.state.plain import dumps, loads
+from checkmate.state.seeds import PIECE_BYTES, Checksum, SeedReader, from_seeds, to_pieces, to_seeds
+from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
+
+__all__ = [
+    "DTYPES",
+    "PIECE_BYTES",
+    "Checksum",
+    "SeedReader",
+    "StateError",
+    "bytes_of",
+    "dtype_name",
+    "dumps",
+    "from_seeds",
+    "loads",
+    "to_pieces",
+    "to_seeds",
+]
