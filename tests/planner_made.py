@@ -26,6 +26,11 @@ def tiny() -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(24))})
 
 
+def oddly_named() -> nn.Module:
+    """For --model: names that look like markup."""
+    return nn.ModuleDict({"[red]:smile:": nn.Linear(4, 4), "[/]": nn.Linear(4, 4)})
+
+
 @cache
 def named(name: str) -> Model:
     return load_model(name)

@@ -171,6 +171,12 @@ def test_what_a_user_wrote_is_told_as_it_is(job_file: Path) -> None:
         code, output = invoke("plan", job_file, "--capacity", "--model", name)
         assert code == 2
         assert f"model {name}:" in output
+    code, output = invoke(
+        "plan", job_file, "--capacity", "--details", "--model", "tests.planner_made:oddly_named"
+    )
+    assert code == 0
+    assert "│ [red]:smile:.weight" in output
+    assert "│ [/].bias" in output
 
 
 def test_two_jobs_are_refused(tmp_path: Path) -> None:
