@@ -61,7 +61,8 @@ def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict
 
 def is_of_the_ring(number: int) -> bool:
     """Whether a socket listens, or is connected, at one of the ring's ports."""
-    with socket.socket(fileno=os.dup(number)) as sock, suppress(OSError):
+    # One that gRPC closes meanwhile is of no ring.
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
         return sock.family == socket.AF_INET and any(
             DEFAULT_PORT <= port < DEFAULT_PORT + 8 for port in (sock.getsockname()[1], _peer(sock))
         )
