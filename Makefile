@@ -3,6 +3,7 @@
 .PHONY: help setup demo demo-switch test test-all lint ptf p4 proto bench clean
 PYTHON := .venv/bin/python
 TARGET ?= softswitch
+P4_TARGET ?= bmv2
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
@@ -28,11 +29,11 @@ lint: setup ## ruff, mypy --strict, import-linter
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --config setup.cfg
 
-ptf: setup ## Packet tests; TARGET=softswitch (default) or bmv2; tofino with PTF_CONFIG=FILE
+ptf: setup ## Packet tests; TARGET=softswitch (default), bmv2 or tna; tofino with PTF_CONFIG=FILE
 	@$(PYTHON) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))
 
-p4: setup ## Compile the data plane with p4c
-	@$(if $(filter-out bmv2,$(P4_TARGET)),echo "error: P4_TARGET=$(P4_TARGET): only bmv2 is there yet; see docs/tofino.md" >&2; exit 2,$(PYTHON) -m p4src.compile)
+p4: setup ## Compile the data plane with p4c; P4_TARGET=bmv2 (default), tofino or tofino2
+	@$(PYTHON) -m p4src.compile $(P4_TARGET)
 
 proto: setup ## Generate checkmate/rpc's Python from its .proto
 	@$(PYTHON) -m tools.proto

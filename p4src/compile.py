@@ -1,7 +1,8 @@
 """Compile the data plane with p4c, and tell whether the committed output is that of the sources.
 
 Usage:
-    python -m p4src.compile            compile (`make p4`)
+    python -m p4src.compile            compile for BMv2, and the Tofino program's test bed (`make p4`)
+    python -m p4src.compile tofino     compile for a Tofino, into $SDE_INSTALL or out/sde
     python -m p4src.compile --check    exit 1 where the sources have changed since
 """
 
@@ -13,36 +14,51 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from p4src import ROOT, artifacts
+from p4src import ROOT, artifacts, tofino
 
 PROGRAM = "checkmate_v1model"
+HALVES = ("ingress", "egress")
+"""Of the Tofino program, each a v1model program by itself (`tna_on_v1model/`)."""
+TARGETS = ("bmv2", "tna", *tofino.ARCHITECTURES)
+"""What output is committed for. `tna` is the test bed of the Tofino program."""
 COMPILER = "p4c-bm2-ss"
 DIGEST = "sources.sha256"
+CPU_PORT = 510
+"""For the halves: that of every target that packet tests run on."""
 
 
-def sources() -> list[Path]:
-    """The P4 files that the program is made of."""
-    return sorted([ROOT / f"{PROGRAM}.p4", *(ROOT / "include").glob("*.p4")])
+def sources(target: str = "bmv2") -> list[Path]:
+    """The P4 files that the program for `target` is made of."""
+    own = [ROOT / f"{PROGRAM if target == 'bmv2' else tofino.PROGRAM}.p4"]
+    if target == "tna":
+        own += (ROOT / "tna_on_v1model").glob("*.p4")
+    return sorted([*own, *(ROOT / "include").glob("*.p4")])
 
 
-def digest() -> str:
+def digest(target: str = "bmv2") -> str:
     """SHA-256 over the names and contents of the sources, in hexadecimal."""
     total = hashlib.sha256()
-    for file in sources():
+    for file in sources(target):
         total.update(f"{file.relative_to(ROOT)}\0".encode())
         total.update(file.read_bytes() + b"\0")
     return total.hexdigest()
 
 
-def is_current() -> bool:
+def is_current(target: str = "bmv2") -> bool:
     """Whether the committed output was made of these sources."""
-    file = artifacts() / DIGEST
-    return file.exists() and file.read_text().split()[0] == digest()
+    file = artifacts(target) / DIGEST
+    return file.exists() and file.read_text().split()[0] == digest(target)
 
 
-def compile_program() -> int:
+def write_digest(target: str) -> None:
+    """Note that the output is that of the sources as they are."""
+    (artifacts(target) / DIGEST).write_text(f"{digest(target)}\n")
+
+
+def compile_program(target: str = "bmv2") -> int:
     """Run p4c from within the folder, so that the output has relative paths only; its exit status."""
     compiler = os.environ.get("P4C", COMPILER)
     if shutil.which(compiler) is None:
@@ -53,37 +69,57 @@ def compile_program() -> int:
             "Nothing else needs it: the compiled program is in p4src/build.\n"
         )
         return 2
-    build = artifacts().relative_to(ROOT)
+    build = artifacts(target).relative_to(ROOT)
     (ROOT / build).mkdir(parents=True, exist_ok=True)
-    command = [
-        compiler,
-        "--std",
-        "p4-16",
-        "--p4runtime-files",
-        f"{build}/{PROGRAM}.p4info.txtpb",
-        "-o",
-        f"{build}/{PROGRAM}.json",
-        f"{PROGRAM}.p4",
-    ]
-    if folder := os.environ.get("P4C_16_INCLUDE_PATH"):
-        command[1:1] = ["-I", folder]
-    status = subprocess.run(command, cwd=ROOT, check=False).returncode
-    if status == 0:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-        (ROOT / build / DIGEST).write_text(f"{digest()}\n")
-        sys.stdout.write(f"compiled by {' '.join((version.stdout + version.stderr).split())}\n")
-    return status
+    for name, source, options in _units(target):
+        command = [compiler, "--std", "p4-16", *options]
+        if folder := os.environ.get("P4C_16_INCLUDE_PATH"):
+            command += ["-I", folder]
+        command += ["--p4runtime-files", f"{build}/{name}.p4info.txtpb", "-o", f"{build}/{name}.json", source]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if status != 0:
+            return status
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    write_digest(target)
+    sys.stdout.write(f"{target}: compiled by {' '.join((version.stdout + version.stderr).split())}\n")
+    return 0
+
+
+def _units(target: str) -> list[tuple[str, str, Sequence[str]]]:
+    """What to compile for `target`: name of the output, source, options of its own."""
+    if target == "bmv2":
+        return [(PROGRAM, f"{PROGRAM}.p4", ())]
+    folder = "tna_on_v1model"
+    options = ["-I", folder, "-I", ".", f"-DCHECKMATE_CPU_PORT={CPU_PORT}"]
+    # What is for the other half or for Tofino alone is unused here by nature: no warnings of that.
+    options += ["--Wdisable", "--Wdisable=removed"]
+    return [(half, f"{folder}/{half}.p4", options) for half in HALVES]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("target", nargs="?", choices=("bmv2", *tofino.ARCHITECTURES), default="bmv2")
     parser.add_argument("--check", action="store_true", help="only say whether the output is current")
-    if parser.parse_args().check:
-        if is_current():
-            return 0
-        sys.stderr.write("p4src has changed since it was compiled; run `make p4`\n")
-        return 1
-    return compile_program()
+    parser.add_argument(
+        "--cpu-port", type=int, metavar="PORT", help="the controller's device port; see docs/tofino.md"
+    )
+    options = parser.parse_args()
+    if options.check:
+        return _check()
+    if options.target == "bmv2":
+        return compile_program("bmv2") or compile_program("tna")
+    status = tofino.compile_program(options.target, options.cpu_port)
+    if status == 0:
+        write_digest(options.target)
+    return status
+
+
+def _check() -> int:
+    stale = [target for target in TARGETS if not is_current(target)]
+    for target in stale:
+        which = f" P4_TARGET={target}" if target in tofino.ARCHITECTURES else ""
+        sys.stderr.write(f"p4src has changed since it was compiled for {target}; run `make p4{which}`\n")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import ptf.dataplane
 import ptf.ptfutils
 
 from controlplane.codec import Codec
-from ptf_tests import fabric, namespace
+from ptf_tests import fabric, namespace, tna
 from ptf_tests.packets import PORTS
 from ptf_tests.switch import Switch, SwitchError
 from ptf_tests.targets import Process, TargetError
@@ -69,7 +69,7 @@ class Lab(Stage):
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self.codec = Codec.for_target(target)
+        self.codec = tna.codec() if target == "tna" else Codec.for_target(target)
         self._running: list[tuple[Process, Switch]] = []
         namespace.enter()
         namespace.add_links((f"t{port}", f"s{port}") for port in PORTS)

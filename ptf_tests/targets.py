@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-TARGETS = ("softswitch", "bmv2")
+TARGETS = ("softswitch", "bmv2", "tna")
 STANDING = ("tofino", "tofino2")
 """Targets that can't be started here: a file says where such a switch is (`config`)."""
 CPU_PORT = 510
@@ -27,6 +27,8 @@ def command(target: str) -> list[str]:
     """What starts `target`; `TargetError` where it isn't installed."""
     if target == "softswitch":
         return [sys.executable, "-m", "softswitch"]
+    if target == "tna":
+        return [sys.executable, "-m", "ptf_tests.tna"]
     found = shutil.which("simple_switch_grpc")
     if found is None:
         raise TargetError(

@@ -48,6 +48,14 @@ def test_softswitch(suite: str) -> None:
 
 @needs_root
 @pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
+def test_tna(suite: str) -> None:
+    """The Tofino program's own parsers, controls and deparsers."""
+    _run_suite("tna", suite)
+
+
+@needs_root
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("simple_switch_grpc") is None, reason="simple_switch_grpc isn't on PATH")
 @pytest.mark.parametrize("suite", SUITES)
 def test_bmv2(suite: str) -> None:

@@ -16,7 +16,6 @@ const bit<16> FRAGMENT_MASK        = 0x3FFF;
 const bit<12> TCP_FIN = 0x001;
 const bit<12> TCP_SYN = 0x002;
 const bit<12> TCP_RST = 0x004;
-const bit<12> TCP_PSH = 0x008;
 const bit<12> TCP_ACK = 0x010;
 
 // First words of the two TCP options that a tagged segment may carry.

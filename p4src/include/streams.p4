@@ -82,8 +82,8 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
         hdr.tag.setInvalid();
         hdr.timestamps.setInvalid();
         hdr.tcp.data_offset    = 5;
-        hdr.tcp.flags          = hdr.tcp.flags & TCP_PSH;
-        hdr.tcp.flags          = hdr.tcp.flags | TCP_ACK;
+        hdr.tcp.flags[11:4]    = TCP_ACK[11:4]; // all but PSH, which stays as it came
+        hdr.tcp.flags[2:0]     = 0;
         hdr.tcp.window         = 65535;
         hdr.tcp.urgent_pointer = 0;
     }

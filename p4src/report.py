@@ -1,0 +1,117 @@
+"""What the program takes of a Tofino, from the logs that its compiler left.
+
+Usage:
+    python -m p4src.report tofino            a table, after `make p4 P4_TARGET=tofino`
+    python -m p4src.report tofino --json     the same as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from p4src import PIPE, tofino
+
+GRESSES = ("ingress", "egress")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a pipe has."""
+
+    stages: int
+    srams: int
+    """Blocks of 1,024 words of 128 bits."""
+    tcams: int
+    """Blocks of 512 rows of 44 bits."""
+    phv_bits: int
+    parser_rows: int
+    """Of each parser."""
+
+
+CHIPS = {
+    "tofino": Chip(stages=12, srams=12 * 80, tcams=12 * 24, phv_bits=4096, parser_rows=256),
+    "tofino2": Chip(stages=20, srams=20 * 80, tcams=20 * 24, phv_bits=5120, parser_rows=256),
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is taken, and what there is."""
+
+    what: str
+    taken: int
+    of: int | None = None
+
+    def text(self) -> str:
+        share = f"{self.of:>7,} {100 * self.taken / self.of:6.1f}%" if self.of else ""
+        return f"{self.what:<34}{self.taken:>8,} {share}".rstrip()
+
+
+def read(target: str) -> list[Use]:
+    """The report; `OSError`, `ValueError` or `LookupError` where logs are missing, or of another compiler."""
+    folder, chip = tofino.output_folder(target) / PIPE / "logs", CHIPS[target]
+    resources = json.loads((folder / "resources.json").read_text())["resources"]
+    containers = json.loads((folder / "phv.json").read_text())["containers"]
+    summary = (folder / "table_summary.log").read_text()
+    stages, parsers = resources["mau"]["mau_stages"], resources["parser"]["parsers"]
+    rows = {each["gress"]: each["states"] for each in parsers}
+    uses = [
+        Use(f"{gress} stages", _last(rf"stages for {gress} table allocation: (\d+)", summary), chip.stages)
+        for gress in GRESSES
+    ]
+    uses.append(Use("longest dependency chain, stages", _last(r"Critical path length .*: (\d+)", summary)))
+    uses.append(Use("SRAM blocks", sum(len(each["rams"]["srams"]) for each in stages), chip.srams))
+    uses.append(Use("TCAM blocks", sum(len(each["tcams"]["tcams"]) for each in stages), chip.tcams))
+    uses.append(Use("PHV bits", sum(map(_bits, containers)), chip.phv_bits))
+    for gress in GRESSES:
+        states = {row["previous_state_name"] for row in rows[gress]}
+        uses.append(Use(f"{gress} parser states", len(states)))
+        uses.append(Use(f"{gress} parser rows", len(rows[gress]), chip.parser_rows))
+    return uses
+
+
+def _last(pattern: str, text: str) -> int:
+    """The number that the last of several rounds of table placement came to."""
+    found = re.findall(pattern, text)
+    if not found:
+        raise ValueError(f"table_summary.log has no line like {pattern!r}")
+    return int(found[-1])
+
+
+def _bits(container: dict[str, Any]) -> int:
+    """How many bits of a container the match-action stages hold; what only passes by is in others."""
+    if container["container_type"] == "tagalong":
+        return 0
+    spans = [each["slice_info"] for each in container["slices"]]
+    return len({bit for span in spans for bit in range(span["lsb"], span["msb"] + 1)})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("target", choices=sorted(CHIPS))
+    parser.add_argument("--json", action="store_true", help="as JSON instead of text")
+    options = parser.parse_args()
+    try:
+        uses = read(options.target)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        logs = Path(getattr(error, "filename", None) or tofino.output_folder(options.target))
+        sys.stderr.write(
+            f"{logs}: not the logs of a whole compilation ({error}); "
+            f"run `make p4 P4_TARGET={options.target}`\n"
+        )
+        return 2
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(use) for use in uses], indent=1) + "\n")
+    else:
+        sys.stdout.writelines(f"{use.text()}\n" for use in uses)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The Tofino program's P4Info is the v1model program's: the control plane knows no target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finsy.proto import p4i
+from google.protobuf import text_format
+
+from p4src import artifacts, tofino
+from p4src.compile import PROGRAM
+
+TARGETS = sorted(tofino.ARCHITECTURES)
+
+
+def read(target: str) -> p4i.P4Info:
+    name = f"{PROGRAM}.p4info.txtpb" if target == "bmv2" else tofino.P4INFO
+    return text_format.Parse((artifacts(target) / name).read_text(), p4i.P4Info())
+
+
+def shape(info: p4i.P4Info) -> dict[str, Any]:
+    """All of a P4Info that a control plane names. Ids aside: compilers choose them, each its own."""
+    names = {each.preamble.id: each.preamble.name for each in info.tables}
+    names |= {each.preamble.id: each.preamble.name for each in info.actions}
+    in_tables = {ref.id for table in info.tables for ref in table.action_refs}
+    counters = {each.preamble.id: each.preamble.name for each in info.direct_counters}
+    return {
+        "tables": {
+            (table.preamble.name, table.preamble.alias): (
+                table.size,
+                [
+                    (f.id, f.name, f.bitwidth, p4i.MatchField.MatchType.Name(f.match_type))
+                    for f in table.match_fields
+                ],
+                [(names[ref.id], ref.scope) for ref in table.action_refs],
+                names.get(table.const_default_action_id),
+                sorted(counters[each] for each in table.direct_resource_ids),
+                table.is_const_table,
+            )
+            for table in info.tables
+        },
+        "actions": {
+            (action.preamble.name, action.preamble.alias): [
+                (param.id, param.name, param.bitwidth) for param in action.params
+            ]
+            for action in info.actions
+            if action.preamble.id in in_tables  # an architecture's own aside
+        },
+        "counters": {
+            (each.preamble.name, each.preamble.alias): (each.spec.unit, each.size)
+            for each in info.counters
+        },
+        "direct counters": {
+            (each.preamble.name, each.preamble.alias): (
+                each.spec.unit,
+                names[each.direct_table_id],
+            )
+            for each in info.direct_counters
+        },
+        "controller headers": {
+            each.preamble.name: [(m.id, m.name, m.bitwidth) for m in each.metadata]
+            for each in info.controller_packet_metadata
+        },
+        "others": [
+            field.name
+            for field, _ in info.ListFields()
+            if field.name
+            not in (
+                "pkg_info",
+                "tables",
+                "actions",
+                "counters",
+                "direct_counters",
+                "controller_packet_metadata",
+                "externs",
+            )
+        ],
+    }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_both_p4infos_say_the_same(target: str) -> None:
+    expected, found = shape(read("bmv2")), shape(read(target))
+    assert len(expected["tables"]) == 8
+    for part, content in expected.items():
+        assert found[part] == content, part
+    # A Tofino has port metadata, which this program skips.
+    assert {each.extern_type_name for each in read(target).externs} <= {"PortMetadata"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_schema_has_every_table_by_its_name(target: str) -> None:
+    schema = json.loads((artifacts(target) / tofino.SCHEMA).read_text())
+    tables = {table["name"].rpartition(".")[2]: table for table in schema["tables"]}
+    for table in read("bmv2").tables:
+        keys = {key["name"] for key in tables[table.preamble.name]["key"]}
+        assert {field.name for field in table.match_fields} <= keys
+        assert tables[table.preamble.name]["size"] >= table.size
+
+
+def test_without_the_compiler_it_says_where_that_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("P4C_TOFINO", raising=False)
+    assert tofino.compile_program("tofino2") == 2
+    said = capsys.readouterr().err
+    assert "neither bf-p4c nor p4c on PATH lists tofino2" in said
+    assert "open-p4studio" in said
