@@ -50,8 +50,7 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
             if action.preamble.id in in_tables  # an architecture's own aside
         },
         "counters": {
-            (each.preamble.name, each.preamble.alias): (each.spec.unit, each.size)
-            for each in info.counters
+            (each.preamble.name, each.preamble.alias): (each.spec.unit, each.size) for each in info.counters
         },
         "direct counters": {
             (each.preamble.name, each.preamble.alias): (

@@ -96,7 +96,9 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     assert "memory" in said and "pull" in said and "step" in said
     seen = watch.see()
     seen.status.behind.add(node=2, iterations=5)
+    seen.status.trouble.append("parameter [/]:smile: differs")
     console.print(picture(seen))
+    assert "parameter [/]:smile: differs" in console.export_text(clear=False)
     assert "shadow node 2 is 5 iterations behind what is committed" in console.export_text()
     fence(here, training)
     console.print(picture(watch.see()))

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from checkmate.cli.common import JobArguments, err, jobs_of, out, says_errors, switch_extra
+from checkmate.cli.logs import log_to_stderr
 from checkmate.cli.views import switch_tables
 from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable
@@ -49,10 +49,7 @@ def run(
     switch_extra()
     jobs_of(jobs)  # bad input is refused before anything is started
     live = out.is_terminal if view is None else view
-    handler: logging.Handler = logging.StreamHandler()
-    if err.is_terminal:
-        handler = RichHandler(console=err, show_path=False, show_level=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
     asyncio.run(_run(JobFiles(jobs), once=once, load=load, live=live))
 

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.node import Node
@@ -107,14 +108,14 @@ def picture(seen: Seen) -> Group:
         )
     nics = ", ".join(f"{ip} {size(rate)}/s" for ip, rate in seen.rates.items())
     times = f"pull {status.pull_seconds * 1000:.3g} ms; step {status.step_seconds * 1000:.3g} ms"
-    lines = [f"{nics}; {times}; memory {size(status.memory_bytes)}"]
-    lines += [f"[yellow]{hold.trouble}[/yellow]" for hold in status.holds if hold.trouble]
-    lines += [f"[yellow]{trouble}[/yellow]" for trouble in status.trouble]
-    lines += [
-        f"[yellow]shadow node {other.node} is {other.iterations} iterations behind what is committed[/yellow]"
+    troubles = [hold.trouble for hold in status.holds if hold.trouble] + list(status.trouble)
+    troubles += [
+        f"shadow node {other.node} is {other.iterations} iterations behind what is committed"
         for other in status.behind
     ]
-    return Group(table, *lines)
+    lines = [Text(f"{nics}; {times}; memory {size(status.memory_bytes)}")]
+    # Not as markup: names of parameters may look like it.
+    return Group(table, *lines, *(Text(trouble, "yellow") for trouble in troubles))
 
 
 def state_of(hold: pb.HoldStatus, fenced: bool) -> str:
