@@ -22,6 +22,7 @@ from checkmate.schedule import StreamLayout, stream_layout
 from checkmate.schema import Job
 from checkmate.shadow.buckets import SETS, BucketSets
 from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.memory import resident
 from checkmate.shadow.receive import Reader
 from checkmate.shadow.records import Records
 from checkmate.shadow.streams import (
@@ -327,6 +328,19 @@ def test_buffers_that_changed_once_stay_in_later_records() -> None:
     records.forget([1], {})
     assert not records.served(0).parts
     assert records.served(1).parts
+
+
+def test_kept_records_share_buffers_that_stay_as_they_are() -> None:
+    """A frozen model's are large: a copy in each iteration costs memory, and time under the node's lock."""
+    records, frozen = Records(1, 0), torch.ones(1 << 20)
+    records.add(part(0, 0, buffers=state.dumps({"frozen": frozen})), 0.0)
+    records.stepped(0)
+    before = resident()
+    for t in range(1, 65):
+        records.add(part(t, 0), 0.0)
+        records.stepped(t)
+    assert resident() - before < 16 * frozen.nbytes
+    assert all(state.loads(records.served(t).buffers["frozen"]).equal(frozen) for t in (0, 64))
 
 
 def test_buffers_of_iterations_that_nobody_steps_are_kept() -> None:

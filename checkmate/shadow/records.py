@@ -5,13 +5,21 @@ Bytes are kept as they came, except that buffers are told apart by name (read we
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 
 StreamKey = tuple[int, int, int]
 """Side, channel, shard."""
+
+
+class _Done(NamedTuple):
+    """What is served of an iteration: made into a message when it is, since buffers may be large."""
+
+    parts: Sequence[pb.RecordPart]
+    buffers: Mapping[str, bytes]
 
 
 class Records:
@@ -22,8 +30,8 @@ class Records:
         self._ranks = ranks
         self._expected = frozenset(buffers)
         self._parts: dict[int, dict[int, pb.RecordPart]] = {}
-        self._done: dict[int, pb.IterationRecord] = {}
-        self._buffers: dict[str, bytes] = {}
+        self._done: dict[int, _Done] = {}
+        self._buffers: dict[str, bytes] = {}  # replaced, never changed: what is served shares it
         self._said: dict[str, int] = {}
         """Of each buffer, the iteration whose record has said it last."""
         self._merged = first - 1
@@ -87,11 +95,12 @@ class Records:
                 self._merge(t)
                 if self.complete(t):
                     ordered = [self._parts[t][position] for position in sorted(self._parts[t])]
-                    self._done[t] = pb.IterationRecord(iteration=t, parts=ordered, buffers=self._buffers)
+                    self._done[t] = _Done(ordered, self._buffers)
 
     def served(self, iteration: int) -> pb.IterationRecord:
         """The record that goes with the state after an iteration; without parts where none is known."""
-        return self._done.get(iteration, pb.IterationRecord(iteration=iteration))
+        parts, buffers = self._done.get(iteration, _Done((), {}))
+        return pb.IterationRecord(iteration=iteration, parts=parts, buffers=buffers)
 
     def lacking(self, iteration: int) -> int:
         """How many buffers are not known after an iteration."""
@@ -106,7 +115,7 @@ class Records:
     def adopt(self, record: pb.IterationRecord) -> None:
         """Take over what is known of an iteration from before these records began, or from another holder."""
         if record.parts:
-            self._done.setdefault(record.iteration, record)
+            self._done.setdefault(record.iteration, _Done(record.parts, dict(record.buffers)))
         self._forget_buffers(record.iteration)
         if record.iteration >= self._forgotten:
             self._take(record.buffers, record.iteration)
