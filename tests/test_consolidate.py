@@ -252,6 +252,14 @@ def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
         _one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
 
 
+def test_shards_of_two_models_are_not_put_together() -> None:
+    ours, theirs = fetched(0, [], []), fetched(1, [], [])
+    theirs.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
+    with pytest.raises(Lacking, match="shard 1 of DP group 0 is of another model") as caught:
+        _one_group(0, [ours, theirs])
+    assert caught.value.wrong == {(0, 1)}
+
+
 def test_nodes_that_have_forgotten_everything(place: Callable[..., Place]) -> None:
     here = place(nodes=2, ranks=2)
     here.iterate()
@@ -337,8 +345,13 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Place], li
         here.check(checkpoint(here.read()), 1)
         assert liar.asked
         alone = here.job.model_copy(update={"replicas": 1})
-        with Nodes(alone) as nodes, pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1"):
+        with (
+            Nodes(alone) as nodes,
+            pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1") as caught,
+        ):
             nodes.read(1)
+        assert isinstance(caught.value.__cause__, Lacking)
+        assert caught.value.__cause__.wrong == {(0, 1)}
     finally:
         server.stop(0).wait()
 

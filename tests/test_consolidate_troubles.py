@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 from checkmate.cli.consolidate import _say, _waiting
-from checkmate.consolidate.follow import Saved, follow
+from checkmate.consolidate.choose import Lacking, NoAnswer, choose
+from checkmate.consolidate.follow import Saved, _Waiting, follow
 from checkmate.consolidate.nodes import Nodes, unreached
 from tests.end_hosts import needs_root, wait_until
-from tests.jobs_made import job_data
+from tests.jobs_made import job, job_data
 from tests.shadow_world import going_on
-from tests.test_consolidate import CHECKMATE, Place
+from tests.test_consolidate import CHECKMATE, Place, status
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
 
@@ -96,11 +97,46 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
             "Ssl handshake failed (TSI_PROTOCOL_FAILURE): CERTIFICATE_VERIFY_FAILED",
             " (Ssl handshake failed (TSI_PROTOCOL_FAILURE): CERTIFICATE_VERIFY_FAILED)",
         ),
-        ("Socket closed", ""),
+        ("Socket closed", " (Socket closed)"),
+        (
+            "errors resolving nosuch.invalid:7000: [field:hostname lookup error:address lookup failed for "
+            "nosuch.invalid:7000: Domain name not found]",
+            " (errors resolving nosuch.invalid:7000: [field:hostname lookup error:address lookup failed for "
+            "nosuch.invalid:7000: Domain name not found])",
+        ),
+        ("", ""),
     ],
 )
 def test_of_what_grpc_says_only_the_reason_is_told(detail: str, why: str) -> None:
     assert unreached(detail) == why
+
+
+def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
+    """Though no node could be reached before; how nodes come back is not."""
+    made, shard, said = job(nodes=2), (0, 1), list[str]()
+    waiting = _Waiting(made, said.append, lambda: said.append("over"))
+    waiting.for_(NoAnswer({(0, 0): ["can't be reached"], shard: ["can't be reached"]}))
+    begun = len(said)
+    waiting.for_(Lacking({shard: ["holds nothing"]}))
+    waiting.for_(Lacking({shard: ["is not live yet, at iteration 3"]}))
+    assert len(said) == begun == 1
+    for iteration in (4, 5):
+        waiting.for_(Lacking({shard: [f"w differs at iteration {iteration}"]}, frozenset({shard})))
+        waiting.for_(Lacking({shard: ["is of another model"]}, frozenset({shard})))
+    waiting.end()
+    assert said[begun:] == [
+        "shard 1 of DP group 0: w differs at iteration 4",
+        "shard 1 of DP group 0: is of another model",
+        "over",
+    ]
+
+
+def test_which_trouble_is_wrong_with_a_shard_itself() -> None:
+    made = job(nodes=2)
+    for changes, wrong in (({"doubtful": True, "trouble": "p3 differs"}, {(0, 1)}), ({"live": False}, set())):
+        with pytest.raises(Lacking) as caught:
+            choose(made, {0: status((0, 0)), 1: status((0, 1), offered=False, **changes)})
+        assert caught.value.wrong == wrong
 
 
 def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +166,7 @@ def test_the_command_waits_in_plain_words(tmp_path: Path) -> None:
         assert process.wait() == 0
     assert line == (
         "waiting: no shadow node of job demo can be reached: "
-        "shadow node 0 (127.0.0.1:1): can't be reached (Connection refused)\n"
+        "shadow node 0 (127.0.0.1:1): can't be reached (Connection refused); "
+        "a lab's shadow nodes are reached from its namespace of the controller only\n"
     )
     assert rest == ""

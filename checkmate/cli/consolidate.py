@@ -55,9 +55,10 @@ def consolidate(
     """Write the newest iteration that the shadow nodes have, as plain PyTorch loads it.
 
     It reads, while training goes on or after its end, and stops nothing. A checkpoint is written whole or
-    not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again: it says so when that
-    begins and when it is over. Exit status 8 where no iteration is whole within --timeout; the message names
-    what is missing. 3 where no node can be reached.
+    not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again: it says so when nodes
+    can't give a checkpoint and when they can again, and of each one that can't be written. Exit status 8
+    where no iteration is whole within --timeout; the message names what is missing. 3 where no node can be
+    reached.
 
     Example: checkmate consolidate jobs/gpt.yaml --out checkpoint/
     """

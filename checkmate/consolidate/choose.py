@@ -12,6 +12,8 @@ Shard = tuple[int, int]
 """A DP group's index, and a shadow id in it."""
 
 INCARNATIONS = 256
+LAB_HINT = "a lab's shadow nodes are reached from its namespace of the controller only"
+"""Told with `NoAnswer`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Lacking(Exception):
     """No checkpoint can be had: for each shard that stands in the way, what each of its holders says."""
 
     shards: dict[Shard, list[str]] = field(default_factory=dict)
+    wrong: frozenset[Shard] = frozenset()
+    """Of these, shards that are there and no good: that doesn't pass as nodes are started and seeded."""
 
     def __str__(self) -> str:
         return "; ".join(
@@ -83,6 +87,7 @@ def choose(job: Job, answers: Mapping[int, pb.NodeStatus | str]) -> Source:
     run = begun[0].run if begun else ""
     found: dict[Shard, tuple[int, ...]] = {}
     lacking: dict[Shard, list[str]] = {}
+    wrong: set[Shard] = set()
     for shard, nodes in holders_of(job).items():
         troubles = {node: _trouble(answers[node], holds.get((node, shard)), newest, run) for node in nodes}
         able = [node for node in nodes if troubles[node] is None]
@@ -90,10 +95,13 @@ def choose(job: Job, answers: Mapping[int, pb.NodeStatus | str]) -> Source:
         found[shard] = tuple(whole or able)
         if not found[shard]:
             lacking[shard] = [f"{_address(job, node)}: {text}" for node, text in troubles.items()]
+            doubtful = [hold for node in nodes if (hold := holds.get((node, shard))) and hold.doubtful]
+            if {hold.trouble for hold in doubtful} & set(troubles.values()):
+                wrong.add(shard)
     if all(isinstance(answer, str) for answer in answers.values()):
         raise NoAnswer(lacking)
     if lacking or newest is None:
-        raise Lacking(lacking)
+        raise Lacking(lacking, frozenset(wrong))
     offered = [holds[node, shard] for shard, nodes in found.items() for node in nodes]
     fenced = frozenset(node for node, a in answers.items() if isinstance(a, pb.NodeStatus) and a.fenced)
     stepped = max(hold.stepped for hold in offered)
@@ -108,10 +116,16 @@ def newest_incarnation(incarnations: Iterable[int]) -> int | None:
     return min(seen, key=lambda i: ahead[i], default=None)
 
 
-def lacking(job: Job, troubles: Mapping[Shard, Sequence[tuple[int, str]]]) -> Lacking:
+def lacking(
+    job: Job, troubles: Mapping[Shard, Sequence[tuple[int, str]]], wrong: Iterable[Shard] = ()
+) -> Lacking:
     """`Lacking` from what nodes said of shards."""
     return Lacking(
-        {shard: [f"{_address(job, node)}: {text}" for node, text in said] for shard, said in troubles.items()}
+        {
+            shard: [f"{_address(job, node)}: {text}" for node, text in said]
+            for shard, said in troubles.items()
+        },
+        frozenset(wrong),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.choose import Lacking, NoAnswer
+from checkmate.consolidate.choose import LAB_HINT, Lacking, NoAnswer
 from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
 from checkmate.schema import Job
 from checkmate.state import StateError
@@ -58,8 +59,8 @@ def follow(
     and the last one of all.
 
     The last `keep` stay in `folder`. Until `stopped`: what can't be had now is told to `trouble`, once, and
-    tried again; `over` is called once it can be had. What can't be written is told as well, and the next one
-    is tried.
+    tried again; `over` is called once it can be had. What can't be written is told each time that it is due,
+    and the next one is tried.
     """
     disk.clear_unfinished(folder)
     due, told, ended = -1, "", False
@@ -84,6 +85,7 @@ def follow(
             told = ""
             waiting.end()
         except disk.DiskError as error:
+            waiting.end()  # it was had
             due = next_due(due + 1, every)
             if not (ended and str(error) == told):
                 trouble(str(error))
@@ -99,6 +101,7 @@ class _Waiting:
     """Tells of a time in which nothing can be had: when it begins, of shards that join in, when it is over.
 
     How nodes put it changes from attempt to attempt, as they are started again and seeded: that is no news.
+    What is wrong with a shard itself (`Lacking.wrong`) is told once for each reason, whatever its numbers.
     """
 
     def __init__(self, job: Job, begun: Callable[[str], None], over: Callable[[], None]) -> None:
@@ -108,7 +111,9 @@ class _Waiting:
     def for_(self, error: Lacking | Missing | StateError) -> None:
         """Another attempt has failed."""
         lacking = error if isinstance(error, Lacking) else error.__cause__
-        of = set(lacking.shards) if isinstance(lacking, Lacking) else {str(error)}
+        of: set[object] = {str(error)}
+        if isinstance(lacking, Lacking):
+            of = {*lacking.shards, *((shard, _wrong(lacking.shards[shard])) for shard in lacking.wrong)}
         if not of <= self._told:
             self._begun(_unreached(self._job, lacking) if isinstance(lacking, NoAnswer) else str(error))
         self._told |= of
@@ -120,11 +125,16 @@ class _Waiting:
         self._told.clear()
 
 
+def _wrong(troubles: list[str]) -> str:
+    """The same for every iteration."""
+    return re.sub(r"\d+", "", ", ".join(troubles))
+
+
 def _unreached(job: Job, error: NoAnswer) -> str:
     """Each node once, though it holds several shards."""
     said = list(dict.fromkeys(text for troubles in error.shards.values() for text in troubles))
     more = f", and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
-    return f"no shadow node of job {job.job} can be reached: {', '.join(said[:_NAMED])}{more}"
+    return f"no shadow node of job {job.job} can be reached: {', '.join(said[:_NAMED])}{more}; {LAB_HINT}"
 
 
 def next_due(iteration: int, every: int) -> int:

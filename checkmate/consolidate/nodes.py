@@ -19,7 +19,7 @@ import grpc
 import torch
 
 from checkmate import state
-from checkmate.consolidate.choose import Lacking, NoAnswer, Shard, Source, choose, lacking, name
+from checkmate.consolidate.choose import LAB_HINT, Lacking, NoAnswer, Shard, Source, choose, lacking, name
 from checkmate.consolidate.headers import Asked, check_header, most_parts, record_of
 from checkmate.layout import Layout, from_json
 from checkmate.rpc import shadow_pb2 as pb
@@ -114,8 +114,7 @@ class Nodes:
                     if isinstance(error, NoAnswer):
                         raise Unreachable(
                             f"no shadow node of job {self.job.job} can be reached within {timeout:g} s "
-                            f"({error}); "
-                            "a lab's shadow nodes are reached from its namespace of the controller only"
+                            f"({error}); {LAB_HINT}"
                         ) from error
                     raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from error
 
@@ -187,6 +186,7 @@ class Nodes:
         }
         found: dict[Shard, _Fetched] = {}
         troubles: dict[Shard, list[tuple[int, str]]] = {}
+        wrong: set[Shard] = set()
 
         def fetch(shard: Shard) -> None:
             for node in able[shard]:
@@ -195,13 +195,14 @@ class Nodes:
                     return
                 except (state.StateError, grpc.RpcError) as error:
                     troubles.setdefault(shard, []).append((node, _reason(error)))
+                    if isinstance(error, state.StateError):
+                        wrong.add(shard)
 
         with ThreadPoolExecutor(len(able), thread_name_prefix="fetch") as pool:
-            for done in [pool.submit(fetch, shard) for shard in able]:
-                done.result()
+            list(pool.map(fetch, able))
         failed = {shard: troubles.get(shard, []) for shard in able if shard not in found}
         if failed:
-            raise lacking(self.job, failed)
+            raise lacking(self.job, failed, wrong & failed.keys())
         groups = tuple(
             _one_group(group, [found[shard] for shard in sorted(found) if shard[0] == group])
             for group in range(len(self.job.dp_groups))
@@ -267,9 +268,9 @@ def _one_group(group: int, shards: Sequence[_Fetched]) -> GroupState:
     first = most_parts(headers)
     for header in headers:
         if (header.layout, header.optimizer) != (first.layout, first.optimizer):
-            here, there = (name((group, one.shard.shard)) for one in (header, first))
-            trouble = f"{here} is of another model or optimizer than {there}"
-            raise Lacking({(group, header.shard.shard): [trouble]})
+            here, there = ((group, one.shard.shard) for one in (header, first))
+            trouble = f"{name(here)} is of another model or optimizer than {name(there)}"
+            raise Lacking({here: [trouble]}, frozenset({here}))
     states = {number: values for shard in shards for number, values in shard.states.items()}
     record, without = record_of(headers)
     if without:
@@ -295,6 +296,7 @@ def _reason(error: Exception) -> str:
 
 
 def unreached(detail: str) -> str:
-    """Of what gRPC says of a connection, only why: ` (Connection refused)`, without number or address."""
+    """Of what gRPC says of a connection, only why, if that is found: ` (Connection refused)`."""
     found = _ROOT.search(detail)
-    return f" ({found['why']})" if found else ""
+    why = found["why"] if found else detail
+    return f" ({why})" if why else ""
