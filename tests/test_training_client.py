@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 import torch
-from torch import nn
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
@@ -20,7 +19,6 @@ from checkmate.schema import ShadowNode
 from checkmate.training.client import ANSWERED_EVERY, ATTENTIVE, QUEUED, Line
 from checkmate.training.publish import Author, Publisher
 from checkmate.training.records import Noted
-from checkmate.training.seeding import Seeder, Source
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
 from tests.recording_node import RecordingNode
@@ -231,121 +229,6 @@ def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: objec
     publisher.put(Noted(0, {}, {}, extra))
     publisher.close(SECONDS)
     assert isinstance(faults[0], state.StateError)
-
-
-class Training:
-    """Parameters that an optimizer steps on, and what they were after each step."""
-
-    def __init__(self) -> None:
-        self.parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(8)]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
-        self.steps = Steps(0)
-        self.history: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
-        self.note(-1)
-
-    def note(self, iteration: int) -> None:
-        averages = [self.optimizer.state.get(p, {}).get("exp_avg") for p in self.parameters]
-        self.history[iteration] = [
-            (p.detach().clone(), None if average is None else average.clone())
-            for p, average in zip(self.parameters, averages, strict=True)
-        ]
-
-    def step(self, iteration: int) -> None:
-        for parameter in self.parameters:
-            parameter.grad = torch.randn_like(parameter)
-        self.steps.begin()
-        self.optimizer.step()
-        self.note(iteration)
-        self.steps.end(iteration)
-
-    def check(self, header: pb.SeedHeader, found: dict[int, object]) -> None:
-        assert sorted(header.parameters) == sorted(found)
-        for number, seeds in found.items():
-            assert isinstance(seeds, tuple)
-            tensor, values = seeds
-            expected, average = self.history[header.iteration][number]
-            assert torch.equal(tensor, expected), (header.iteration, number)
-            assert (average is None) == ("exp_avg" not in values)
-            if average is not None:
-                assert torch.equal(values["exp_avg"], average)
-
-
-def header(shard: int, iteration: int) -> pb.SeedHeader:
-    return pb.SeedHeader(job="demo", incarnation=7, shard=pb.Shard(group=0, shard=shard), iteration=iteration)
-
-
-def test_seeds_are_of_the_iteration_that_they_name_while_training_goes_on(
-    node: RecordingNode, stub: ShadowStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("checkmate.training.seeding.BATCH_BYTES", 300_000)  # two or three parameters
-    training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
-    node.again = lambda head: list(head.parameters)[:1] if head.iteration < 30 else []
-    seeder.want(0, range(8))
-    iteration = 0
-    while not (seeder.idle and iteration > 30):
-        training.step(iteration)
-        iteration += 1
-        time.sleep(0.002)
-        assert iteration < 5000
-    seeder.close()
-    for head, found in node.seeds:
-        training.check(head, found)
-    assert {head.iteration for head, _ in node.seeds} > {head.iteration for head, _ in node.seeds[:1]}
-    last = {number: head.iteration for head, found in node.seeds for number in found}
-    assert sorted(last) == list(range(8))
-
-
-def test_seeds_before_the_first_step(node: RecordingNode, stub: ShadowStub) -> None:
-    training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
-    seeder.want(1, [3, 4])
-    await_true(lambda: seeder.idle)
-    seeder.close()
-    ((head, found),) = node.seeds
-    assert (head.iteration, head.shard.shard, list(head.parameters)) == (-1, 1, [3, 4])
-    training.check(head, found)
-
-
-def test_records_are_given_before_parameters(node: RecordingNode, stub: ShadowStub) -> None:
-    training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
-    assert seeder.given.is_set()
-    given = [pb.IterationRecord(iteration=-1, buffers={name: name.encode()}) for name in ("a", "b")]
-    seeder.give(1, given)
-    seeder.want(1, [3])
-    assert seeder.given.wait(SECONDS)
-    await_true(lambda: seeder.idle)
-    seeder.close()
-    assert [(head.iteration, head.shard.shard, sorted(found)) for head, found in node.seeds] == [
-        (-1, 1, []),
-        (-1, 1, []),
-        (-1, 1, [3]),
-    ]
-    assert [head.record for head, _ in node.seeds] == [*given, pb.IterationRecord()]
-
-
-def test_records_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
-    node.stop()
-    training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
-    seeder.give(0, [pb.IterationRecord(iteration=-1)] * 100)
-    assert seeder.given.wait(SECONDS)
-    seeder.close()
-    assert not node.seeds
-
-
-def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
-    node.stop()
-    training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
-    seeder.want(0, range(8))
-    await_true(lambda: seeder.idle)
-    node.start()
-    seeder.want(0, [1])  # it says what it wants when it is back
-    await_true(lambda: bool(node.seeds))
-    seeder.close()
-    assert [list(head.parameters) for head, _ in node.seeds] == [[1]]
 
 
 def test_a_step_waits_for_one_copy_at_most() -> None:

@@ -215,8 +215,8 @@ class Protection:
         dist.broadcast_object_list(box, src=place.spokesman, group=self._watched.ddp.process_group)
         seeders = {node: self._seeders[node] for node in box[0]}
         seed_at_start(place, self._layout, self._start, seeders)
-        if place.first and self._buffers is not None and not self._start.record.buffers:
-            give_buffers(place, self._buffers, self._start.next_iteration - 1, seeders, deadline)
+        if place.first and self._buffers is not None:
+            give_buffers(place, self._buffers, self._start, seeders, deadline)
         waiting = [""]
         if place.first:
             waiting = [await_ready(place, self._stubs, self.incarnation, deadline)]

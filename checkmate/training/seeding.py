@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -85,11 +86,13 @@ class Seeder:
         self._source = source
         self._header = header
         self._wanted: dict[int, dict[int, None]] = {}  # by shard: parameters in order
-        self._records: Sequence[pb.IterationRecord] = ()
-        self._shard = 0  # with which they go
+        self._records: deque[tuple[int, pb.IterationRecord]] = deque()  # each with the shard of its header
         self.given = threading.Event()
-        """Set while no record of `give` is left: all are sent, or given up."""
+        """Set, under the lock, while no record of `give` is left: all are sent, or given up."""
         self.given.set()
+        self.given_up = ""
+        """Why records of `give` were given up; empty where none was."""
+        self._failure = ""  # the last stream's
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._call: Any = None
@@ -103,11 +106,15 @@ class Seeder:
             self._changed.notify_all()
 
     def give(self, shard: int, records: Sequence[pb.IterationRecord]) -> None:
-        """Send these once, before parameters, each with a header of `shard`. From the first that fails on
-        they are given up.
+        """Send these once, each with a header of `shard`, while no parameters are left to be sent.
+
+        Parameters go first: without them a node follows nothing. From the first that fails on, records are
+        given up.
         """
+        if not records:
+            return
         with self._changed:
-            self._shard, self._records = shard, records
+            self._records.extend((shard, record) for record in records)
             self.given.clear()
             self._changed.notify_all()
 
@@ -130,18 +137,26 @@ class Seeder:
             with self._changed:
                 self._changed.wait_for(lambda: self._ended.is_set() or not self.idle)
                 todo = {shard: list(numbers) for shard, numbers in self._wanted.items() if numbers}
-                records, self._records = self._records, ()
-            self._give(records)
             for shard, numbers in todo.items():
                 self._send_some(shard, numbers)
+            if not todo:
+                self._give_one()
 
-    def _give(self, records: Sequence[pb.IterationRecord]) -> None:
-        for record in records:
-            header = self._header(self._shard, record.iteration)
-            header.record.CopyFrom(record)
-            if self._send(header, ()) is None:
-                break
-        self.given.set()
+    def _give_one(self) -> None:
+        """The next record of `give`, if there is one."""
+        with self._changed:
+            if not self._records:
+                return
+            shard, record = self._records.popleft()
+        header = self._header(shard, record.iteration)
+        header.record.CopyFrom(record)
+        sent = self._send(header, ()) is not None
+        with self._changed:
+            if not sent:
+                self.given_up = self._failure
+                self._records.clear()
+            if not self._records:
+                self.given.set()
 
     def _send_some(self, shard: int, numbers: Sequence[int]) -> None:
         """One stream of seeds: as many parameters as a batch has."""
@@ -170,9 +185,11 @@ class Seeder:
                 self._call.cancel()
             return list(self._call.result().again)
         except grpc.FutureCancelledError:
-            return None  # closed
+            self._failure = "closed"
+            return None
         except grpc.RpcError as error:
-            _log.info("seeds for shadow node %d, shard %d: %s", self._node, header.shard.shard, reason(error))
+            self._failure = reason(error)
+            _log.info("seeds for shadow node %d, shard %d: %s", self._node, header.shard.shard, self._failure)
             return None
 
     def _forget(self, shard: int, numbers: Iterable[int]) -> None:

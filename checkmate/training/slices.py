@@ -184,7 +184,7 @@ class Buffers:
     def all(self, most: int = FIRST_BYTES) -> Iterator[dict[str, Later]]:
         """Copies of all as they are now, a few at a time: each lot but the last has `most` bytes or more.
 
-        `take` gives what changes from now on.
+        `take` gives them all the same: who comes, or is started again, before the first record needs them.
         """
         lot: dict[str, Later] = {}
         nbytes = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from typing import Final
 
 from checkmate import state
 from checkmate.layout import Layout
@@ -11,7 +13,9 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder
 from checkmate.training.session import Session
-from checkmate.training.slices import Buffers
+from checkmate.training.slices import FIRST_BYTES, Buffers
+
+_log: Final = logging.getLogger("checkmate")
 
 
 def seed_at_start(place: Session, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
@@ -27,13 +31,16 @@ def seed_at_start(place: Session, layout: Layout, start: Start, seeders: Mapping
 
 
 def give_buffers(
-    place: Session, buffers: Buffers, iteration: int, seeders: Mapping[int, Seeder], deadline: float
+    place: Session, buffers: Buffers, start: Start, seeders: Mapping[int, Seeder], deadline: float
 ) -> None:
-    """Send all nodes all buffers as they are after `iteration`; wait for that, until the deadline.
+    """Send all nodes all buffers as training starts; wait for that, until the deadline.
 
-    Where no checkpoint has brought any. Records bring them too, but a few MiB at a time: of a job that died
-    meanwhile nothing would be whole.
+    Unless what was restored has all of them. Records bring them too, but a few MiB at a time: of a job that
+    died meanwhile nothing would be whole. Nodes that were not given all are named in the log.
     """
+    if not buffers.names - start.record.buffers.keys():
+        return
+    iteration = start.next_iteration - 1
     records = [
         pb.IterationRecord(
             iteration=iteration,
@@ -41,10 +48,19 @@ def give_buffers(
         )
         for lot in buffers.all()
     ]
-    if not records:
-        return
     for node, seeder in seeders.items():
         held = next(s for s in range(place.shards) if node in [one.id for one in place.holders(s)])
         seeder.give(held, records)
-    for seeder in seeders.values():
-        seeder.given.wait(max(deadline - time.monotonic(), 0))
+    without = []
+    for node, seeder in seeders.items():
+        if not seeder.given.wait(max(deadline - time.monotonic(), 0)):
+            without.append(f"shadow node {node} (not in time)")
+        elif seeder.given_up:
+            without.append(f"shadow node {node} ({seeder.given_up})")
+    if without:
+        _log.warning(
+            "buffers and frozen parameters have not all come to %s: step records bring %d MiB each, and "
+            "until then these nodes' shards are not offered to a restore",
+            ", ".join(without),
+            FIRST_BYTES >> 20,
+        )
