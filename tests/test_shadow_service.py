@@ -135,11 +135,14 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
         stub.Begin(request_of(job, incarnation=7, run="one", start=b"now"), timeout=5)
         header = pb.SeedHeader(job=job.job, incarnation=7, run="one", shard=pb.Shard(), iteration=-1)
         part = pb.RecordPart(job=job.job, incarnation=7, run="one", iteration=0, answer=True)
-        for part.start in (b"then", b""):
+        for part.start, why in (
+            (b"then", "another start of training"),
+            (b"", "another version of Checkmate"),
+        ):
             header.start = part.start
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, "another start of training"):
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, "another start of training"):
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
                 list(stub.Record(iter([part]), timeout=5))
         assert not status(job, 0).holds[0].seeded
         part.start = header.start = b"now"

@@ -112,6 +112,12 @@ def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader) -> 
             precondition=True,
         )
     if begin.start != said.start:
+        if not (begin.start and said.start):
+            raise Refused(
+                f"DP group {number} has trainers of another version of Checkmate: not all of their calls "
+                "name the start of training; install one version on all hosts",
+                precondition=True,
+            )
         raise Refused(
             f"DP group {number} is in another start of training here, of the same incarnation "
             f"{said.incarnation} and run {said.run}",
