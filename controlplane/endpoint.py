@@ -18,7 +18,7 @@ from controlplane.network import Network
 from controlplane.streams import Admission, Connection, Refused, StreamKey
 from controlplane.stub_frames import Kind, Segment
 
-_LEFT = "the node was stopped, training starts anew, or the node joins again after a gap"
+_LEFT = "the node was stopped, training starts again, or the node joins again after a gap"
 _DEAD = "the node died, or its connection broke"
 
 STRANGERS = None
@@ -124,7 +124,7 @@ def _over(segment: Segment, entry: Entry, how: str, why: str) -> str:
     stream = f"channel {entry['channel']}, shadow id {entry['shadow_id']}"
     return (
         f"shadow NIC {segment.ip}:{segment.port} {how} its stream of {stream}: {why}; "
-        "no copies go to it until it connects, as a running node does by itself"
+        "no copies go to it until it connects: by itself while training runs, else once training has started"
     )
 
 

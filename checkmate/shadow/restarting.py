@@ -50,7 +50,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lam
         node.answered = True
         if node.groups:
             log.info(
-                "fenced: training starts anew; %s", "; ".join(map(_stands, node.holds)) or "no shard is held"
+                "fenced: training starts again; %s", "; ".join(map(_stands, node.holds)) or "no shard is held"
             )
         return node_status(node, job)
 

@@ -167,6 +167,7 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
         assert found.frame is None
     said = "closed its stream" if flags == "FA" else "reset its stream"
     assert f"shadow NIC {NIC.ip}:5000 {said} of channel 0, shadow id 0: the node " in found.note
+    assert ("training starts again" in found.note) == (flags == "FA")
     assert "no copies go to it until it connects" in found.note
 
 
