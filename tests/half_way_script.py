@@ -61,11 +61,18 @@ def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict
 
 def is_of_the_ring(number: int) -> bool:
     """Whether a socket listens, or is connected, at one of the ring's ports."""
-    # One that gRPC closes meanwhile is of no ring.
-    with suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-        return sock.family == socket.AF_INET and any(
-            DEFAULT_PORT <= port < DEFAULT_PORT + 8 for port in (sock.getsockname()[1], _peer(sock))
-        )
+    # One that gRPC closes meanwhile is of no ring; its number may be another file's by then.
+    with suppress(OSError):
+        copy = os.dup(number)
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return False
+        with sock:
+            return sock.family == socket.AF_INET and any(
+                DEFAULT_PORT <= port < DEFAULT_PORT + 8 for port in (sock.getsockname()[1], _peer(sock))
+            )
     return False
 
 
