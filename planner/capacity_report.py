@@ -11,7 +11,7 @@ from rich.table import Table
 from checkmate.parts import show_path
 from planner.capacity import TRANSCEIVERS, Capacity, SwitchUse
 from planner.demand import Nic
-from planner.misfits import Check
+from planner.misfits import PEAK, Check
 from planner.scaling import dtype_of
 from planner.units import show_seconds
 
@@ -64,13 +64,19 @@ def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
 
 
 def verdict(found: Capacity, checks: Sequence[Check]) -> str:
-    """Whether it fits, what is scarcest, and the smallest change of that where it doesn't."""
-    tightest = _tightest_first(checks)[0]
-    says = "doesn't fit" if any(c.misfit for c in checks) else "fits"
+    """Whether it fits, what is scarcest, and the smallest change of that where it doesn't.
+
+    Any model fills a line for a while: a peak rate is said only where it is more than that.
+    """
+    tightest, *others = (c for c in _tightest_first(checks) if c.misfit or c.what != PEAK)
+    says = "doesn't fit" if tightest.misfit else "fits"
     if says == "fits" and found.unchecked:
         says = "fits, as far as it was checked"
     needed, there = (_shown(value, tightest.unit) for value in (tightest.needed, tightest.there))
     change = f"; {tightest.change}" if tightest.change else ""
+    if over := list(dict.fromkeys(check.what for check in others if check.misfit)):
+        change = change.replace("; it would fit", "; that would fit")
+        change += f"; {' and '.join(over)} {'does' if len(over) == 1 else 'do'}n't fit either"
     return (
         f"job {found.demand.job.job} {says}. Tightest: {tightest.what} ({tightest.where}), "
         f"{needed} of {there}, {tightest.share:.0%}{change}"

@@ -15,9 +15,11 @@ from checkmate.wording import counted
 from planner.capacity import Capacity, SwitchUse
 from planner.changes import fewest_more_nodes, place, serving, with_nic
 from planner.demand import Demand, Nic, Node
+from planner.units import show_enough
 
 CORES_MOST: Final = 512
 """More of a node are not looked for."""
+PEAK: Final = "peak rate"
 _ROUNDING: Final = 1 + 1e-9
 """Channels' parts of a line's rate add up to a little more or less than it."""
 
@@ -177,12 +179,12 @@ def _line(found: Capacity) -> Check:
                     less = f"{counted(fewer, 'DP group')} instead of {groups} on it" if fewer < groups else ""
                     found.append(" and ".join(filter(None, (added, less))))
                     break
-        return [*found, f"NICs of {max(nic.peak_bits_per_s) / 1e9:g} Gbit/s"]
+        return [*found, f"NICs of {show_enough(max(nic.peak_bits_per_s) / 1e9)} Gbit/s"]
 
     def peak(_: Capacity, nic: Nic) -> float:
         return max(nic.peak_bits_per_s)
 
-    return _held(found, "peak rate", line, "bit/s", _nics, peak, wrong, changes)
+    return _held(found, PEAK, line, "bit/s", _nics, peak, wrong, changes)
 
 
 def _receiving(found: Capacity) -> Check | None:
@@ -197,7 +199,7 @@ def _receiving(found: Capacity) -> Check | None:
     def changes(nic: Nic, fits: _Fits) -> list[str]:
         alone = len(place(job, nic.node)[1].nics) == 1
         second = ["a second NIC"] if alone and fits(with_nic(job, nic.node)) else []
-        rate = f"NICs and nodes that receive {8 * nic.nbytes / iteration / 1e9:.3g} Gbit/s each"
+        rate = f"NICs and nodes that receive {show_enough(8 * nic.nbytes / iteration / 1e9)} Gbit/s each"
         return [*second, *fewest_more_nodes(job, nic.node, fits), rate]
 
     seconds = Capacity.receive_seconds
@@ -236,7 +238,10 @@ def _memory(found: Capacity) -> Check | None:
         return f"needs {node.memory.total / 1e9:.3g} GB and has {there / 1e9:.3g} GB"
 
     def changes(node: Node, fits: _Fits) -> list[str]:
-        return [*fewest_more_nodes(job, node.node, fits), f"nodes of {node.memory.total / 1e9:.3g} GB"]
+        return [
+            *fewest_more_nodes(job, node.node, fits),
+            f"nodes of {show_enough(node.memory.total / 1e9)} GB",
+        ]
 
     def total(_: Capacity, node: Node) -> float:
         return node.memory.total

@@ -113,6 +113,12 @@ def show_seconds(value_s: float) -> str:
     return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
 
 
+def show_enough(value: float) -> str:
+    """Three digits, rounded up: what is there at least where `value` is needed. More than 0."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / step * (1 - 1e-9)) * step:.6g}"
+
+
 def show_dollars(value: float) -> str:
     """`$3.45 million`, `$48,300`."""
     sign = "-" if value < 0 else ""

@@ -111,6 +111,19 @@ def test_a_stream_of_more_than_2_gb_needs_more_channels() -> None:
     assert not faults(with_job(eight, eight.demand.job.model_copy(update={"channels": 3})))
 
 
+@settings(max_examples=30)
+@given(st.integers(10**6, 10**12))
+def test_the_memory_that_is_named_is_enough(elements: int) -> None:
+    found = capacity(demand(job(channels=8), model(elements)), node_memory=1)
+    (said,) = (fault.message for fault in faults(found) if "GB and has" in fault.message)
+    enough = float(said.rsplit("nodes of ", 1)[1].removesuffix(" GB")) * 1e9
+    needed = max(node.memory.total for node in found.demand.nodes)
+    assert needed * (1 - 1e-9) <= enough < needed * 1.01
+    assert not [
+        f for f in faults(capacity(found.demand, node_memory=int(enough))) if "GB and has" in f.message
+    ]
+
+
 def test_a_slower_measured_receiver_counts() -> None:
     found = demand(job(channels=2), load_model("GPT3-XL"))
     line = capacity(found, iteration_s=0.2)

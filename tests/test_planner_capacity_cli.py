@@ -55,7 +55,8 @@ def test_the_command_ends_with_2_and_the_whole_plan_where_something_does_not_fit
     assert code == 2
     assert output.startswith(
         "job demo doesn't fit. Tightest: memory (node 0), 54.4 GB of 16 GB, 340%; "
-        "it would fit with 6 more shadow nodes like it, or with nodes of 54.4 GB\n"
+        "that would fit with 6 more shadow nodes like it, or with nodes of 54.5 GB; "
+        "receiving an iteration and an iteration of a stream don't fit either\n"
     )
     assert f"{job_file}:" in output
 
@@ -75,9 +76,13 @@ def test_the_verdict_comes_first_and_details_only_when_asked_for(job_file: Path)
     assert code == 0
     assert output.startswith(
         "job demo fits, as far as it was checked. "
-        "Tightest: peak rate (NIC 0.0), 100 Gbit/s of 200 Gbit/s, 50%\n"
+        "Tightest: marks (switch tor0), 1 of 16, 6%\n"  # no peak: any model fills a line
     )
     assert not [table for table in tables if table in output]
+    code, output = invoke(*line[:-1], "40Gbit/s", "--node-memory", "500MB")
+    assert code == 2
+    assert "Tightest: peak rate (NIC 0.0), 100 Gbit/s of 40 Gbit/s, 250%; that would fit with " in output
+    assert output.splitlines()[0].endswith("NICs of 100 Gbit/s; memory doesn't fit either")
     code, output = invoke(*line, "--details")
     assert code == 0
     assert [table for table in tables if table in output] == list(tables)
