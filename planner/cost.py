@@ -159,7 +159,7 @@ def break_even_stall_s(training: Training, prices: Prices, shadow_nodes: int) ->
 
 
 def extra_ports(dp_groups: int, replicas: int = 1) -> int:
-    """Switch ports for shadow nodes, and as many line-rate NICs and transceivers, at one stream a port."""
+    """Switch ports for shadow nodes, and as many line-rate NICs with transceivers, at one stream a port."""
     return STREAMS_PER_DP_GROUP * dp_groups * replicas
 
 

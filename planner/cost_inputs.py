@@ -169,7 +169,7 @@ class CostInputs(_Model):
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Keys of what nobody gave, nor anything in its place; not of the simulation."""
+        """Keys of what nobody gave, nor anything in its place; not `every`, `runs` or `seed`."""
         replaced = {"iteration": self.model, "stall": self.storage}
         return tuple(
             key

@@ -94,8 +94,8 @@ def sentences(report: Report) -> Iterator[str]:
         saved = _saved(report.yours_saved_gpu_hours, report.yours_saved_dollars)
         yield f"Against yours, a checkpoint every {every}, Checkmate {saved}."
     yield (
-        f"It takes {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports, "
-        f"and as many NICs and transceivers: {report.extra_ports_share:.2%} of the cluster's."
+        f"It takes {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports "
+        f"and as many NICs, with their transceivers: {report.extra_ports_share:.2%} of the cluster's."
     )
 
 

@@ -79,7 +79,7 @@ def test_the_table_has_both_and_yours_with_the_spread() -> None:
     assert "393 (30 min)" in output
     assert "1,730,323" in output
     assert "in 200 simulated runs" in output
-    assert "256 switch ports" in output
+    assert "256 switch ports and as many NICs, with their transceivers" in output
     assert "more than 6.86 ms" in output
 
 
