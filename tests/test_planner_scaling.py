@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.cli.common import out
+from checkmate.cli.profile import _print
 from checkmate.layout import Parameter
 from planner.demand import Demand, Setting
 from planner.models import Model, load_model
@@ -160,6 +161,8 @@ def test_outliers_are_marked_where_figures_are_shown(capsys: pytest.CaptureFixtu
     rows = [row for row in capsys.readouterr().out.splitlines() if "slower than with 1" in row]
     assert len(rows) == 2
     assert "AdamW step of a[red]:b" in rows[1]
+    _print(Profile(4, {1: 2e9, 2: 1e9}, (step,)), [], True, None)
+    assert "busy or has too few cores" in capsys.readouterr().err
     out.print(measured(figures(Profile(4, {1: 2e9}, ()))), markup=False)
     assert "outlier" not in capsys.readouterr().out
 

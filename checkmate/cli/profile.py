@@ -212,7 +212,7 @@ def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s
     if any(figure.outlier for figure in figures):
         err.print(
             "[yellow]outliers:[/yellow] some figures contradict the others, perhaps since the machine was "
-            "busy; measure again, or with more --seconds",
+            "busy or has too few cores; measure again, or with more --seconds",
             soft_wrap=True,
         )
     for one in sized:
