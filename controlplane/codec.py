@@ -68,7 +68,7 @@ class Codec:
         }
 
     @classmethod
-    def for_target(cls, target: str, p4runtime: str = "stratum") -> Codec:
+    def for_target(cls, target: str, p4runtime: str = "stratum", cpu_port: int | None = None) -> Codec:
         """The codec of the program that is compiled for `target`, for the P4Runtime server that is named.
 
         For a Tofino, what loading it takes may be missing until then. Without its P4Info even, v1model's
@@ -82,7 +82,10 @@ class Codec:
             missing = NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
             return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)
         try:
-            blob = device_config.pack(device_config.read_program(target), p4runtime)
+            program = device_config.read_program(target)
+            if cpu_port is not None:
+                device_config.check_cpu_port(program, target, cpu_port)
+            blob = device_config.pack(program, p4runtime)
         except NotCompiled as error:
             return cls(P4Schema(p4info), counters_by_entry=True, without=error)
         return cls(P4Schema(p4info, blob), counters_by_entry=True)
@@ -90,7 +93,7 @@ class Codec:
     @classmethod
     def for_switch(cls, switch: Switch) -> Codec:
         """The codec of a switch's program."""
-        return cls.for_target(switch.target, switch.p4runtime)
+        return cls.for_target(switch.target, switch.p4runtime, switch.packet_port)
 
     def pipeline_config(self) -> p4r.ForwardingPipelineConfig:
         """What loads the program; `NotCompiled` where the compiler's output isn't there."""

@@ -43,11 +43,13 @@ const port_t CPU_PORT = CHECKMATE_CPU_PORT;
 #define REMOVED_TAG(hdr) \
     hdr.tag.prefix, hdr.tag.sequence, hdr.tag.anchor, hdr.tag.shadow_id, hdr.tag.channel, hdr.tag.incarnation
 
-// From ingress to egress, in front of every packet that the controller has no part in.
+// From ingress to egress, in front of every packet that the controller has no part in. The verdict is apart from
+// the port: the two would share a container, which the parser fills with the chip's own metadata, flags and all.
 header bridged_t {
-    verdict_t  verdict; // FORWARD or REPLICATE
-    bit<5>     padding;
+    bit<7>     padding;
     port_t     ingress_port;
+    bit<6>     more_padding;
+    verdict_t  verdict; // FORWARD or REPLICATE
     boundary_t boundary;
 }
 
@@ -200,9 +202,10 @@ control checkmate_ingress(inout headers_t hdr, inout ingress_local_t local,
 
     action bridge() {
         local.bridged.setValid();
-        local.bridged.verdict      = local.meta.verdict;
         local.bridged.padding      = 0;
         local.bridged.ingress_port = local.meta.ingress_port;
+        local.bridged.more_padding = 0;
+        local.bridged.verdict      = local.meta.verdict;
         local.bridged.boundary     = local.meta.boundary;
     }
 
@@ -305,7 +308,7 @@ parser checkmate_egress_parser(packet_in packet, out headers_t hdr, out egress_l
     state tag {
         packet.extract(hdr.tag);
         tcp_sum.subtract({ REMOVED_TAG(hdr) });
-        packet.extract(local.first_byte); // there is one: ingress has replicated no segment without payload
+        packet.extract(local.first_byte); // what has no payload isn't replicated
         ipv4_sum.subtract_all_and_deposit(local.ipv4_residual);
         tcp_sum.subtract_all_and_deposit(local.tcp_residual);
         transition accept;

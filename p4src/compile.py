@@ -47,10 +47,20 @@ def digest(target: str = "bmv2") -> str:
     return total.hexdigest()
 
 
+def outputs(target: str = "bmv2") -> list[str]:
+    """The files that are committed for `target`, the digest aside."""
+    if target in tofino.ARCHITECTURES:
+        return [tofino.P4INFO, tofino.SCHEMA]
+    names = [PROGRAM] if target == "bmv2" else HALVES
+    return [f"{name}.{ending}" for name in names for ending in ("json", "p4info.txtpb")]
+
+
 def is_current(target: str = "bmv2") -> bool:
-    """Whether the committed output was made of these sources."""
-    file = artifacts(target) / DIGEST
-    return file.exists() and file.read_text().split()[0] == digest(target)
+    """Whether the committed output is there, and was made of these sources."""
+    folder = artifacts(target)
+    if not all((folder / name).is_file() for name in (*outputs(target), DIGEST)):
+        return False
+    return (folder / DIGEST).read_text().split() == [digest(target)]
 
 
 def write_digest(target: str) -> None:
@@ -60,11 +70,12 @@ def write_digest(target: str) -> None:
 
 def compile_program(target: str = "bmv2") -> int:
     """Run p4c from within the folder, so that the output has relative paths only; its exit status."""
-    compiler = os.environ.get("P4C", COMPILER)
-    if shutil.which(compiler) is None:
+    named = os.environ.get("P4C")
+    compiler = shutil.which(os.path.abspath(named) if named and "/" in named else named or COMPILER)
+    if compiler is None:
         sys.stderr.write(
-            f"{compiler} is not on PATH. It is part of p4c, the reference compiler: "
-            "github.com/p4lang/p4c says how to build or install it. P4C names another path, and "
+            f"{named or COMPILER} is not {'there' if named else 'on PATH'}. It is part of p4c, the reference "
+            "compiler: github.com/p4lang/p4c says how to build or install it. P4C names another path, and "
             "P4C_16_INCLUDE_PATH the folder of core.p4 where it isn't found by itself.\n"
             "Nothing else needs it: the compiled program is in p4src/build.\n"
         )
@@ -74,7 +85,7 @@ def compile_program(target: str = "bmv2") -> int:
     for name, source, options in _units(target):
         command = [compiler, "--std", "p4-16", *options]
         if folder := os.environ.get("P4C_16_INCLUDE_PATH"):
-            command += ["-I", folder]
+            command += ["-I", os.path.abspath(folder)]
         command += ["--p4runtime-files", f"{build}/{name}.p4info.txtpb", "-o", f"{build}/{name}.json", source]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if status != 0:
@@ -101,17 +112,25 @@ def main() -> int:
     parser.add_argument("target", nargs="?", choices=("bmv2", *tofino.ARCHITECTURES), default="bmv2")
     parser.add_argument("--check", action="store_true", help="only say whether the output is current")
     parser.add_argument(
-        "--cpu-port", type=int, metavar="PORT", help="the controller's device port; see docs/tofino.md"
+        "--cpu-port", type=_port, metavar="PORT", help="the controller's device port; see docs/tofino.md"
     )
     options = parser.parse_args()
     if options.check:
         return _check()
+    if options.cpu_port is not None and options.target == "bmv2":
+        parser.error("--cpu-port is a Tofino's; BMv2 takes its own when it starts")
     if options.target == "bmv2":
         return compile_program("bmv2") or compile_program("tna")
     status = tofino.compile_program(options.target, options.cpu_port)
     if status == 0:
         write_digest(options.target)
     return status
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 9):
+        raise argparse.ArgumentTypeError(f"{text!r}: a device port is 0 to 511")
+    return int(text)
 
 
 def _check() -> int:

@@ -14,12 +14,18 @@ from p4src import PIPE, ROOT, artifacts, sde_install
 
 PROGRAM = "checkmate_tna"
 ARCHITECTURES = {"tofino": "tna", "tofino2": "t2na"}
+CPU_PORTS = {"tofino": 192, "tofino2": 0}
+"""Device ports of the controller's port that checkmate_tna.p4 takes by itself."""
 DRIVERS = ("bf-p4c", "p4c")
 """Names of the compiler's driver: in Intel's SDE, and in open-p4studio or built from p4c."""
 P4INFO = f"{PROGRAM}.p4info.txtpb"
 SCHEMA = f"{PROGRAM}.bf-rt.json"
 PIPES = 4
 """At most; a chip that has fewer leaves the others out."""
+_P4INFO = "p4info.txt"
+"""Every compiler knows this ending; `.txtpb` is of 2024."""
+_SELECTED = ("0x0800", "0x0101080a", "0xfd10c4ec")
+"""What the parser selects, as the assembly has it: IPv4, timestamps, the tag."""
 _PCIE = "/sys/devices/pci0000:00/0000:00:03.0/0000:05:00.0"
 _FIRMWARE = "share/tofino_sds_fw/avago/firmware"
 _MISSING = """\
@@ -41,44 +47,79 @@ def configuration(target: str) -> Path:
 
 
 def driver(target: str) -> str | None:
-    """The driver of a compiler that knows `target`."""
-    for name in filter(None, (os.environ.get("P4C_TOFINO"), *DRIVERS)):
-        if path := shutil.which(name):
+    """The driver of a compiler that knows `target`: `P4C_TOFINO`, or one on PATH or in the SDE."""
+    if named := os.environ.get("P4C_TOFINO"):
+        return shutil.which(os.path.abspath(named))
+    places = os.pathsep.join((os.environ.get("PATH", ""), str(sde_install() / "bin")))
+    for name in DRIVERS:
+        if path := shutil.which(name, path=places):
             help_ = subprocess.run([path, "--target-help"], capture_output=True, text=True, check=False)
             if f"{target}-{ARCHITECTURES[target]}" in help_.stdout + help_.stderr:
-                return path
+                return os.path.abspath(path)
     return None
 
 
 def compile_program(target: str, cpu_port: int | None = None) -> int:
-    """Compile for `target`; the exit status. `cpu_port` is the device port where it isn't the usual one."""
-    compiler = driver(target)
-    if compiler is None:
-        sys.stderr.write(_MISSING.format(target=target))
-        return 2
+    """Compile for `target`; the exit status. `cpu_port` is the device port where it isn't the usual one.
+
+    What is committed is replaced once all is made. The drivers clean up where they write, P4Info included.
+    """
     folder, committed = output_folder(target), artifacts(target)
-    for each in (folder, committed, configuration(target).parent):
-        each.mkdir(parents=True, exist_ok=True)
-    command = [compiler, "--std", "p4-16", "--target", target, "--arch", ARCHITECTURES[target]]
+    if wrong := _refused(target, folder):
+        sys.stderr.write(wrong)
+        return 2
+    cpu_port = CPU_PORTS[target] if cpu_port is None else cpu_port
+    try:
+        for each in (folder, committed, configuration(target).parent):
+            each.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.stderr.write(f"{error.filename}: {error.strerror}; SDE_INSTALL names where the output goes\n")
+        return 2
+    command = [str(driver(target)), "--std", "p4-16", "--target", target, "--arch", ARCHITECTURES[target]]
     command += ["-g", "-o", str(folder), "--bf-rt-schema", str(folder / "bf-rt.json")]
-    command += [
-        "--p4runtime-force-std-externs",
-        "--p4runtime-files",
-        str((committed / P4INFO).relative_to(ROOT)),
-    ]
-    if cpu_port is not None:
-        command += [f"-DCHECKMATE_CPU_PORT={cpu_port}"]
-    binary = folder / PIPE / f"{target}.bin"
-    binary.unlink(missing_ok=True)
+    command += ["--p4runtime-force-std-externs", "--p4runtime-files", str(folder / _P4INFO)]
+    command += [f"-DCHECKMATE_CPU_PORT={cpu_port}"]
+    for made in (folder / PIPE / f"{target}.bin", configuration(target)):
+        made.unlink(missing_ok=True)
     status = subprocess.run([*command, f"{PROGRAM}.p4"], cwd=ROOT, check=False).returncode
-    if status == 0 and not binary.is_file():
-        sys.stderr.write(f"{compiler} said nothing, but hasn't written {binary}\n")
-        status = 1
+    if status == 0 and (wrong := _wrong_output(folder, target)):
+        sys.stderr.write(f"{command[0]}: {wrong}\n")
+        return 1
     if status == 0:
+        (folder / "cpu_port").write_text(f"{cpu_port}\n")
         configuration(target).write_text(json.dumps(_configuration(target), indent=4) + "\n")
+        shutil.copyfile(folder / _P4INFO, committed / P4INFO)
         shutil.copyfile(folder / "bf-rt.json", committed / SCHEMA)
         sys.stdout.write(f"{target}: {configuration(target)}\n")
     return status
+
+
+def _refused(target: str, folder: Path) -> str | None:
+    if named := os.environ.get("P4C_TOFINO"):
+        if driver(target) is None:
+            return (
+                f"P4C_TOFINO={named}: no such program; it names the driver of a p4c with a Tofino backend\n"
+            )
+    elif driver(target) is None:
+        return _MISSING.format(target=target)
+    if found := [path for path in (folder, ROOT) if any(map(str.isspace, str(path)))]:
+        return f"{found[0]}: p4c's driver takes no spaces in paths, and would clean up elsewhere\n"
+    return None
+
+
+def _wrong_output(folder: Path, target: str) -> str | None:
+    """What a compiler that ended well has left out."""
+    pipe = (f"{target}.bin", "context.json", f"{PROGRAM}.bfa")
+    for name in (_P4INFO, "bf-rt.json", *(f"{PIPE}/{each}" for each in pipe)):
+        if not (folder / name).is_file():
+            return f"ended well, but hasn't written {folder / name}"
+    assembly = (folder / PIPE / f"{PROGRAM}.bfa").read_text()
+    if lost := [value for value in _SELECTED if f" {value}:" not in assembly]:
+        return (
+            f"the parser doesn't select {', '.join(lost)}: p4c from 1.2.5.11 on lost them (p4lang/p4c issue "
+            "5752), until pull request 5753"
+        )
+    return None
 
 
 def _configuration(target: str) -> dict[str, Any]:

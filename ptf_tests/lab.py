@@ -31,6 +31,8 @@ class Stage(ABC):
     """Where the tests happen: the switch under test, and PTF's data plane (PTF's device 0)."""
 
     target: str
+    hardware: bool = False
+    """Whether it is a chip, or its model: Ethernet pads short frames, and bytes are counted otherwise."""
 
     @abstractmethod
     def start(self) -> Switch:

@@ -10,6 +10,7 @@ import grpc
 
 from controlplane.codec import Codec
 from controlplane.errors import ControlError
+from p4src.tofino import ARCHITECTURES
 from ptf_tests.config import Config
 from ptf_tests.lab import Stage
 from ptf_tests.namespace import MTU, mtu
@@ -24,9 +25,10 @@ class Standing(Stage):
 
     def __init__(self, config: Config) -> None:
         self.target = config.target
+        self.hardware = config.target in ARCHITECTURES
         self._config = config
         try:
-            self.codec = Codec.for_target(config.target, config.p4runtime)
+            self.codec = Codec.for_target(config.target, config.p4runtime, config.cpu_port)
         except ControlError as error:
             raise TargetError(str(error)) from None
         self._switch: Switch | None = None

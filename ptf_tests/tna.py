@@ -27,7 +27,7 @@ from softswitch.trace import Trace
 _BEFORE_INGRESS = 16
 """Bytes of intrinsic and port metadata in front of a frame."""
 _BEFORE_EGRESS = 27
-_BRIDGED = 4
+_BRIDGED = 5
 _FILES = {"json": "json", "p4info": "p4info.txtpb"}
 
 

@@ -31,6 +31,8 @@ NO_GROUP = [
 """A segment is replicated to no group, by an entry that no controller writes."""
 CASES = [case for case in SUITE.cases if case not in CUT and case not in NO_GROUP]
 FLOOD_GROUP = 1
+_ELSEWHERE = 500
+"""A port that no test names."""
 
 
 @pytest.fixture(scope="module", params=["v1model", "tna"])
@@ -70,6 +72,10 @@ def outputs(program: Program, case: Case) -> list[Output]:
     program.state.groups.clear()
     for entry in case.entries:
         insert(program, entry)
+    # Every group has a member, so that a copy too many leaves.
+    for group in (FLOOD_GROUP, *(int(each.params.get("group", "0"), 16) for each in case.entries)):
+        program.state.groups[group] = (Replica(_ELSEWHERE, 0),)
+    program.state.groups.pop(0, None)
     if case.copy is not None:
         program.state.groups[case.copy.group] = (Replica(case.copy.port, case.copy.replication_id),)
     return program.process(case.port, bytes.fromhex(case.frame))

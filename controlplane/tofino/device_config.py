@@ -47,6 +47,8 @@ class Program:
     name: str
     bfrt: bytes
     pipelines: tuple[Pipeline, ...]
+    cpu_port: int | None = None
+    """The device port that it takes for the controller's, where the compilation has noted it."""
 
 
 def read_program(target: str, sde: Path | None = None) -> Program:
@@ -84,7 +86,19 @@ def _parse(conf: Mapping[str, Any], root: Path) -> Program:
     )
     if not pipelines:
         raise ValueError("no p4_pipelines")
-    return Program(program["program-name"], (root / program["bfrt-config"]).read_bytes(), pipelines)
+    schema = root / program["bfrt-config"]
+    noted = schema.with_name("cpu_port")
+    cpu_port = int(noted.read_text()) if noted.exists() else None
+    return Program(program["program-name"], schema.read_bytes(), pipelines, cpu_port)
+
+
+def check_cpu_port(program: Program, target: str, cpu_port: int) -> None:
+    """`NotCompiled` where the program takes another port than `cpu_port` for the controller's."""
+    if program.cpu_port not in (None, cpu_port):
+        raise NotCompiled(
+            f"the program is compiled for CPU port {program.cpu_port}, and the switch's is {cpu_port}: run "
+            f"`python -m p4src.compile {target} --cpu-port {cpu_port}`, or correct `cpu_port` in the job"
+        )
 
 
 def pack(program: Program, p4runtime: str) -> bytes:
