@@ -40,7 +40,8 @@ def test_a_rank_is_killed(name: str, tmp_path: Path, kill: Kill) -> None:
         found = faulty.check(run, repeated=1)
     (recovery,) = found.record.recoveries()
     assert (recovery.rank, recovery.iteration, recovery.phase) == (kill.rank, kill.iteration, kill.phase)
-    assert recovery.resumed_with in (kill.iteration, kill.iteration + 1)
+    # An iteration's record is sent in the forward of the next: the last one may have died with the rank.
+    assert kill.iteration - 1 <= recovery.resumed_with <= kill.iteration + 1
 
 
 @pytest.mark.slow
