@@ -21,8 +21,14 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-"""For each of them; hosts in namespaces share one name, so gloo has to be told its interface."""
+"""For each of them; hosts in namespaces share one name, so gloo has to be told its interface.
+
+Each start gets a store of its own: ranks that died at different times don't wait for each other's keys. In
+torchrun's own, where a second rank is killed 1.5 s after a first, the others find addresses of the dead: gloo
+can't connect to them, each such start counts, and the job ends.
+"""
 
 
 def command(

@@ -31,12 +31,6 @@ from topologies.training_record import Record, read_events, read_losses
 SCRIPT: Final = "examples.gpt.train"
 _SCRIPT_ERROR: Final = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 _READY_SECONDS: Final = 60.0
-_ENVIRONMENT: Final = {**torchrun.ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Each start gets a store of its own: ranks that died at different times don't wait for each other's keys.
-
-In torchrun's own, where a second rank is killed 1.5 s after a first, the others find addresses of the dead:
-gloo can't connect to them, each such start counts, and the job ends.
-"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ class Training:
         for rank in topology.ranks:
             script: list[str | Path] = ["-m", "topologies.driven", file]
             command = torchrun.command(topology, rank, script, restarts=self.plan.restarts)
-            environment = {**_ENVIRONMENT, **self.plan.environment}
+            environment = {**torchrun.ENVIRONMENT, **self.plan.environment}
             self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
 
     def let(self, iterations: int, mode: str = "") -> None:
