@@ -27,6 +27,7 @@ from controlplane.reconcile import Update
 from controlplane.tofino import device_config
 from controlplane.tofino.device_config import NotCompiled
 from p4src import artifacts
+from p4src.tofino import P4INFO
 
 PROGRAM = "checkmate_v1model"
 _VERBS = {
@@ -77,7 +78,7 @@ class Codec:
         if target not in tofino.TARGETS:
             p4info, config = compiled(target)
             return cls(P4Schema(p4info, config))
-        p4info = artifacts(target) / f"{device_config.PROGRAM}.p4info.txtpb"
+        p4info = artifacts(target) / P4INFO
         if not p4info.exists():
             missing = NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
             return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)

@@ -16,6 +16,8 @@ PROGRAM = "checkmate_tna"
 ARCHITECTURES = {"tofino": "tna", "tofino2": "t2na"}
 CPU_PORTS = {"tofino": 192, "tofino2": 0}
 """Device ports of the controller's port that checkmate_tna.p4 takes by itself."""
+CPU_PORT_NOTE = "cpu_port"
+"""A file beside the schema: the port that the program was compiled for."""
 DRIVERS = ("bf-p4c", "p4c")
 """Names of the compiler's driver: in Intel's SDE, and in open-p4studio or built from p4c."""
 P4INFO = f"{PROGRAM}.p4info.txtpb"
@@ -36,14 +38,18 @@ Nothing but loading a Tofino needs it: what the control plane reads is in p4src/
 """
 
 
+def _place(target: str) -> Path:
+    return Path("share") / f"{target}pd" / PROGRAM
+
+
 def output_folder(target: str) -> Path:
     """BF-RT schema, and in a folder for each pipeline context.json, binary and logs."""
-    return sde_install().absolute() / "share" / f"{target}pd" / PROGRAM
+    return sde_install().absolute() / _place(target)
 
 
-def configuration(target: str) -> Path:
+def configuration(target: str, sde: Path | None = None) -> Path:
     """What `bf_switchd --conf-file` reads; its paths are relative to the SDE's root."""
-    return sde_install().absolute() / "share" / "p4" / "targets" / target / f"{PROGRAM}.conf"
+    return (sde or sde_install().absolute()) / "share" / "p4" / "targets" / target / f"{PROGRAM}.conf"
 
 
 def driver(target: str) -> str | None:
@@ -64,8 +70,8 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
 
     What is committed is replaced once all is made. The drivers clean up where they write, P4Info included.
     """
-    folder, committed = output_folder(target), artifacts(target)
-    if wrong := _refused(target, folder):
+    folder, committed, compiler = output_folder(target), artifacts(target), driver(target)
+    if wrong := _refused(target, folder, compiler):
         sys.stderr.write(wrong)
         return 2
     cpu_port = CPU_PORTS[target] if cpu_port is None else cpu_port
@@ -75,7 +81,7 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"{error.filename}: {error.strerror}; SDE_INSTALL names where the output goes\n")
         return 2
-    command = [str(driver(target)), "--std", "p4-16", "--target", target, "--arch", ARCHITECTURES[target]]
+    command = [str(compiler), "--std", "p4-16", "--target", target, "--arch", ARCHITECTURES[target]]
     command += ["-g", "-o", str(folder), "--bf-rt-schema", str(folder / "bf-rt.json")]
     command += ["--p4runtime-force-std-externs", "--p4runtime-files", str(folder / _P4INFO)]
     command += [f"-DCHECKMATE_CPU_PORT={cpu_port}"]
@@ -86,21 +92,20 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
         sys.stderr.write(f"{command[0]}: {wrong}\n")
         return 1
     if status == 0:
-        (folder / "cpu_port").write_text(f"{cpu_port}\n")
-        configuration(target).write_text(json.dumps(_configuration(target), indent=4) + "\n")
+        (folder / CPU_PORT_NOTE).write_text(f"{cpu_port}\n")
+        configuration(target).write_text(json.dumps(configured(target), indent=4) + "\n")
         shutil.copyfile(folder / _P4INFO, committed / P4INFO)
         shutil.copyfile(folder / "bf-rt.json", committed / SCHEMA)
         sys.stdout.write(f"{target}: {configuration(target)}\n")
     return status
 
 
-def _refused(target: str, folder: Path) -> str | None:
-    if named := os.environ.get("P4C_TOFINO"):
-        if driver(target) is None:
+def _refused(target: str, folder: Path, compiler: str | None) -> str | None:
+    if compiler is None:
+        if named := os.environ.get("P4C_TOFINO"):
             return (
                 f"P4C_TOFINO={named}: no such program; it names the driver of a p4c with a Tofino backend\n"
             )
-    elif driver(target) is None:
         return _MISSING.format(target=target)
     if found := [path for path in (folder, ROOT) if any(map(str.isspace, str(path)))]:
         return f"{found[0]}: p4c's driver takes no spaces in paths, and would clean up elsewhere\n"
@@ -122,9 +127,9 @@ def _wrong_output(folder: Path, target: str) -> str | None:
     return None
 
 
-def _configuration(target: str) -> dict[str, Any]:
+def configured(target: str) -> dict[str, Any]:
     """What `bf_switchd` reads, with paths as it wants them. Written here, since not every driver does."""
-    folder = output_folder(target).relative_to(sde_install().absolute())
+    folder = _place(target)
     pipeline = {
         "p4_pipeline_name": PIPE,
         "context": str(folder / PIPE / "context.json"),

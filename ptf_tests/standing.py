@@ -10,12 +10,11 @@ import grpc
 
 from controlplane.codec import Codec
 from controlplane.errors import ControlError
-from p4src.tofino import ARCHITECTURES
 from ptf_tests.config import Config
 from ptf_tests.lab import Stage
 from ptf_tests.namespace import MTU, mtu
 from ptf_tests.switch import Switch, SwitchError
-from ptf_tests.targets import TargetError
+from ptf_tests.targets import STANDING, TargetError
 
 LONGEST = 9000  # bytes of the suites' longest frames
 
@@ -25,7 +24,7 @@ class Standing(Stage):
 
     def __init__(self, config: Config) -> None:
         self.target = config.target
-        self.hardware = config.target in ARCHITECTURES
+        self.hardware = config.target in STANDING
         self._config = config
         try:
             self.codec = Codec.for_target(config.target, config.p4runtime, config.cpu_port)

@@ -6,8 +6,12 @@ import os
 import random
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
+from checkmate.rpc.channels import OPTIONS
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from tests.recording_node import RecordingNode
 from topologies import lab as labs
 
 
@@ -17,3 +21,18 @@ def name() -> Iterator[str]:
     unique = f"t{os.getpid()}_{random.randrange(10**6)}"
     yield unique
     labs.down(unique)
+
+
+@pytest.fixture
+def node() -> Iterator[RecordingNode]:
+    """A shadow node that notes what trainers send it."""
+    served = RecordingNode("127.0.0.1:0")
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def stub(node: RecordingNode) -> Iterator[ShadowStub]:
+    """To speak with `node`."""
+    with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
+        yield ShadowStub(channel)

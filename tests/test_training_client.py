@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
 
-import grpc
 import pytest
 import torch
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import ShadowNode
 from checkmate.training.client import ANSWERED_EVERY, ATTENTIVE, QUEUED, Line
@@ -21,33 +18,11 @@ from checkmate.training.publish import Author, Publisher
 from checkmate.training.records import Noted
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
-from tests.recording_node import RecordingNode
-
-SECONDS = 20.0
-
-
-@pytest.fixture
-def node() -> Iterator[RecordingNode]:
-    served = RecordingNode("127.0.0.1:0")
-    yield served
-    served.stop()
-
-
-@pytest.fixture
-def stub(node: RecordingNode) -> Iterator[ShadowStub]:
-    with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
-        yield ShadowStub(channel)
+from tests.recording_node import SECONDS, RecordingNode, await_true
 
 
 def shadow_node(node: RecordingNode) -> ShadowNode:
     return job().shadow_nodes[0].model_copy(update={"mgmt": node.address})
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def part(iteration: int) -> pb.RecordPart:

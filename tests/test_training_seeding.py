@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -24,29 +23,7 @@ from checkmate.training.slices import Buffers
 from checkmate.training.start_seeds import give_buffers
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
-from tests.recording_node import RecordingNode
-
-SECONDS = 20.0
-
-
-@pytest.fixture
-def node() -> Iterator[RecordingNode]:
-    served = RecordingNode("127.0.0.1:0")
-    yield served
-    served.stop()
-
-
-@pytest.fixture
-def stub(node: RecordingNode) -> Iterator[ShadowStub]:
-    with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
-        yield ShadowStub(channel)
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.recording_node import SECONDS, RecordingNode, await_true
 
 
 class Training:

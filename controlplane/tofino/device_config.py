@@ -22,8 +22,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import p4src
 from controlplane.errors import WrongPipeline
-
-PROGRAM = "checkmate_tna"
+from p4src.tofino import CPU_PORT_NOTE, configuration
 
 
 class NotCompiled(WrongPipeline):
@@ -57,7 +56,7 @@ def read_program(target: str, sde: Path | None = None) -> Program:
     The paths are those of the compiler's own `.conf`, which bf_switchd reads too.
     """
     root = sde or p4src.sde_install()
-    conf = root / "share" / "p4" / "targets" / target / f"{PROGRAM}.conf"
+    conf = configuration(target, root)
     try:
         return _parse(json.loads(conf.read_text()), root)
     except OSError as error:
@@ -87,7 +86,7 @@ def _parse(conf: Mapping[str, Any], root: Path) -> Program:
     if not pipelines:
         raise ValueError("no p4_pipelines")
     schema = root / program["bfrt-config"]
-    noted = schema.with_name("cpu_port")
+    noted = schema.with_name(CPU_PORT_NOTE)
     cpu_port = int(noted.read_text()) if noted.exists() else None
     return Program(program["program-name"], schema.read_bytes(), pipelines, cpu_port)
 

@@ -23,9 +23,10 @@ from controlplane.session import Session
 from controlplane.status import read_status
 from controlplane.streams import lose
 from controlplane.tofino.device_config import NotCompiled
+from p4src.tofino import P4INFO
 from tests.controlplane.test_session import LOOP, softswitch
 from tests.jobs_made import job_data, tofino_job_data
-from tests.tofino_made import P4INFO, write_compiled
+from tests.tofino_made import write_compiled
 
 
 def test_an_entry_says_what_it_counted() -> None:
