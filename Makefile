@@ -18,7 +18,7 @@ demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams
 	@$(PYTHON) -m topologies.demo --target $(TARGET)
 
 test: setup ## Lint and quick tests, under 10 minutes
-	@$(PYTHON) -m pytest -m "not slow"
+	@$(PYTHON) -m pytest -m "not slow" -n 2 --dist loadgroup
 
 test-all: setup ## Everything: each lab on each target
 	@$(PYTHON) -m pytest

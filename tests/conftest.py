@@ -36,3 +36,12 @@ def stub(node: RecordingNode) -> Iterator[ShadowStub]:
     """To speak with `node`."""
     with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
         yield ShadowStub(channel)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker gets all tests that change, or look at, what processes of the whole machine share."""
+    for item in items:
+        reasons = " ".join(mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif"))
+        if "namespace" in reasons or "tagger" in reasons:
+            item.add_marker(pytest.mark.xdist_group("machine"))

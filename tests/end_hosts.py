@@ -21,6 +21,9 @@ import pytest
 from checkmate.tcp import SO_RCVBUFFORCE
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces: run as root")
+needs_buffers = pytest.mark.skipif(
+    os.geteuid() != 0, reason="receive buffers beyond the system's limit (SO_RCVBUFFORCE) need root"
+)
 
 CLONE_NEWNET = 0x40000000
 ETH_P_ALL = 3

@@ -18,12 +18,12 @@ from checkmate.cli.consolidate import _say, _waiting
 from checkmate.consolidate.choose import Lacking, NoAnswer, choose
 from checkmate.consolidate.follow import Saved, _Waiting, follow
 from checkmate.consolidate.nodes import Nodes, unreached
-from tests.end_hosts import needs_root, wait_until
+from tests.end_hosts import needs_buffers, wait_until
 from tests.jobs_made import job, job_data
 from tests.shadow_world import going_on
 from tests.test_consolidate import CHECKMATE, Place, status
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.end_hosts import needs_root
+from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import Training
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 @pytest.mark.timeout(300)

@@ -23,10 +23,10 @@ from checkmate.rpc.channels import open_channel
 from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
 from tests.copies import Copies, local_job
-from tests.end_hosts import needs_root, wait_until
+from tests.end_hosts import needs_buffers, wait_until
 from tests.small_training import Training, status
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 class Process:

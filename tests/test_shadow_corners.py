@@ -23,11 +23,11 @@ from checkmate.shadow.hold import Hold
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import ReplicaError
-from tests.end_hosts import needs_root, wait_until
+from tests.end_hosts import needs_buffers, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.commit import SILENCE_MIN
 from checkmate.shadow.view import Watch, picture
 from checkmate.shadow.watching import Watcher
-from tests.end_hosts import needs_root, wait_until
+from tests.end_hosts import needs_buffers, wait_until
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 @pytest.fixture

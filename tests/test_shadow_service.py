@@ -22,10 +22,10 @@ from checkmate.shadow.connect import StreamError
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.service import ServeError
 from tests.copies import Copies, local_job
-from tests.end_hosts import needs_root, wait_until
+from tests.end_hosts import needs_buffers, wait_until
 from tests.small_training import RUN, Training, status
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 def test_an_address_that_is_taken_or_foreign_is_explained() -> None:

@@ -14,7 +14,7 @@ from checkmate.shadow.serve import Serving
 from checkmate.training import fence
 from checkmate.training.client import Stubs
 from tests.copies import local_job
-from tests.end_hosts import needs_root
+from tests.end_hosts import needs_buffers
 from tests.jobs_made import job_data
 from tests.recording_node import RecordingNode
 from tests.shadow_world import World, settle
@@ -153,7 +153,7 @@ def test_what_a_node_says_once_it_has_settled_is_told(
     assert "stepped 6" not in plan.trouble
 
 
-@needs_root
+@needs_buffers
 def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
     """A hold is found doubtful while it settles, and dropped: the node says so until training begins."""
     with ExitStack() as stack:

@@ -11,12 +11,12 @@ import torch
 from checkmate import state
 from checkmate.training.client import Stubs
 from checkmate.training.fetch import Fetched, FetchError, Wanted, fetch
-from tests.end_hosts import needs_root
+from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, settle
 from tests.shadow_world import fence as fenced
 from tests.small_training import RUN
 
-pytestmark = needs_root  # SO_RCVBUFFORCE
+pytestmark = needs_buffers
 
 
 def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
