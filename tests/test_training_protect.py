@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -72,6 +74,7 @@ def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[t
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
     ranks = [
         subprocess.Popen(
@@ -85,10 +88,20 @@ def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[t
     ]
     try:
         ends = [(process.communicate(timeout=SECONDS)[1], process.returncode) for process in ranks]
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join(["the ranks don't end", *map(where_it_is, ranks)]))
     finally:
         for process in ranks:
             process.kill()
     return [(code, errors) for errors, code in ends]
+
+
+def where_it_is(rank: subprocess.Popen[str]) -> str:
+    """What a rank has said, and what each of its and its children's threads is at."""
+    for process in psutil.Process(rank.pid).children(recursive=True):
+        process.send_signal(signal.SIGABRT)
+    rank.send_signal(signal.SIGABRT)
+    return f"{rank.args}: {rank.communicate(timeout=10)[1]}"
 
 
 def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:

@@ -40,8 +40,9 @@ def test_lost_primary_promotes_nobody(running: Running) -> None:
 
 
 def test_downgraded_primary_leaves_none(running: Running) -> None:
-    primary, backup = running.client(10), running.client(5)
-    primary.arbitration()
+    primary = running.client(10)
+    assert primary.arbitration() == (OK, 10)
+    backup = running.client(5)
     assert backup.arbitration() == (BACKUP, 10)
     primary.arbitrate(4)
     assert primary.arbitration() == (NOBODY, 10)
