@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -26,6 +25,7 @@ from tests.jobs_made import job_data
 from tests.recording_node import RecordingNode
 from tests.training_lab import Run
 from tests.training_orders import Orders
+from topologies import processes
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 90.0
@@ -98,10 +98,10 @@ def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[t
 
 def where_it_is(rank: subprocess.Popen[str]) -> str:
     """What a rank has said, and what each of its and its children's threads is at."""
-    for process in psutil.Process(rank.pid).children(recursive=True):
-        process.send_signal(signal.SIGABRT)
+    for pid in processes.descendants(rank.pid):
+        os.kill(pid, signal.SIGABRT)
     rank.send_signal(signal.SIGABRT)
-    return f"{rank.args}: {rank.communicate(timeout=10)[1]}"
+    return f"{rank.args!r}: {rank.communicate(timeout=10)[1]}"
 
 
 def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
