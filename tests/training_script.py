@@ -5,6 +5,7 @@ torchrun's environment says which rank. It leaves rank{r}.jsonl (a line an itera
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -52,6 +53,11 @@ class Model(nn.Module):
         """A number for each row."""
         result: torch.Tensor = self.head(self.body(x)).squeeze(1)
         return result
+
+
+def collect(worker: int) -> None:
+    """What happens now and then in a DataLoader's worker, as it starts."""
+    gc.collect()
 
 
 def main() -> None:
@@ -175,7 +181,8 @@ class Rank:
         """Rows from all the random generators, so that each of them counts."""
         self.sampler["seen"] += 1
         if self.orders.workers:
-            list(DataLoader(TensorDataset(torch.arange(8)), num_workers=self.orders.workers))
+            data = TensorDataset(torch.arange(8))
+            list(DataLoader(data, num_workers=self.orders.workers, worker_init_fn=collect))
         x = torch.randn(self.orders.batch, self.orders.width)
         x[0, 0] += random.random() + float(np.random.rand())
         return x, x.sum(1) * 0.1

@@ -1,0 +1,70 @@
+"""What a DataLoader's workers inherit and must not touch."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import checkmate.training.forks  # what is tested: importing it is all that it takes
+
+
+class Garbage:
+    """Part of a cycle, as what is left of a call; its end is noted."""
+
+    def __init__(self, ended: list[int]) -> None:
+        self.itself = self
+        self.ended = ended
+
+    def __del__(self) -> None:
+        self.ended.append(os.getpid())
+
+
+@pytest.fixture
+def by_hand() -> Iterator[None]:
+    """Garbage is collected when a test says so."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """What `work` says in a forked child."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if work() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_child_leaves_its_parents_garbage_alone(by_hand: None) -> None:
+    ended: list[int] = []
+    Garbage(ended)
+
+    def collects_its_own_only() -> bool:
+        gc.collect()
+        left = not ended
+        Garbage(ended)
+        gc.collect()
+        return left and ended == [os.getpid()]
+
+    assert in_child(collects_its_own_only)
+    assert not ended
+    gc.collect()
+    assert ended == [os.getpid()]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_both_go_on_collecting_if_they_did(by_hand: None, on: bool) -> None:
+    if on:
+        gc.enable()
+    assert in_child(lambda: gc.isenabled() == on)
+    assert gc.isenabled() == on
+    assert gc.get_freeze_count() == 0
+
+
+def test_grpc_is_told_before_it_is_imported() -> None:
+    assert checkmate.training.forks
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
