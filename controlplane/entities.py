@@ -77,11 +77,14 @@ class Group:
     id: int
     replicas: frozenset[tuple[int, int]]
 
-    feature = "groups"
-
     @property
     def key(self) -> int:
         return self.id
+
+    @property
+    def feature(self) -> str:
+        """Flooding is forwarding: before replication it would carry segments to training alone."""
+        return "forwarding" if self.id == FLOOD_GROUP else "groups"
 
     def __str__(self) -> str:
         ports = " ".join(

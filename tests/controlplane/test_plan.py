@@ -11,7 +11,7 @@ from checkmate.schema import Job
 from controlplane import plan as planning
 from controlplane import streams
 from controlplane.codec import Codec
-from controlplane.entities import FLOOD_GROUP, WRITE_ORDER, Entity, Holdings, mac_number
+from controlplane.entities import FLOOD_GROUP, WRITE_ORDER, Entity, Group, Holdings, mac_number
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan, excesses, plan_switch
 from controlplane.reconcile import Update, batches, difference
@@ -178,7 +178,7 @@ def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data:
         if rest.jobs:
             assert without(held, Network([gone]), name) == smaller
         back = plan_switch(Network(jobs), name, smaller).holdings
-        assert all(u.old is None or u.entity.feature == "groups" for u in difference(smaller, back))
+        assert all(u.old is None or isinstance(u.entity, Group) for u in difference(smaller, back))
 
 
 @given(some_jobs(), some_jobs())

@@ -1,0 +1,65 @@
+"""While a switch is filled or emptied, what training receives its connected streams have too.
+
+The compiled program runs, on the embedded target; a tagged segment of each stream is sent between any two
+updates. So it is while a switch that was restarted is filled under traffic.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from checkmate.holdings import Stream
+from controlplane.codec import Codec
+from controlplane.entities import Holdings, mac_number
+from controlplane.network import Network
+from controlplane.plan import plan
+from controlplane.reconcile import difference
+from softswitch.pipeline import Pipeline, build
+from softswitch.writes import apply
+from tests.controlplane.test_plan import connect_all
+from tests.jobs_made import job
+from tests.p4_frames import TAG, Frame
+
+INCARNATION = 3
+CODEC = Codec.for_target("softswitch")
+
+
+def tagged(stream: Stream) -> bytes:
+    """A segment that belongs to a stream."""
+    source, destination = stream.boundary.source, stream.boundary.destination
+    option = TAG + struct.pack("!IIHBB", 0, 0, stream.shadow_id, stream.channel, INCARNATION)
+    return Frame(
+        destination=destination.mac, addresses=(str(source.ip), str(destination.ip)), options=option
+    ).encode()
+
+
+def copies(pipeline: Pipeline, stream: Stream) -> tuple[bool, bool]:
+    """Whether a tagged segment reaches the next rank, and the stream's shadow node."""
+    frame = tagged(stream)
+    outputs = pipeline.program.process(stream.boundary.source.port, frame)
+    rewritten = mac_number(stream.nic.mac).to_bytes(6, "big")
+    return (
+        any(o.port == stream.boundary.destination.port and o.frame == frame for o in outputs),
+        any(o.port == stream.nic.port and o.frame.startswith(rewritten) for o in outputs),
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nothing_is_trained_with_that_a_connected_stream_misses(replicas: int) -> None:
+    network = Network([job(channels=2, nodes=2, replicas=replicas)])
+    planned = plan([job(channels=2, nodes=2, replicas=replicas)])["tor0"]
+    full = connect_all(network, planned, INCARNATION)
+    pipeline = build(CODEC.pipeline_config())
+    streams = list(planned.streams.values())
+    assert streams
+    for start, end in ((Holdings(), full), (full, Holdings())):
+        both = 0
+        for update in difference(start, end):
+            apply(pipeline, CODEC.encode_update(update))
+            for stream in streams:
+                trained, followed = copies(pipeline, stream)
+                assert followed or not trained, f"after {update}: {stream}"
+                both += trained
+        assert both  # as long as all is there
