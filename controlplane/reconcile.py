@@ -1,6 +1,6 @@
 """The difference between what a switch holds and what it should, in the order in which to write it. Pure.
 
-Written: streams, groups, replication, stub, forwarding last; removed in the reverse order. So no moment
+Written: streams, groups, replication, stub, forwarding (flooding too) last; removed in reverse. So no moment
 opens in which a connected stream misses a segment that training receives (design, section 6).
 """
 
