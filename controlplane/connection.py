@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -21,6 +22,8 @@ ELECTION_ID = 100
 """Above the one with which `checkmate shell` opens, so that a shell beside a controller is a backup."""
 REACH_SECONDS = 5.0
 """How long a switch may take to answer, unless told otherwise."""
+LEAVE_SECONDS = 1.0
+"""A controller that has just gone may be the switch's primary for so long."""
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
 
@@ -34,9 +37,24 @@ class Connection:
         self.switch = switch
         self._primary = primary
         self._timeout = REACH_SECONDS if timeout is None else timeout
-        self._client = P4Client(switch.address, _credentials(switch.tls), wait_for_ready=False)
+        self._client = self._new_client()
+
+    def _new_client(self) -> P4Client:
+        return P4Client(self.switch.address, _credentials(self.switch.tls), wait_for_ready=False)
 
     async def __aenter__(self) -> Self:
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while True:
+            try:
+                await self._enter()
+                return self
+            except AnotherPrimary:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(LEAVE_SECONDS / 10)
+            self._client = self._new_client()
+
+    async def _enter(self) -> None:
         await self._client.open()
         try:
             await self._reach()
@@ -45,7 +63,6 @@ class Connection:
         except BaseException:
             await self._client.close()
             raise
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
