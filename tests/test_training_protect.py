@@ -98,9 +98,7 @@ def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[t
 
 def where_it_is(rank: subprocess.Popen[str]) -> str:
     """What a rank has said, and what each of its and its children's threads is at."""
-    for pid in processes.descendants(rank.pid):
-        os.kill(pid, signal.SIGABRT)
-    rank.send_signal(signal.SIGABRT)
+    processes.kill([*processes.descendants(rank.pid), rank.pid], signal.SIGABRT)
     return f"{rank.args!r}: {rank.communicate(timeout=10)[1]}"
 
 

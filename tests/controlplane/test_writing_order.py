@@ -48,9 +48,9 @@ def copies(pipeline: Pipeline, stream: Stream) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_nothing_is_trained_with_that_a_connected_stream_misses(replicas: int) -> None:
-    network = Network([job(channels=2, nodes=2, replicas=replicas)])
-    planned = plan([job(channels=2, nodes=2, replicas=replicas)])["tor0"]
-    full = connect_all(network, planned, INCARNATION)
+    jobs = [job(channels=2, nodes=2, replicas=replicas)]
+    planned = plan(jobs)["tor0"]
+    full = connect_all(Network(jobs), planned, INCARNATION)
     pipeline = build(CODEC.pipeline_config())
     streams = list(planned.streams.values())
     assert streams
