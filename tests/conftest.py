@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import grpc
@@ -13,6 +14,12 @@ from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from tests.recording_node import RecordingNode
 from topologies import lab as labs
+
+
+def pytest_configure() -> None:
+    """A script's background jobs begin with SIGINT ignored, and would leave that to what tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
