@@ -24,6 +24,8 @@ from checkmate.schedule import Bucket
 
 MAINS = ("idle", "busy")
 """What the main thread does meanwhile: wait, or spin in Python."""
+_SAMPLE_BYTES, _MOST_IN_A_ROW = 64 << 20, 8
+"""Smaller tensors are reduced several times in a row: how the kernel schedules a single one is chance."""
 _CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _SECONDS = 120.0
 
@@ -64,7 +66,8 @@ def same_congestion_control() -> str:
 
 
 def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each AllReduce, by what the main thread does and who reduces; one of each is not counted."""
+    """Seconds of an AllReduce, by what the main thread does and who reduces; the first of each is left out."""
+    times = min(max(1, _SAMPLE_BYTES // nbytes), _MOST_IN_A_ROW)
     found: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
     tensor = torch.zeros(nbytes // 4)
     with ring_reduce(ring, tensor) as ours:
@@ -73,25 +76,27 @@ def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[fl
                 turns = [("gloo", gloo_reduce(tensor)), ("ring", ours)]
                 for who, start in turns if number % 2 else reversed(turns):
                     tensor.fill_(1.0)
-                    seconds = timed(start, busy=main == "busy")
-                    if not bool((tensor == (dist.get_world_size() if who == "gloo" else 1)).all()):
+                    seconds = timed(start, times, busy=main == "busy")
+                    factor = dist.get_world_size() if who == "gloo" else 1
+                    if not bool((tensor == float(factor) ** times).all()):
                         raise SystemExit(f"{who} reduced wrongly")
                     if number:
-                        found[main][who].append(seconds)
+                        found[main][who].append(seconds / times)
     return found
 
 
-def timed(start: Callable[[], Callable[[bool], bool]], *, busy: bool) -> float:
-    """From a barrier on until this rank has the result."""
+def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool) -> float:
+    """From a barrier on until this rank has the last result of so many, one after another."""
     dist.barrier()
     begin = time.perf_counter()
-    done = start()
-    if busy:
-        count = 0
-        while not done(False):
-            for step in range(1000):
-                count += step
-    done(True)
+    for _ in range(times):
+        done = start()
+        if busy:
+            count = 0
+            while not done(False):
+                for step in range(1000):
+                    count += step
+        done(True)
     return time.perf_counter() - begin
 
 

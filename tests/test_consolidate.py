@@ -61,7 +61,9 @@ class Trained(Training):
 
     def part(self, position: int) -> pb.RecordPart:
         part = super().part(position)
-        part.rng = state.dumps({"torch": torch.tensor([self.iteration, position])})
+        part.rng = state.dump_generators(
+            {"torch": torch.tensor([self.iteration % 256, position], dtype=torch.uint8)}
+        )
         part.extra = state.dumps({"at": 10 * self.iteration + position})
         if position == 0:
             part.buffers = state.dumps({"seen": torch.tensor(self.iteration)})
@@ -82,7 +84,7 @@ class Trained(Training):
             )
         ranks = [rank.rank for rank in self.job.dp_groups[self.group].ranks]
         assert {r: v["torch"].tolist() for r, v in found["rng"].items()} == {
-            rank: [iteration, position] for position, rank in enumerate(ranks)
+            rank: [iteration % 256, position] for position, rank in enumerate(ranks)
         }
         assert [v["at"] for v in found["extra"].values()] == [10 * iteration + i for i in range(len(ranks))]
         assert found["buffers"]["seen"].item() == iteration

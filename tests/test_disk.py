@@ -82,7 +82,7 @@ class Run:
             rng = {"torch": torch.get_rng_state(), "python": (3, (1, 2), None)}
             record.parts.add(
                 position=position,
-                rng=state.dumps(rng),
+                rng=state.dump_generators(rng),
                 extra=state.dumps({"at": position, 5: [], "none": {}}),
             )
         step = record.parts[0].step

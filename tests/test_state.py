@@ -20,12 +20,15 @@ from checkmate.state import (
     PIECE_BYTES,
     StateError,
     bytes_of,
+    dump_generators,
     dumps,
     from_seeds,
+    load_generators,
     loads,
     to_pieces,
     to_seeds,
 )
+from checkmate.training.rng import capture, install
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -198,20 +201,38 @@ def test_what_is_kept_can_be_read_or_is_refused_at_once() -> None:
 
 
 def test_random_states_come_back() -> None:
-    rng = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "lr": np.float64(0.1),
-        "counts": np.arange(3, dtype=np.uint32),
-    }
-    found = loads(dumps(rng))
-    assert torch.equal(found["torch"], rng["torch"])  # type: ignore[arg-type]
-    assert found["python"] == rng["python"]
-    assert str(found["numpy"]) == str(rng["numpy"])
-    assert found["lr"] == rng["lr"]
+    """Those of generators in use, from the message and from what it gave before."""
+    random.gauss(0, 1)  # keeps a second value
+    np.random.normal()
+    kept = capture()
+    expected = torch.rand(3), [random.gauss(0, 1), random.random()], np.random.normal(size=3)
+    data = dump_generators(kept)
+    for _ in range(2):
+        found = load_generators(data)
+        install(found)
+        assert torch.equal(torch.rand(3), expected[0])
+        assert [random.gauss(0, 1), random.random()] == expected[1]
+        assert (np.random.normal(size=3) == expected[2]).all()
+        data = dump_generators(found)
+
+
+@given(st.binary(max_size=40), st.booleans())
+def test_random_states_that_are_not_there_are_not_made_up(words: bytes, known: bool) -> None:
+    found = load_generators(
+        dump_generators({"torch": torch.tensor(list(words), dtype=torch.uint8)} if known else {})
+    )
+    assert found.keys() == {"cuda"} | ({"torch"} if known and words else set())
+    assert found["cuda"] is None
+    with pytest.raises(StateError, match="unreadable states of random generators"):
+        load_generators(b"\xff" + words)
+
+
+def test_numpy_values_come_back() -> None:
+    kept = {"lr": np.float64(0.1), "counts": np.arange(3, dtype=np.uint32)}
+    found = loads(dumps(kept))
+    assert found["lr"] == kept["lr"]
     assert type(found["lr"]) is np.float64
-    assert (found["counts"] == rng["counts"]).all()
+    assert (found["counts"] == kept["counts"]).all()
 
 
 class _Own:

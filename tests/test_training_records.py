@@ -286,7 +286,7 @@ def test_random_states_and_extra_are_those_after_the_step() -> None:
         torch.rand(7)  # the next batch
         position["at"] = 99
     for at, part in enumerate(loop.close()):
-        assert torch.equal(state.loads(part.rng)["torch"], expected[at])
+        assert torch.equal(state.load_generators(part.rng)["torch"], expected[at])
         assert state.loads(part.extra) == {"at": at}
         assert [(end.side, end.channel, end.shard, end.end) for end in part.ends] == [(0, 0, 0, 100 * at)]
 
@@ -306,6 +306,9 @@ def test_slices_come_round_all_parameters() -> None:
         lambda loop: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3),
         lambda loop: [p.grad.data.mul_(0.5) for p in loop.parameters if p.grad is not None],
         lambda loop: loop.model.first.weight.grad.numpy().fill(3),
+        lambda loop: setattr(loop.model.first.weight, "grad", torch.ones_like(loop.model.first.weight)),
+        lambda loop: setattr(loop.model.first.weight.grad, "data", torch.ones_like(loop.model.first.weight)),
+        lambda loop: setattr(loop.model.first.weight, "grad", None),
     ],
 )
 def test_gradients_changed_behind_our_back_are_refused(change: Callable[[Loop], object]) -> None:

@@ -39,7 +39,7 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
     small = {
         "scheduler": plain(state.loads(step.scheduler)) if step.scheduler else None,
         "scaler": plain(state.loads(step.scaler)) if step.scaler else None,
-        "rng": {rank: plain(state.loads(part.rng)) for rank, part in parts.items() if part.rng},
+        "rng": {rank: state.load_generators(part.rng) for rank, part in parts.items() if part.rng},
         "extra": {rank: plain(state.loads(part.extra)) for rank, part in parts.items() if part.extra},
     }
     found: dict[str, Any] = {

@@ -702,6 +702,93 @@ class BeginReply(google.protobuf.message.Message):
 Global___BeginReply: typing_extensions.TypeAlias = BeginReply
 
 @typing.final
+class Generators(google.protobuf.message.Message):
+    """A rank's random generators when its optimizer's step returned. Words are native uint32."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TORCH_FIELD_NUMBER: builtins.int
+    CUDA_FIELD_NUMBER: builtins.int
+    PYTHON_FIELD_NUMBER: builtins.int
+    NUMPY_FIELD_NUMBER: builtins.int
+    torch: builtins.bytes
+    cuda: builtins.bytes
+    """of the rank's device; empty: none"""
+    @property
+    def python(self) -> Global___PythonGenerator: ...
+    @property
+    def numpy(self) -> Global___NumpyGenerator: ...
+    def __init__(
+        self,
+        *,
+        torch: builtins.bytes = ...,
+        cuda: builtins.bytes = ...,
+        python: Global___PythonGenerator | None = ...,
+        numpy: Global___NumpyGenerator | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["numpy", b"numpy", "python", b"python"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "numpy", b"numpy", "python", b"python", "torch", b"torch"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Generators: typing_extensions.TypeAlias = Generators
+
+@typing.final
+class PythonGenerator(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    WORDS_FIELD_NUMBER: builtins.int
+    GAUSS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    words: builtins.bytes
+    gauss: builtins.float
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        words: builtins.bytes = ...,
+        gauss: builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gauss", b"_gauss", "gauss", b"gauss"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gauss", b"_gauss", "gauss", b"gauss", "version", b"version", "words", b"words"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gauss: typing_extensions.TypeAlias = typing.Literal["gauss"]
+    _WhichOneofArgType__gauss: typing_extensions.TypeAlias = typing.Literal["_gauss", b"_gauss"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gauss) -> _WhichOneofReturnType__gauss | None: ...
+
+Global___PythonGenerator: typing_extensions.TypeAlias = PythonGenerator
+
+@typing.final
+class NumpyGenerator(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    WORDS_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    HAS_GAUSS_FIELD_NUMBER: builtins.int
+    GAUSS_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    words: builtins.bytes
+    position: builtins.int
+    has_gauss: builtins.int
+    gauss: builtins.float
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        words: builtins.bytes = ...,
+        position: builtins.int = ...,
+        has_gauss: builtins.int = ...,
+        gauss: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gauss", b"gauss", "has_gauss", b"has_gauss", "kind", b"kind", "position", b"position", "words", b"words"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___NumpyGenerator: typing_extensions.TypeAlias = NumpyGenerator
+
+@typing.final
 class RecordPart(google.protobuf.message.Message):
     """What a rank says of one iteration. Every part has `job` to `rank`; the group's first rank fills `step` as well."""
 
@@ -727,7 +814,7 @@ class RecordPart(google.protobuf.message.Message):
     """of the rank in its ring"""
     iteration: builtins.int
     rng: builtins.bytes
-    """torch.save of {"torch", "cuda", "python", "numpy"}"""
+    """Generators; nodes keep it as it is"""
     extra: builtins.bytes
     """torch.save of what the user's extra() gave; empty: none"""
     buffers: builtins.bytes

@@ -81,9 +81,10 @@ def record_of(found: dict[str, Any], place: Session, optimizer: torch.optim.Opti
         part = record.parts.add(
             job=place.job.job, group=place.group, position=position, iteration=found["iteration"]
         )
-        for name in ("rng", "extra"):
-            if member.rank in found[name]:
-                setattr(part, name, state.dumps(found[name][member.rank]))
+        if member.rank in found["rng"]:
+            part.rng = state.dump_generators(found["rng"][member.rank])
+        if member.rank in found["extra"]:
+            part.extra = state.dumps(found["extra"][member.rank])
         own = found.get("rank_buffers", {}).get(member.rank)
         if own:
             part.buffers = state.dumps(own)

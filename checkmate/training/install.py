@@ -114,7 +114,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     if own is None:
         return None
     if own.rng:
-        rng.install(state.loads(own.rng))
+        rng.install(state.load_generators(own.rng))
     return state.loads(own.extra) if own.extra else None
 
 

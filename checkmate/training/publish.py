@@ -49,7 +49,7 @@ def to_part(author: Author, noted: Noted) -> pb.RecordPart:
         group=author.group,
         position=author.position,
         iteration=noted.iteration,
-        rng=state.dumps(noted.rng, known=True),
+        rng=state.dump_generators(noted.rng),
         extra=b"" if noted.extra is None else state.dumps(noted.extra),
     )
     if noted.buffers:

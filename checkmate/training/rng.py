@@ -10,22 +10,17 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """The state of torch's, the CUDA device's, Python's and NumPy's generators; plain values and tensors.
-
-    Python's and NumPy's words are bytes, native uint32: to pickle hundreds of numbers takes longer.
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    """The state of torch's, the CUDA device's, Python's and NumPy's generators, as they give it."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
-        "python": (version, np.array(words, dtype=np.uint32).tobytes(), gauss),
-        "numpy": (kind, np.asarray(keys, dtype=np.uint32).tobytes(), *rest),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
     }
 
 
 def install(state: dict[str, Any]) -> None:
-    """Set all generators to what `capture` found."""
+    """Set all generators to what `capture` found, and `state.load_generators` gave back."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

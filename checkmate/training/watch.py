@@ -1,7 +1,8 @@
 """Tells whether gradients were changed between DDP's reduction and the optimizer's step (design, section 7).
 
-Sums over samples of the bytes, not `Tensor._version`: that misses changes made through `.data` or NumPy, and
-counts some that change nothing, such as clipping what needs no clipping.
+Samples of the bytes, not `Tensor._version`: that misses changes made through `.data` or NumPy, and counts
+some that change nothing, such as clipping what needs no clipping. In host memory the samples themselves are
+compared, on a CUDA device their sums.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from checkmate.state import bytes_of
+
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
 """So many parameters an iteration are looked at, in rotation: each a sample, at a place that moves too."""
@@ -20,7 +23,7 @@ _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class GradientWatch:
-    """Takes sums with `note`, and again with `changed`; on a CUDA device the answer comes an iteration late.
+    """Looks with `note`, and again with `changed`; on a CUDA device the answer comes an iteration late.
 
     A change to all gradients, as by scaling or clipping, is seen at once; one to a single parameter's when
     its turn comes.
@@ -28,8 +31,11 @@ class GradientWatch:
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._parameters = parameters
+        self._on_host = all(parameter.device.type == "cpu" for _, parameter in parameters)
         self._round = 0
-        self._chosen: list[tuple[str, nn.Parameter]] = []
+        self._names: list[str] = []
+        self._samples: list[_Sample] = []
+        self._noted: list[bytes] = []
         self._sums: torch.Tensor | None = None
         self._late: list[tuple[list[str], torch.Tensor, torch.cuda.Event]] = []
 
@@ -38,22 +44,28 @@ class GradientWatch:
         count = len(self._parameters)
         first = self._round * SAMPLED
         self._round += 1
-        self._chosen = [self._parameters[(first + i) % count] for i in range(min(SAMPLED, count))]
+        chosen = [self._parameters[(first + i) % count] for i in range(min(SAMPLED, count))]
+        self._names = [name for name, _ in chosen]
+        self._samples = [_Sample(parameter, self._round) for _, parameter in chosen]
         self.note()
 
     def note(self) -> None:
         """What the gradients are now is right."""
-        self._sums = self._sum()
+        if self._on_host:
+            self._noted = [sample.copy() for sample in self._samples]
+        else:
+            self._sums = self._sum()
 
     def changed(self) -> list[str]:
         """The names of parameters whose gradients aren't what was noted; on CUDA, those of the last call."""
+        if self._on_host:
+            pairs = zip(self._names, self._samples, self._noted, strict=True)
+            return [name for name, sample, noted in pairs if sample.copy() != noted]
         before, now = self._sums, self._sum()
         if before is None or before.shape != now.shape:
-            return [name for name, _ in self._chosen]
+            return self._names
         differs = before != now
-        if not differs.is_cuda:
-            return self._named([name for name, _ in self._chosen], differs)
-        return self._on_cuda(differs)
+        return self._on_cuda(differs) if differs.is_cuda else _named(self._names, differs)
 
     def _on_cuda(self, differs: torch.Tensor) -> list[str]:
         """Queue the answer, without waiting for the device; give those that have arrived."""
@@ -63,29 +75,54 @@ class GradientWatch:
         host.copy_(differs, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._late.append(([name for name, _ in self._chosen], host, event))
-        return [name for names, flags, _ in arrived for name in self._named(names, flags)]
-
-    @staticmethod
-    def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
-        return [name for name, changed in zip(names, differs.tolist(), strict=True) if changed]
+        self._late.append((self._names, host, event))
+        return [name for names, flags, _ in arrived for name in _named(names, flags)]
 
     def _sum(self) -> torch.Tensor:
-        return torch.stack([self._sample(parameter) for _, parameter in self._chosen])
+        return torch.stack([sample.sum() for sample in self._samples])
 
-    def _sample(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The sum of a window of the gradient's bytes, as int64; its place follows the round."""
-        gradient = parameter.grad
+
+class _Sample:
+    """A window of a parameter's gradient; its place follows the round."""
+
+    def __init__(self, parameter: nn.Parameter, round_: int) -> None:
+        self._parameter = parameter
+        self._round = round_
+        self._seen: tuple[torch.Tensor, int] | None = None  # a gradient and its address, of which `_bytes` is
+        self._bytes = memoryview(b"")
+
+    def copy(self) -> bytes:
+        """Its bytes, in host memory; none where there is no gradient."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return b""
+        if self._seen is None or self._seen[0] is not gradient or self._seen[1] != gradient.data_ptr():
+            flat = _flat(gradient)
+            self._bytes = bytes_of(self._window(flat))
+            stays = flat.data_ptr() == gradient.data_ptr()  # no copy
+            self._seen = (gradient, gradient.data_ptr()) if stays else None
+        return self._bytes.tobytes()
+
+    def sum(self) -> torch.Tensor:
+        """The sum of its bytes, as int64."""
+        gradient = self._parameter.grad
         if gradient is None or not gradient.numel():
-            return torch.zeros((), dtype=torch.int64, device=parameter.device)
-        flat = gradient.detach().reshape(-1) if gradient.is_contiguous() else _dense(gradient)
+            return torch.zeros((), dtype=torch.int64, device=self._parameter.device)
+        window = self._window(_flat(gradient))
+        return window.view(_WORDS[window.element_size()]).sum()
+
+    def _window(self, flat: torch.Tensor) -> torch.Tensor:
         window = max(SAMPLE_BYTES // flat.element_size(), 1)
-        windows = -(-flat.numel() // window)
+        windows = max(-(-flat.numel() // window), 1)
         start = (self._round % windows) * window
-        return flat[start : start + window].view(_WORDS[flat.element_size()]).sum()
+        return flat[start : start + window]
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
+def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
+    return [name for name, changed in zip(names, differs.tolist(), strict=True) if changed]
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
     """The elements of a gradient in the order of their memory where it has no holes, else a copy."""
     size = gradient.numel()
     if gradient.is_contiguous(memory_format=torch.channels_last) and gradient.dim() == 4:
