@@ -66,7 +66,7 @@ def same_congestion_control() -> str:
 
 
 def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of an AllReduce, by what the main thread does and who reduces; the first of each is left out."""
+    """Seconds of an AllReduce, by what the main thread does and who reduces; not the first of each."""
     times = min(max(1, _SAMPLE_BYTES // nbytes), _MOST_IN_A_ROW)
     found: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
     tensor = torch.zeros(nbytes // 4)
