@@ -12,6 +12,9 @@ from checkmate.schema import Job, MgmtTls
 MESSAGE_BYTES: Final = 256 << 20
 """A record has all of a model's buffers; parameters go in pieces of 1 MiB."""
 
+WINDOW_BYTES: Final = 4 << 20
+"""As much moves in a round trip."""
+
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -25,8 +28,14 @@ OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
-"""Of servers and channels. Without a local pool, a channel would share the connection of an earlier one."""
+"""Of servers and channels. Without a local pool, a channel would share the connection of an earlier one.
+
+To find how large a window should be, gRPC sends a ping for every message, which costs a trainer more than its
+record does: it is large from the start instead.
+"""
 
 
 class TlsError(RuntimeError):
