@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from tests.recording_node import RecordingNode
+from tests.shadow_world import World
 from topologies import lab as labs
 
 
@@ -43,6 +45,13 @@ def stub(node: RecordingNode) -> Iterator[ShadowStub]:
     """To speak with `node`."""
     with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
         yield ShadowStub(channel)
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    """Makes shadow nodes with training and a switch that are played; all end with the test."""
+    with ExitStack() as stack:
+        yield lambda **kwargs: World(stack, **kwargs)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups

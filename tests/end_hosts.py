@@ -11,8 +11,7 @@ import socket
 import struct
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,11 +185,3 @@ class Reader(threading.Thread):
         with self.listener, self.listener.accept()[0] as connection:
             while piece := connection.recv(1 << 20):
                 self.received += piece
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
-    """Poll `condition()` until it is true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.02)

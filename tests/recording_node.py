@@ -18,14 +18,6 @@ SECONDS = 20.0
 """Longer than anything that is waited for takes."""
 
 
-def await_true(condition: Callable[[], bool]) -> None:
-    """Wait until it holds, for `SECONDS` at most."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 class RecordingNode(rpc.ShadowServicer):
     """Serves at an address until `stop`; can be started again there, as a node that has forgotten all."""
 

@@ -12,8 +12,8 @@ from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.status import node_status
 from tests.copies import Copies, local_job
-from tests.end_hosts import wait_until
 from tests.small_training import RUN, Training
+from tests.waiting import wait_until
 
 
 class World:

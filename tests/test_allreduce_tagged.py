@@ -11,10 +11,11 @@ import torch
 from checkmate.ring import AllReduce, Place, RingError, connect_ring
 from checkmate.schedule import Bucket, side_of, stream_layout
 from checkmate.tagger import Tagger
-from tests.end_hosts import Capture, inside, lone_namespace, needs_root, wait_until
+from tests.end_hosts import Capture, inside, lone_namespace, needs_root
 from tests.rings import loopback, on_all_ranks
 from tests.test_allreduce import random_values
 from tests.test_ring_tagged import streams_of
+from tests.waiting import wait_until
 
 pytestmark = needs_root
 

@@ -35,11 +35,12 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.schema import Job
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.jobs_made import job
 from tests.shadow_world import World
 from tests.small_training import RUN, Training
 from tests.test_disk import small_disk
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
 

@@ -18,10 +18,11 @@ from checkmate.cli.consolidate import _say, _waiting
 from checkmate.consolidate.choose import Lacking, NoAnswer, choose
 from checkmate.consolidate.follow import Saved, _Waiting, follow
 from checkmate.consolidate.nodes import Nodes, unreached
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.jobs_made import job, job_data
 from tests.shadow_world import going_on
 from tests.test_consolidate import CHECKMATE, Place, status
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
 

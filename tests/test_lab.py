@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from checkmate.cli.main import app
 from tests.lab_remains import any_target, lab_command, remains
-from tests.live import alive, needs_bmv2, needs_root, wait_until
+from tests.live import alive, needs_bmv2, needs_root
+from tests.waiting import wait_until
 from topologies import lab as labs
 from topologies import links, loss, offloads
 from topologies.describe import LabError, load

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.live import needs_root, wait_until
+from tests.live import needs_root
+from tests.waiting import wait_until
 from topologies import cgroups, namespaces
 from topologies.describe import LabError, load
 from topologies.lab import Lab

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.live import alive, needs_root, wait_until
+from tests.live import alive, needs_root
+from tests.waiting import wait_until
 from topologies import torchrun
 from topologies.crew import Crew
 from topologies.describe import BadDescription, LabError, load

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from tests.lab_remains import LAB_COMMAND, ROOT, any_target, lab_command, remains
-from tests.live import alive, needs_root, wait_until
+from tests.live import alive, needs_root
+from tests.waiting import wait_until
 from topologies import namespaces, state
 from topologies.describe import load
 from topologies.lab import Lab

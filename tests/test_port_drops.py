@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.live import needs_root, wait_until
+from tests.live import needs_root
+from tests.waiting import wait_until
 from topologies import links, namespaces
 from topologies.describe import LabError, load
 from topologies.lab import Lab

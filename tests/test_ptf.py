@@ -10,15 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import unittest
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ptf_tests.report import Teller
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = ("forwarding", "replication", "streams", "stub")
@@ -154,12 +153,12 @@ def test_leaves_nothing(number: signal.Signals) -> None:
         [*RUNNER, "--suite", "forwarding"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        _wait_until(lambda: len(_in_namespace_of(runner.pid)) > 1)
+        wait_until(lambda: len(_in_namespace_of(runner.pid)) > 1)
         namespace = os.stat(f"/proc/{runner.pid}/ns/net").st_ino
         runner.send_signal(number)
         status = runner.wait(timeout=20)
         assert status == {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGKILL: -9}[number]
-        _wait_until(lambda: not _in_namespace(namespace))
+        wait_until(lambda: not _in_namespace(namespace))
     finally:
         runner.kill()
         runner.wait()
@@ -180,10 +179,3 @@ def _in_namespace(namespace: int) -> list[int]:
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue  # ended meanwhile, or not ours to look at
     return found
-
-
-def _wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

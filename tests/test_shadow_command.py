@@ -23,8 +23,9 @@ from checkmate.rpc.channels import open_channel
 from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
 from tests.copies import Copies, local_job
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.small_training import Training, status
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
 

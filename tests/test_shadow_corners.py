@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -23,17 +22,12 @@ from checkmate.shadow.hold import Hold
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import ReplicaError
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[..., World]]:
-    with ExitStack() as stack:
-        yield lambda **kwargs: World(stack, **kwargs)
 
 
 def test_a_late_fence_leaves_the_next_incarnation_alone(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -16,17 +15,12 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.commit import SILENCE_MIN
 from checkmate.shadow.view import Watch, picture
 from checkmate.shadow.watching import Watcher
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[..., World]]:
-    with ExitStack() as stack:
-        yield lambda **kwargs: World(stack, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from checkmate.shadow.streams import (
     start_of,
     whole_through,
 )
-from tests.end_hosts import wait_until
 from tests.jobs_made import job, some_jobs
+from tests.waiting import wait_until
 
 PLAN = StreamPlan(0, 1, 1, 0, 0, "127.0.0.1", ("127.0.0.1", 7400))
 

@@ -22,8 +22,9 @@ from checkmate.shadow.connect import StreamError
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.service import ServeError
 from tests.copies import Copies, local_job
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.small_training import RUN, Training, status
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
 

@@ -7,8 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -16,17 +15,12 @@ import torch
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
-from tests.end_hosts import needs_buffers, wait_until
+from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN, Training
+from tests.waiting import wait_until
 
 pytestmark = needs_buffers
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[..., World]]:
-    with ExitStack() as stack:
-        yield lambda **kwargs: World(stack, **kwargs)
 
 
 def test_streams_that_break_between_iterations_go_on_where_they_stood(world: Callable[..., World]) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from checkmate.tagger import Tagger, TaggerError, TaggerUnavailable, build, cgroups, libbpf
-from tests.end_hosts import needs_root, veth_pair, wait_until
+from tests.end_hosts import needs_root, veth_pair
+from tests.waiting import wait_until
 
 pytestmark = needs_root
 

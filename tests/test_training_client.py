@@ -18,7 +18,8 @@ from checkmate.training.publish import Author, Publisher
 from checkmate.training.records import Noted
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
-from tests.recording_node import SECONDS, RecordingNode, await_true
+from tests.recording_node import SECONDS, RecordingNode
+from tests.waiting import wait_until
 
 
 def shadow_node(node: RecordingNode) -> ShadowNode:
@@ -52,12 +53,12 @@ def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, st
     line.start()
     for iteration in range(100):
         line.send(part(iteration))
-    await_true(lambda: len(node.records) == 100 and answers[-1] == 99)
+    wait_until(lambda: len(node.records) == 100 and answers[-1] == 99)
     node.wanted = [pb.SeedWanted(shard=0)]
     answers.clear()
     for iteration in range(100, 120):
         line.send(part(iteration))
-        await_true(lambda now=iteration: len(node.records) > now)  # type: ignore[misc]
+        wait_until(lambda now=iteration: len(node.records) > now)  # type: ignore[misc]
         time.sleep(0.02)
     assert line.finish(SECONDS)
     line.close()
@@ -71,11 +72,11 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
     line.send(part(0))
-    await_true(lambda: line.unanswered() == 0)
+    wait_until(lambda: line.unanswered() == 0)
     node.answering.clear()
     line.send(part(1))
     line.send(part(2))
-    await_true(lambda: len(node.records) >= 2)
+    wait_until(lambda: len(node.records) >= 2)
     with caplog.at_level(logging.INFO):
         node.stop()
         node.records.clear()
@@ -94,7 +95,7 @@ def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNod
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
     line.send(part(0))
-    await_true(lambda: line.unanswered() == 0)
+    wait_until(lambda: line.unanswered() == 0)
     node.stop()
     node.start()
     line.send(part(1))
@@ -107,12 +108,12 @@ def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, 
     begun: list[pb.BeginRequest] = []
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None, begun.append)
     line.start()
-    await_true(lambda: len(begun) == 1)
+    wait_until(lambda: len(begun) == 1)
     node.stop()
     time.sleep(0.3)
     assert len(begun) == 1
     node.start()
-    await_true(lambda: len(begun) == 2)
+    wait_until(lambda: len(begun) == 2)
     line.close()
     assert len(node.begins) == 2
 
@@ -141,7 +142,7 @@ def test_closing_does_not_wait_for_a_node_that_hangs(node: RecordingNode, stub: 
     node.hanging = True
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
-    await_true(lambda: bool(node.begins))
+    wait_until(lambda: bool(node.begins))
     start = time.monotonic()
     line.close()
     assert time.monotonic() - start < 5
@@ -175,11 +176,11 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     for iteration in range(2):
         publisher.put(Noted(iteration, {(0, 0): 100 * iteration}, {"torch": torch.zeros(1)}, {"at": 4}))
     assert_only = [0]
-    await_true(lambda: [one.iteration for one in node.records] == assert_only)
+    wait_until(lambda: [one.iteration for one in node.records] == assert_only)
     time.sleep(0.1)
     assert [one.iteration for one in node.records] == assert_only
     acknowledged[0, 0] = 100
-    await_true(lambda: len(node.records) == 2)
+    wait_until(lambda: len(node.records) == 2)
     publisher.close(SECONDS)
     line.close()
     sent = node.records[1]

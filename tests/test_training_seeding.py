@@ -23,7 +23,8 @@ from checkmate.training.slices import Buffers
 from checkmate.training.start_seeds import give_buffers
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
-from tests.recording_node import SECONDS, RecordingNode, await_true
+from tests.recording_node import SECONDS, RecordingNode
+from tests.waiting import wait_until
 
 
 class Training:
@@ -93,7 +94,7 @@ def test_seeds_before_the_first_step(node: RecordingNode, stub: ShadowStub) -> N
     training = Training()
     seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
     seeder.want(1, [3, 4])
-    await_true(lambda: seeder.idle)
+    wait_until(lambda: seeder.idle)
     seeder.close()
     ((head, found),) = node.seeds
     assert (head.iteration, head.shard.shard, list(head.parameters)) == (-1, 1, [3, 4])
@@ -234,9 +235,9 @@ def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: S
     training = Training()
     seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
     seeder.want(0, range(8))
-    await_true(lambda: seeder.idle)
+    wait_until(lambda: seeder.idle)
     node.start()
     seeder.want(0, [1])  # it says what it wants when it is back
-    await_true(lambda: bool(node.seeds))
+    wait_until(lambda: bool(node.seeds))
     seeder.close()
     assert [list(head.parameters) for head, _ in node.seeds] == [[1]]

@@ -1,0 +1,18 @@
+"""What tests wait for comes about within seconds, or the test fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_POLL_SECONDS = 0.02
+
+
+def wait_until(
+    condition: Callable[[], object], what: str = "what was waited for", seconds: float = 20.0
+) -> None:
+    """Poll `condition()` until it is true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(_POLL_SECONDS)
