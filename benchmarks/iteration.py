@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,8 +31,8 @@ TITLE: Final = (
     f"Iteration time: a GPT of 5 million parameters, {BATCH} x 64 bytes a rank, 4 ranks that share one core"
 )
 ROUNDS: Final = 3
-TURNS: Final = 150
-"""Of the twins: the machine's pace changes by a tenth from one second to the next."""
+STARTS, TURNS = 3, 50
+"""Of the twins, and turns in each: the machine's pace changes by a tenth from one second to the next."""
 SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save") for every in (1, 5, 20)}
 """Modes of `benchmarks.saving`, and after how many iterations each saves."""
 _WARM_UP: Final = 20
@@ -47,7 +48,7 @@ def measure() -> list[Result]:
     if os.geteuid() != 0:
         return [Skipped("iteration time", "needs root, for network namespaces")]
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
-        cost = _cost(_twins(Path(folder)))
+        cost = _cost(_twins(Path(folder, "twins")))
         with _jobs(Path(folder)) as jobs:
             return [*cost, *_saving(_race(jobs))]
 
@@ -55,16 +56,19 @@ def measure() -> list[Result]:
 def _twins(folder: Path) -> Blocks:
     """Each turn of both."""
     topology, ranks = load("single_tor"), len(load("single_tor").ranks)
-    arguments = ("--iterations", str(TURNS), "--batch", str(BATCH))
-    plan = Plan(arguments, module="benchmarks.twins")
-    with (
-        Progress(transient=True) as bar,
-        training_lab(topology, "softswitch", "bench_twins", plan, folder / "twins", cores(), _quietly) as job,
-    ):
-        task = bar.add_task("twins", total=TURNS)
-        start([job])
-        job.finish(_TWINS_SECONDS, lambda: bar.update(task, completed=twins.turns(folder / "twins", ranks)))
-    return twins.read(folder / "twins", ranks)
+    found: dict[str, list[Block]] = defaultdict(list)
+    with Progress(transient=True) as bar:
+        task = bar.add_task("twins", total=STARTS * TURNS)
+        for seed in range(STARTS):
+            arguments = ("--iterations", str(TURNS), "--batch", str(BATCH), "--seed", str(seed))
+            plan, place = Plan(arguments, module="benchmarks.twins"), folder / str(seed)
+            with training_lab(topology, "softswitch", "bench_twins", plan, place, cores(), _quietly) as job:
+                start([job])
+                done = partial(twins.turns, place, ranks)
+                job.finish(_TWINS_SECONDS, lambda: bar.update(task, completed=seed * TURNS + done()))  # noqa: B023
+            for kind, blocks in twins.read(place, ranks).items():
+                found[kind] += blocks
+    return found
 
 
 @contextlib.contextmanager

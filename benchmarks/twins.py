@@ -1,8 +1,10 @@
 """One rank that trains two models in turns: one protected, its twin over the same ring, untagged.
 
 Two jobs with processes of their own differ by several percent even where both do the same: by the memory that
-they were given, and by what else the machine does meanwhile. Here it is one process, seconds apart. Takes the
-options of `examples.gpt.train`; --iterations is how many of each are timed.
+they were given, and by what else the machine does meanwhile. Here it is one process, seconds apart. What
+Checkmate's threads use while they wait falls into the twin's iterations too: it is measured apart and taken
+off. Takes the options of `examples.gpt.train`; --iterations is how many of each are timed, where --seed is
+odd the twin is made first.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import torch
@@ -29,6 +31,8 @@ from topologies.training_record import Block
 KINDS: Final = ("checkmate", "untagged")
 _WARM_UP: Final = 12
 """Turns that aren't timed: DDP builds its buckets anew, windows open."""
+_STANDING: Final = "standing"
+_IDLE_SECONDS: Final = 5.0
 
 
 class Twin:
@@ -60,8 +64,10 @@ def main() -> None:
     options = train.parse()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    ours, theirs = Twin(options), Twin(options)
+    made = Twin(options), Twin(options)
+    ours, theirs = made if options.seed % 2 == 0 else made[::-1]
     with Untagged(theirs.ddp):  # first: a process has one protected model
+        before = _idle()
         checkmate.restore(ours.ddp, ours.optimizer, scheduler=ours.scheduler)
         twins = dict(zip(KINDS, (ours, theirs), strict=True))
         with (
@@ -73,6 +79,7 @@ def main() -> None:
                 found = _turn(twins, KINDS if turn % 2 else KINDS[::-1])
                 if turn >= 0:
                     print(json.dumps(found), file=log, flush=True)
+            print(json.dumps({_STANDING: _idle() - before}), file=log)
     dist.destroy_process_group()
 
 
@@ -91,6 +98,17 @@ def _turn(twins: Mapping[str, Twin], order: Sequence[str]) -> dict[str, tuple[fl
     return found
 
 
+def _idle() -> float:
+    """Seconds of processor time that this process uses in a second in which no rank trains."""
+    dist.barrier()
+    time.sleep(1)
+    used = time.process_time()
+    time.sleep(_IDLE_SECONDS)
+    found = (time.process_time() - used) / _IDLE_SECONDS
+    dist.barrier()
+    return found
+
+
 def turns(folder: Path, ranks: int) -> int:
     """How many turns each rank has written down so far."""
     files = [_file(folder, rank) for rank in range(ranks)]
@@ -98,13 +116,22 @@ def turns(folder: Path, ranks: int) -> int:
 
 
 def read(folder: Path, ranks: int) -> dict[str, list[Block]]:
-    """By kind, each turn's iteration: the ranks' mean of seconds, the sum of their processor time."""
+    """By kind, means of two turns, one in each order: the ranks' mean of seconds, their processor time.
+
+    Ranks share one core, so what all their waiting threads use is taken off the untagged iteration's seconds.
+    """
     said = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
-    found: dict[str, list[Block]] = defaultdict(list)
-    for turn in zip(*said, strict=True):
-        for kind in KINDS:
-            seconds, processor = zip(*(rank[kind] for rank in turn), strict=True)
-            found[kind].append(Block(sum(seconds) / ranks, sum(processor)))
+    standing = sum(rank.pop()[_STANDING] for rank in said)
+    found: dict[str, list[Block]] = {}
+    for kind, share in zip(KINDS, (0.0, standing), strict=True):
+        each = [
+            (fmean(rank[kind][0] for rank in turn), sum(rank[kind][1] for rank in turn))
+            for turn in zip(*said, strict=True)
+        ]
+        found[kind] = [
+            Block((a[0] + b[0]) / 2 * (1 - share), (a[1] + b[1] - share * (a[0] + b[0])) / 2)
+            for a, b in zip(each[::2], each[1::2], strict=False)
+        ]
     return found
 
 

@@ -206,10 +206,11 @@ def test_random_states_come_back() -> None:
     np.random.normal()
     kept = capture()
     expected = torch.rand(3), [random.gauss(0, 1), random.random()], np.random.normal(size=3)
-    data = dump_generators(kept)
+    data = dump_generators(kept | {"cuda": torch.arange(16, dtype=torch.uint8)})
     for _ in range(2):
         found = load_generators(data)
-        install(found)
+        assert found["cuda"].tolist() == list(range(16))
+        install(found | {"cuda": None})
         assert torch.equal(torch.rand(3), expected[0])
         assert [random.gauss(0, 1), random.random()] == expected[1]
         assert (np.random.normal(size=3) == expected[2]).all()

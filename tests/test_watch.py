@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -14,14 +16,20 @@ LAYOUTS = {
     "transposed": torch.ones(2, 2, 4, 6).permute(3, 2, 1, 0),
     "bfloat16": torch.ones(6, 4, 2, 2, dtype=torch.bfloat16),
     "one number": torch.ones(()),
+    "one element of a column": torch.ones(1, 2)[:, 1],
+    "every other element": torch.ones(12)[::2],
 }
+BY_SUMS = pytest.mark.parametrize("sums", [False, True], ids=["bytes", "sums"])  # sums as on a CUDA device
 
 
+@BY_SUMS
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_change_in_place_is_seen_and_a_noted_one_is_right(kind: str) -> None:
+def test_a_change_in_place_is_seen_and_a_noted_one_is_right(kind: str, sums: bool) -> None:
     parameter = nn.Parameter(torch.ones_like(LAYOUTS[kind]))
-    parameter.grad = LAYOUTS[kind].clone(memory_format=torch.preserve_format)
+    parameter.grad = LAYOUTS[kind]
+    assert parameter.grad.stride() == LAYOUTS[kind].stride()
     watch = GradientWatch([("one", parameter)])
+    watch._on_host = not sums
     for _ in range(2):
         watch.start()
         assert watch.changed() == []
@@ -29,9 +37,22 @@ def test_a_change_in_place_is_seen_and_a_noted_one_is_right(kind: str) -> None:
         assert watch.changed() == ["one"]
         watch.note()
         assert watch.changed() == []
+        watch.forget()
+        assert watch.changed() == []
 
 
-def test_in_time_every_byte_of_every_parameter_is_looked_at() -> None:
+@BY_SUMS
+def test_a_gradient_that_is_turned_round_in_place_is_seen(sums: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(SAMPLE_BYTES // 64, SAMPLE_BYTES // 64))
+    parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape)
+    watch = GradientWatch([("one", parameter)])
+    watch._on_host = not sums
+    watch.start()
+    parameter.grad.data = parameter.grad.data.t()
+    assert watch.changed() == ["one"]
+
+
+def test_in_time_all_parts_of_all_parameters_are_looked_at() -> None:
     parameters = [nn.Parameter(torch.zeros(SAMPLE_BYTES // 2)) for _ in range(SAMPLED + 1)]
     watch = GradientWatch([(str(number), parameter) for number, parameter in enumerate(parameters)])
     seen = set()
@@ -50,6 +71,17 @@ def test_in_time_every_byte_of_every_parameter_is_looked_at() -> None:
                     seen.add((number, half))
                 gradient[at] = 0
     assert seen == {(number, half) for number in range(len(parameters)) for half in range(2)}
+
+
+def test_a_gradient_that_is_let_go_is_not_kept() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.zeros(3)
+    kept = weakref.ref(parameter.grad)
+    watch = GradientWatch([("one", parameter)])
+    watch.start()
+    watch.forget()
+    parameter.grad = None
+    assert kept() is None
 
 
 def test_no_gradient_and_an_empty_one() -> None:

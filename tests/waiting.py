@@ -9,7 +9,7 @@ _POLL_SECONDS = 0.02
 
 
 def wait_until(
-    condition: Callable[[], object], what: str = "what was waited for", seconds: float = 20.0
+    condition: Callable[[], object], what: str = "what was waited for", seconds: float = 60.0
 ) -> None:
     """Poll `condition()` until it is true."""
     deadline = time.monotonic() + seconds

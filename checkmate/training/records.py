@@ -133,6 +133,7 @@ class Recorder:
             self._open.last = True
             self._finish(self._open)
         self._open = None
+        self._gradients.forget()
         for handle in self._handles:
             handle.remove()
         clip.forget(self._parameters)
@@ -207,6 +208,7 @@ class Recorder:
         noted = self._open
         if noted is not None:
             noted.stepped = True
+            self._gradients.forget()
             if self._slices is not None:
                 noted.slices = self._slices.take()
             self._take_stock(noted)
@@ -229,6 +231,7 @@ class Recorder:
 
     def _finish(self, noted: Noted) -> None:
         self._open = None
+        self._gradients.forget()
         if not noted.stepped:
             self._passed_over(noted)
         if self._slices is not None:

@@ -53,18 +53,21 @@ class GradientWatch:
         """What the gradients are now is right."""
         if self._on_host:
             self._noted = [sample.copy() for sample in self._samples]
-        else:
+        elif self._samples:
             self._sums = self._sum()
+
+    def forget(self) -> None:
+        """Hold no gradient any longer; nothing is looked at until `start`."""
+        self._names, self._samples, self._noted, self._sums = [], [], [], None
 
     def changed(self) -> list[str]:
         """The names of parameters whose gradients aren't what was noted; on CUDA, those of the last call."""
         if self._on_host:
             pairs = zip(self._names, self._samples, self._noted, strict=True)
             return [name for name, sample, noted in pairs if sample.copy() != noted]
-        before, now = self._sums, self._sum()
-        if before is None or before.shape != now.shape:
+        if self._sums is None:
             return self._names
-        differs = before != now
+        differs = self._sums != self._sum()
         return self._on_cuda(differs) if differs.is_cuda else _named(self._names, differs)
 
     def _on_cuda(self, differs: torch.Tensor) -> list[str]:
@@ -88,7 +91,8 @@ class _Sample:
     def __init__(self, parameter: nn.Parameter, round_: int) -> None:
         self._parameter = parameter
         self._round = round_
-        self._seen: tuple[torch.Tensor, int] | None = None  # a gradient and its address, of which `_bytes` is
+        self._seen: torch.Tensor | None = None  # the gradient whose memory `_bytes` is,
+        self._where: tuple[int, tuple[int, ...]] = (0, ())  # while it lies here
         self._bytes = memoryview(b"")
 
     def copy(self) -> bytes:
@@ -96,11 +100,12 @@ class _Sample:
         gradient = self._parameter.grad
         if gradient is None:
             return b""
-        if self._seen is None or self._seen[0] is not gradient or self._seen[1] != gradient.data_ptr():
+        where = (gradient.data_ptr(), gradient.stride())
+        if self._seen is not gradient or self._where != where:
             flat = _flat(gradient)
             self._bytes = bytes_of(self._window(flat))
-            stays = flat.data_ptr() == gradient.data_ptr()  # no copy
-            self._seen = (gradient, gradient.data_ptr()) if stays else None
+            self._seen = gradient if flat.data_ptr() == gradient.data_ptr() else None  # a copy never changes
+            self._where = where
         return self._bytes.tobytes()
 
     def sum(self) -> torch.Tensor:
@@ -124,7 +129,7 @@ def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
     """The elements of a gradient in the order of their memory where it has no holes, else a copy."""
-    size = gradient.numel()
-    if gradient.is_contiguous(memory_format=torch.channels_last) and gradient.dim() == 4:
-        return gradient.detach().as_strided((size,), (1,), gradient.storage_offset())
-    return gradient.detach().reshape(-1)
+    last = gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
+    if last or gradient.is_contiguous():  # dimensions of size 1 may have any stride
+        return gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+    return gradient.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
