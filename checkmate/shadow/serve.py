@@ -31,6 +31,7 @@ class Serving:
     ) -> None:
         check_address(job, node_id)
         check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
+        memory.one_arena()
         memory.load_optimizers()
         self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
         streams = sum(len(plan.streams) for plan in self.node.plans)
