@@ -55,7 +55,8 @@ def measure() -> list[Result]:
 
 def _twins(folder: Path) -> Blocks:
     """Each turn of both."""
-    topology, ranks = load("single_tor"), len(load("single_tor").ranks)
+    topology = load("single_tor")
+    ranks = len(topology.ranks)
     found: dict[str, list[Block]] = defaultdict(list)
     with Progress(transient=True) as bar:
         task = bar.add_task("twins", total=STARTS * TURNS)

@@ -33,8 +33,8 @@ OPTIONS: Final = (
 )
 """Of servers and channels. Without a local pool, a channel would share the connection of an earlier one.
 
-To find how large a window should be, gRPC sends a ping for every message, which costs a trainer more than its
-record does: it is large from the start instead.
+To find how large a window should be, gRPC sends a ping for every message, which is a third of what a record
+costs a trainer: it is large from the start instead.
 """
 
 

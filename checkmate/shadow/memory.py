@@ -18,21 +18,24 @@ def resident() -> int:
 
 
 def trim() -> None:
-    """Give freed memory back to the kernel; nothing happens where the C library can't (it is not glibc)."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    """Give freed memory back to the kernel."""
+    _glibc("malloc_trim", 0)
 
 
 def one_arena() -> None:
-    """Have all threads allocate from one heap; as `trim`, for glibc alone.
+    """Have no more heaps made: threads that are yet to come share those that there are.
 
     Else each thread that steps keeps what one parameter's step needs beside it, for good: a tenth of a node's
     memory with parameters of 8 MB.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
+    _glibc("mallopt", _M_ARENA_MAX, 1)
+
+
+def _glibc(name: str, *arguments: int) -> None:
+    """Call one of glibc's own functions; with another C library nothing happens."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)
 
 
 def load_optimizers() -> None:
