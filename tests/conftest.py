@@ -13,13 +13,18 @@ import pytest
 
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow import locks
 from tests.recording_node import RecordingNode
 from tests.shadow_world import World
 from topologies import lab as labs
 
 
 def pytest_configure() -> None:
-    """A script's background jobs begin with SIGINT ignored, and would leave that to what tests interrupt."""
+    """Have the order of a shadow node's locks checked in all tests.
+
+    A script's background jobs begin with SIGINT ignored, and would leave that to what tests interrupt.
+    """
+    locks.check_order(True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
+from checkmate.shadow.hold import Hold
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.status import node_status
 from tests.copies import Copies, local_job
@@ -63,14 +64,18 @@ class World:
             hold.live
             and all(
                 self.copies.sends(
-                    (inlet.plan.boundary, inlet.plan.channel, inlet.plan.shard),
-                    inlet.plan.nic_ip,
+                    (stream.plan.boundary, stream.plan.channel, stream.plan.shard),
+                    stream.plan.nic_ip,
                     group.begin.incarnation,
                 )
-                for inlet in hold.inlets
+                for stream in hold.streams
             )
-            for group, hold in self.nodes[node].node.holds
+            for group, hold in self.nodes[node].node.state.holds
         )
+
+    def hold(self, node: int = 0) -> Hold:
+        """The first hold of a node."""
+        return self.nodes[node].node.holds()[0]
 
     def stepped(self, iteration: int, seconds: float = 10) -> None:
         """Wait until all live holds have stepped an iteration."""

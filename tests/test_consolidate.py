@@ -168,7 +168,7 @@ def test_after_training_ended(place: Callable[..., Place], groups: int, nodes: i
         here.check(checkpoint(snapshot), 2)
     here.iterate()
     here.check(checkpoint(here.read()), 3)
-    assert [node.node.reserved for node in here.world.nodes.values()] == [{}] * nodes
+    assert [node.node.state.reserved for node in here.world.nodes.values()] == [{}] * nodes
 
 
 @pytest.mark.parametrize(("groups", "replicas"), [(1, 1), (2, 2)])
@@ -186,7 +186,7 @@ def test_while_training_goes_on(place: Callable[..., Place], groups: int, replic
             seen.append(snapshot.iteration)
         assert here.read(at_least=seen[-1] + 5).iteration >= seen[-1] + 5
     assert seen == sorted(seen)
-    wait_until(lambda: not any(n.node.reserved for n in here.world.nodes.values()), "released")
+    wait_until(lambda: not any(n.node.state.reserved for n in here.world.nodes.values()), "released")
 
 
 def test_from_fenced_nodes(place: Callable[..., Place]) -> None:

@@ -106,9 +106,9 @@ def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None
     setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
     for planned in Demand(here.job, (whole,), setting).nodes:
         real = here.nodes[planned.node].node
-        taken = sum(hold.replica.nbytes + hold.sets.nbytes for _, hold in real.holds)
+        taken = sum(hold.replica.nbytes + hold.sets.nbytes for hold in real.holds())
         assert taken == pytest.approx(planned.memory.process, rel=0.01)
-        assert sum(nic.streams for nic in planned.nics) == sum(len(hold.inlets) for _, hold in real.holds)
+        assert sum(nic.streams for nic in planned.nics) == sum(len(hold.inlets) for hold in real.holds())
 
 
 def options(optimizer: torch.optim.Optimizer) -> str:

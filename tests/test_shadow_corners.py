@@ -19,6 +19,9 @@ from checkmate.shadow import restarting
 from checkmate.shadow.commit import NEVER, Committee
 from checkmate.shadow.group import Refused, reusable
 from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import HoldState
+from checkmate.shadow.node import Node
+from checkmate.shadow.node_state import Stepped
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import ReplicaError
@@ -42,7 +45,7 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     node = here.nodes[0].node
     request = pb.FenceRequest(job=here.job.job, timeout=30)
     late = training.stubs[0].Fence.future(request, timeout=40)
-    wait_until(lambda: node.fenced, "fenced")
+    wait_until(lambda: node.state.fenced, "fenced")
     training.incarnation, training.first = 1, 1
     training.begin([0], run="second")
     begun.set()
@@ -62,10 +65,10 @@ def test_another_holder_is_asked_for_nothing_where_trainers_were_faster(
     here = world(nodes=2, ranks=2, replicas=2)
     training = here.started()
     check_now(here, training)
-    group = here.nodes[0].node.groups[0]
+    group = here.nodes[0].node.state.groups[0]
     assert group.holds[0].wanted() == []
     assert not here.nodes[0]._copier._piece(1, group, group.holds[0])
-    reserved = here.nodes[1].node.reserved
+    reserved = here.nodes[1].node.state.reserved
     wait_until(lambda: not any(len(ends) > 1 for ends in reserved.values()), "the release")
 
 
@@ -84,12 +87,20 @@ def between_step_and_record(monkeypatch: pytest.MonkeyPatch, hold: Hold, what: C
     """Something happens when a step is done, and its record isn't kept yet."""
     real = hold.step
 
-    def step(*arguments: Any) -> list[str]:
-        troubles = real(*arguments)
+    def step(*arguments: Any) -> Stepped:
+        stepped = real(*arguments)
         what()
-        return troubles
+        return stepped
 
     monkeypatch.setattr(hold, "step", step)
+
+
+def join_again(node: Node, hold: HoldState, iteration: int) -> None:
+    """As after a gap."""
+    with node.changed:
+        hold.join(iteration)
+        node.data[hold].join()
+        node.state.forget()
 
 
 def test_a_record_survives_a_gap_between_a_step_and_its_keeping(
@@ -98,20 +109,17 @@ def test_a_record_survives_a_gap_between_a_step_and_its_keeping(
     here = world(nodes=1, ranks=2)
     training = here.started()
     node = here.nodes[0].node
-    group = node.groups[0]
-    hold = group.holds[0]
+    group, hold = node.state.groups[0], here.hold()
     done = threading.Event()
 
     def gap() -> None:
-        with node.changed:
-            hold.join(5)
-            node.forget()
+        join_again(node, hold.state, 5)
         done.set()
 
     between_step_and_record(monkeypatch, hold, gap)
     training.iterate()
     assert done.wait(5)
-    wait_until(lambda: hold.stepping is None, "the record")
+    wait_until(lambda: hold.state.stepping is None, "the record")
     assert group.records.served(0).parts
 
 
@@ -121,10 +129,8 @@ def test_after_a_gap_the_last_good_state_is_restored_with_its_record(world: Call
     training.iterate()
     here.stepped(0)
     node = here.nodes[0].node
-    with node.changed:
-        for _, hold in node.holds:
-            hold.join(5)
-        node.forget()
+    for one in node.holds():
+        join_again(node, one.state, 5)
     assert {hold.stepped for hold in fence(here, training)[0].holds} == {0}
     settle(here, training, 0)
     for shard in range(here.job.shards(0)):
@@ -137,8 +143,9 @@ def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
     """Once only, and it is not in doubt for ever: the other node goes on meanwhile."""
     here = world(nodes=2, ranks=2)
     training = here.started()
-    hold = here.nodes[0].node.groups[0].holds[0]
-    real, tries = hold.replica.step, []
+    hold = here.hold()
+    real: Callable[..., list[str]] = hold.replica.step
+    tries = []
 
     def step(iteration: int, *arguments: Any) -> list[str]:
         tries.append(iteration)
@@ -148,11 +155,11 @@ def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
 
     monkeypatch.setattr(hold.replica, "step", step)
     training.iterate()
-    wait_until(lambda: not hold.live, "that it is out")
-    assert "a gradient is missing" in hold.trouble
-    assert not hold.seeded
+    wait_until(lambda: not hold.state.live, "that it is out")
+    assert "a gradient is missing" in hold.state.trouble
+    assert not hold.state.seeded
     with going_on(training):
-        wait_until(lambda: hold.live, "live again")
+        wait_until(lambda: hold.state.live, "live again")
     assert tries.count(0) == 1
     here.stepped(training.iteration)
     check_now(here, training)
@@ -175,21 +182,21 @@ def test_buffers_that_cannot_be_read_stop_no_step(world: Callable[..., World]) -
     check_now(here, training)
 
 
-@pytest.mark.parametrize("what", ["_due", "forget"])
+@pytest.mark.parametrize("what", ["due", "forget", "tick"])
 def test_threads_survive_what_should_not_happen(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     here = world(nodes=1, ranks=2)
     training = here.started()
-    node = here.nodes[0].node
+    node = here.nodes[0].node.state
     real = getattr(node, what)
     failed: list[bool] = []
 
-    def once() -> Any:
+    def once(*arguments: Any) -> Any:
         if not failed:
             failed.append(True)
             raise RuntimeError("a fault of ours")
-        return real()
+        return real(*arguments)
 
     monkeypatch.setattr(node, what, once)
     wait_until(lambda: any("a fault of ours" in said for said in here.status(0).trouble), "that it is said")
@@ -205,10 +212,10 @@ def test_a_fenced_node_stays_with_its_answer(world: Callable[..., World]) -> Non
     node = here.nodes[0].node
     assert [hold.in_full for hold in fence(here, training)[0].holds] == [0]
     training.iterate()
-    hold = node.groups[0].holds[0]
-    wait_until(lambda: all(i.whole == 1 for i in hold.inlets) and node.groups[0].records.complete(1), "all")
+    hold, records = here.hold(), node.state.groups[0].records
+    wait_until(lambda: all(i.iteration == 2 for i in hold.inlets) and records.complete(1), "all")
     node.touch()
-    assert (hold.in_full, node.committee.mine.in_full) == (0, 0)
+    assert (hold.state.in_full, node.state.committee.mine.in_full) == (0, 0)
     assert [hold.in_full for hold in fence(here, training)[0].holds] == [1]
 
 
@@ -227,7 +234,7 @@ def test_a_settled_group_that_has_not_begun_again_holds_no_other_up(world: Calla
     first = trainings[0]
     first.incarnation, first.first = 1, 1
     first.begin(list(here.nodes), keep=True)
-    holds = [hold for serving in here.nodes.values() for hold in serving.node.groups[0].holds]
+    holds = [hold for serving in here.nodes.values() for hold in serving.node.state.groups[0].holds]
     wait_until(lambda: all(hold.live for hold in holds), "live")
     first.iterate()
     wait_until(lambda: all(hold.stepped == 1 for hold in holds), "stepped 1")
@@ -239,7 +246,7 @@ def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., W
     training = here.started()
     training.iterate()
     here.stepped(0)
-    old = here.nodes[0].node.groups[0]
+    old = here.nodes[0].node.state.groups[0]
     training.incarnation, training.first = 1, 1
     request = training.begin_request(keep=True)
     assert not reusable(old, request, training.layout)
@@ -282,9 +289,9 @@ def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callab
     again = here.training(group=0)
     again.begin([0], start=b"second")
     node = here.nodes[0].node
-    assert (node.committee.start, node.committee.committed) == (b"second", NEVER)
+    assert (node.state.committee.start, node.state.committee.committed) == (b"second", NEVER)
     node.touch()
-    assert node.committee.mine.stepped == NEVER
+    assert node.state.committee.mine.stepped == NEVER
 
 
 def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[..., World]) -> None:
@@ -292,8 +299,8 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
     node = here.nodes[0].node
     peers = Peers(node, lambda other: open_channel(here.job, other))
     with node.changed:
-        node.committee = Committee(0, [0, 1], 5, time.monotonic())
-    heard = node.committee._higher[1]
+        node.state.committee = Committee(0, [0, 1], 5, time.monotonic())
+    heard = node.state.committee._higher[1]
     go_on = [threading.Event(), threading.Event()]
 
     def reports(index: int) -> Iterator[pb.Progress]:
@@ -318,12 +325,12 @@ def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> 
     """At its 32-bit position the switch would send what lies ahead."""
     here = world(nodes=1, ranks=2)
     here.started()
-    group = here.nodes[0].node.groups[0]
+    group = here.nodes[0].node.state.groups[0]
     hold = group.holds[0]
-    plan = hold.inlets[0].plan
+    plan = hold.streams[0].plan
     with here.nodes[0].node.changed:
         for behind, lost in (((1 << 31) - 1, False), (1 << 31, True)):
-            group.records.ends[plan.side, plan.channel, plan.shard] = hold.inlets[0].position + behind
+            group.records.ends[plan.side, plan.channel, plan.shard] = hold.streams[0].position + behind
             assert bool(hold.gap(group.records, time.monotonic(), 60)) == lost
 
 
@@ -331,10 +338,10 @@ def test_seeds_that_come_late_leave_a_live_hold_alone(world: Callable[..., World
     here = world(nodes=1, ranks=2)
     training = here.started()
     check_now(here, training)
-    hold = here.nodes[0].node.groups[0].holds[0]
-    number = hold.parameters[0]
+    hold = here.hold()
+    number = hold.state.parameters[0]
     tensor, values = training.states[0][number]
-    assert hold.load(5, [(number, torch.zeros_like(tensor), values)]) == []
+    assert here.nodes[0].node.load(hold.state, 5, {number: (torch.zeros_like(tensor), values)}) == []
     assert hold.replica.at[number] == 0
     check_now(here, training)
 
@@ -347,11 +354,11 @@ def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., Wo
     here.stepped(0)
     fence(here, training)
     settle(here, training, 0)
-    hold = here.nodes[0].node.groups[0].holds[0]
-    hold.live = False  # as one that had a gap before, and has what is asked for
-    number = hold.parameters[0]
+    hold = here.hold()
+    hold.state.live = False  # as one that had a gap before, and has what is asked for
+    number = hold.state.parameters[0]
     tensor, values = training.states[0][number]
-    assert hold.load(5, [(number, torch.zeros_like(tensor), values)]) == []
+    assert here.nodes[0].node.load(hold.state, 5, {number: (torch.zeros_like(tensor), values)}) == []
     training.check(0, 0, 0)
 
 
@@ -369,7 +376,7 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
 def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     here = world(nodes=1, ranks=2)
     training = here.started()
-    hold = here.nodes[0].node.groups[0].holds[0]
+    hold = here.hold()
     stepped, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -382,4 +389,4 @@ def test_fetch_waits_for_the_record_too(world: Callable[..., World], monkeypatch
     training.iterate()
     assert stepped.wait(5)
     threading.Timer(0.2, go_on.set).start()
-    assert training.check(0, hold.plan.shard, 0).record.parts
+    assert training.check(0, hold.state.plan.shard, 0).record.parts

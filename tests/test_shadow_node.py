@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import time
 from collections.abc import Callable
 
@@ -13,8 +12,10 @@ from rich.console import Console
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.commit import SILENCE_MIN
+from checkmate.shadow.effects import Log
+from checkmate.shadow.node_state import NodeState
 from checkmate.shadow.view import Watch, picture
-from checkmate.shadow.watching import Watcher
+from tests.copies import local_job
 from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN
@@ -99,14 +100,12 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     assert "fenced" in console.export_text()
 
 
-def test_the_log_says_who_was_left_behind(
-    world: Callable[..., World], caplog: pytest.LogCaptureFixture
-) -> None:
-    watcher = Watcher(world(nodes=1, ranks=2).nodes[0].node)
-    with caplog.at_level(logging.INFO, "checkmate"):
-        for behind in ({}, {2: 3}, {2: 2}, {}):
-            watcher._say_behind(behind)
-    assert [record.getMessage() for record in caplog.records] == [
+def test_the_log_says_who_was_left_behind() -> None:
+    state = NodeState(local_job(nodes=3, ranks=2), 0, 0.0, receive_buffer=1 << 20, grace=1.0)
+    for behind in ({}, {2: 3}, {2: 2}, {}):
+        state.committee.behind = behind
+        state._say_behind()
+    assert [effect.message for effect in state.take_effects() if isinstance(effect, Log)] == [
         "shadow node 2 is 3 iterations behind, and doesn't count",
         "shadow node 2 is not behind any more",
     ]
@@ -121,7 +120,7 @@ def test_once_one_node_is_fenced_nobody_commits_what_it_lacks(
     training = here.started()
     training.iterate()
     here.stepped(0)
-    here.nodes[fenced].node.grace = 60  # the gap is not noticed
+    here.nodes[fenced].node.state.grace = 60  # the gap is not noticed
     request = pb.FenceRequest(job=here.job.job, timeout=5)
     training.stubs[fenced].Fence(request, timeout=10)
     training.iterate(records=[1 - fenced])
@@ -141,7 +140,7 @@ def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[...,
     training.iterate()
     here.stepped(0)
     with here.nodes[1].node.changed:  # it hears nothing of the decision
-        here.nodes[1].node.fenced = True
+        here.nodes[1].node.state.fenced = True
     training.iterate()
     wait_until(lambda: here.status(1).holds[0].in_full == 1, "in full")
     said = fence(here, training)

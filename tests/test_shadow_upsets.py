@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -159,10 +160,10 @@ def test_a_hold_in_doubt_is_seeded_anew_and_offered_once_it_was_found_right(
 ) -> None:
     here = world(nodes=1, ranks=2)
     training = spoiled(here)
-    hold = here.nodes[0].node.groups[0].holds[0]
+    hold = here.hold()
     with going_on(training):
-        wait_until(lambda: hold.live, "live again", 30)
-        assert not here.status(0).holds[0].offered or not hold.doubtful
+        wait_until(lambda: hold.state.live, "live again", 30)
+        assert not here.status(0).holds[0].offered or not hold.state.doubtful
         wait_until(lambda: here.status(0).holds[0].offered, "offered again", 30)
     here.stepped(training.iteration)
     (status,) = here.status(0).holds
@@ -185,13 +186,13 @@ def test_what_was_kept_while_in_doubt_is_not_served_once_the_doubt_is_over(
     while training.iteration < 5:
         here.stepped(training.iterate())
     training.iterate()
-    hold = here.nodes[0].node.groups[0].holds[0]
-    wait_until(lambda: "found equal after iteration 0" in hold.trouble, "that it is found")
+    hold = here.hold()
+    wait_until(lambda: "found equal after iteration 0" in hold.state.trouble, "that it is found")
     with going_on(training):
-        wait_until(lambda: here.status(0).holds[0].offered and not hold.doubtful, "that it is over", 30)
+        wait_until(lambda: here.status(0).holds[0].offered and not hold.state.doubtful, "that it is over", 30)
     with pytest.raises(grpc.RpcError, match="iteration 2 was found doubtful later"):
         training.fetch(0, 0, 2)
-    assert [hold.doubt.covers(iteration) for iteration in (0, 1, 6)] == [False, True, True]
+    assert [hold.state.doubt.covers(iteration) for iteration in (0, 1, 6)] == [False, True, True]
 
 
 def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) -> None:
@@ -309,23 +310,23 @@ def test_reading_goes_on_while_a_step_takes_long(
     here = world(nodes=1, ranks=2)
     training = here.started()
     go_on, stepping = threading.Event(), threading.Event()
-    hold = here.nodes[0].node.groups[0].holds[0]
+    hold = here.hold()
     real = hold.replica.step
 
-    def slow(*arguments: object) -> list[str]:
+    def slow(*arguments: Any) -> list[str]:
         stepping.set()
         assert go_on.wait(20)
-        return real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments)
 
     monkeypatch.setattr(hold.replica, "step", slow)
     training.iterate()
     assert stepping.wait(10)
     training.iterate()
     training.iterate()
-    wait_until(lambda: hold.in_full == 1, "the next iteration")
+    wait_until(lambda: hold.state.in_full == 1, "the next iteration")
     wait_until(lambda: any(inlet.paused for inlet in hold.inlets), "the pause")
     assert here.status(0).holds[0].stepped == -1
-    assert hold.in_full == 1
+    assert hold.state.in_full == 1
     go_on.set()
     here.stepped(2)
     check_now(here, training)
@@ -334,15 +335,15 @@ def test_reading_goes_on_while_a_step_takes_long(
 def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
     here = world(nodes=1, ranks=2)
     training = here.started()
-    hold = here.nodes[0].node.groups[0].holds[0]
+    hold = here.hold()
     with caplog.at_level(logging.INFO, "checkmate"):
         with hold.lock:  # as a step that takes long does
             for _ in range(4):
                 training.iterate()
-            wait_until(lambda: "4 iterations behind the trainers" in hold.trouble, "the lag")
-            assert hold.lag_said
+            wait_until(lambda: "4 iterations behind the trainers" in hold.state.trouble, "the lag")
+            assert hold.state.lag_said
         here.stepped(3)
-        wait_until(lambda: not hold.trouble, "that it is over")
+        wait_until(lambda: not hold.state.trouble, "that it is over")
     said = [record.getMessage() for record in caplog.records]
     assert any("a restart would repeat as many" in line for line in said)
     assert any("no more than an iteration behind again" in line for line in said)

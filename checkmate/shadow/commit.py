@@ -26,6 +26,9 @@ Kept = tuple[Shard, int]
 SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
 """Bounds, in seconds, of the silence after which a node is taken for dead."""
 
+PATIENCE = 4 * SILENCE_MAX
+"""Seconds for which a socket buffer lasts, if that isn't known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -38,7 +41,7 @@ class Progress:
     in_full: int
     stepped: int
     live: bool
-    patience: float = 4 * SILENCE_MAX
+    patience: float = PATIENCE
     shards: frozenset[Shard] = frozenset()
     kept: tuple[Kept, ...] = ()
     pressed: bool = False

@@ -12,6 +12,7 @@ from pyroute2 import IPRoute
 
 from checkmate.shadow.connect import StreamError, connect_stream
 from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.locks import OrderedLock
 from checkmate.shadow.receive import Reader
 from checkmate.shadow.streams import StreamPlan
 
@@ -38,7 +39,7 @@ class Connector:
         self._receive_buffer = receive_buffer
         self._on_change = on_change
         self._stopping = threading.Event()
-        self._turns: defaultdict[StreamPlan, threading.Lock] = defaultdict(threading.Lock)
+        self._turns: defaultdict[StreamPlan, OrderedLock] = defaultdict(lambda: OrderedLock("attempt"))
         self._attached: dict[StreamPlan, float] = {}
         """When a stream was last connected,"""
         self._pauses: dict[StreamPlan, float] = {}

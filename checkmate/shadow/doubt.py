@@ -1,8 +1,6 @@
-"""A hold in doubt: since when, whether it is seeded anew, and when it is trusted again."""
+"""A hold in doubt: since when, whether it is seeded anew, and when it is trusted again. Pure."""
 
 from __future__ import annotations
-
-from checkmate.shadow.compare import Comparison
 
 RENEW_SECONDS = (60.0, 3600.0)
 """A hold that turns doubtful is seeded anew at once; again after so long, and twice as long each time."""
@@ -11,17 +9,16 @@ RENEW_SECONDS = (60.0, 3600.0)
 class Doubt:
     """Whether a hold has what the trainers have. `active`: it may not; nothing of it is offered."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self) -> None:
         self.active = False
-        self._comparison = comparison
         self._first = self._last = 0
         self.past: list[range] = []
         """Iterations that were in doubt, and stay so: what was kept of them is not to be used."""
         self._renewed = self._patience = 0.0
 
-    def found(self, iteration: int) -> None:
-        """Comparing has found something wrong after an iteration."""
-        first = min(self._comparison.doubtful.values(), default=iteration - 1) + 1
+    def found(self, iteration: int, equal: int) -> None:
+        """Comparing has found something wrong after an iteration; all was last found right after `equal`."""
+        first = equal + 1
         self._first = min(first, self._first) if self.active else first
         self.active, self._last = True, iteration
 
@@ -31,19 +28,19 @@ class Doubt:
             self._last = max(self._last, iteration)
 
     def covers(self, iteration: int) -> bool:
-        """Whether what is kept of an iteration may be wrong."""
+        """Return whether what is kept of an iteration may be wrong."""
         return self.active or any(iteration in doubtful for doubtful in self.past)
 
     def over(self) -> str:
-        """Empty, or what to remember, where all that was in doubt has been found right since."""
-        if not self.active or self._comparison.suspects:
+        """Nothing is suspect any more. Return what to remember, or an empty text if it was not in doubt."""
+        if not self.active:
             return ""
         self.active = False
         self.past.append(range(self._first, self._last + 1))
         return f"checkpoints of iterations {self._first} to {self._last} are doubtful, newer ones are not"
 
     def may_renew(self, now: float) -> bool:
-        """Whether to seed the hold anew: less and less often where that doesn't help."""
+        """Return whether to seed the hold anew: less and less often if that doesn't help."""
         if self._patience and now - self._renewed < self._patience:
             return False
         least, most = RENEW_SECONDS

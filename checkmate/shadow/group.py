@@ -11,7 +11,7 @@ from checkmate.layout import Layout, LayoutError, from_json
 from checkmate.optimizers import SUPPORTED
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
-from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.records import Records
 
 
@@ -39,7 +39,7 @@ class Group:
     begin: pb.BeginRequest
     layout: Layout
     records: Records
-    holds: list[Hold] = field(default_factory=list)
+    holds: list[HoldState] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     """Of shards whose holds a restart had no use for: why. What was held is not forgotten until `Begin`."""
 
@@ -49,7 +49,7 @@ class Group:
         seen = [hold.receiving for hold in self.holds]
         return max([self.records.newest + 1, self.begin.next_iteration, *seen])
 
-    def hold(self, shard: int) -> Hold:
+    def hold(self, shard: int) -> HoldState:
         """A shard's hold; `Refused` where the node has none."""
         for hold in self.holds:
             if hold.plan.shard == shard:
@@ -139,7 +139,7 @@ def warnings(request: pb.BeginRequest) -> list[str]:
     return found
 
 
-def reusable(old: Group | None, request: pb.BeginRequest, layout: Layout) -> Sequence[Hold]:
+def reusable(old: Group | None, request: pb.BeginRequest, layout: Layout) -> Sequence[HoldState]:
     """The earlier incarnation's holds that go on where they are: settled, `keep`, the same run and layout."""
     if old is None or not request.keep:
         return ()

@@ -12,12 +12,12 @@ import fcntl
 import socket
 import sys
 import termios
-import threading
 import time
 from collections import deque
 
 from checkmate.schedule import StreamLayout
 from checkmate.shadow.buckets import SETS, BucketSets
+from checkmate.shadow.locks import OrderedLock
 from checkmate.shadow.streams import StreamPlan, start_of, whole_through
 
 _CLOSED = "the switch's side closed the connection"
@@ -55,11 +55,10 @@ class Inlet:
         self.iteration = joined  # of the next byte
         self._piece = 0
         self._room: memoryview | None = None
-        self._stood = (-1, 0.0)
         self._began: float | None = None  # when the first byte of `iteration` came
         self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
         """Of the last iterations: which, and when its first and its last byte came."""
-        self._lock = threading.Lock()
+        self._lock = OrderedLock("inlet")
         self._closed = False
 
     @property
@@ -76,21 +75,6 @@ class Inlet:
     def whole(self) -> int | None:
         """The last iteration that it has brought whole; `None`: it never brings anything."""
         return whole_through(self.layout, self.first, self.position)
-
-    @property
-    def receiving(self) -> int | None:
-        """The newest iteration of which a byte has come."""
-        if not self.layout.nbytes or not self.received:
-            return None
-        return self.first + (self.position - 1) // self.layout.nbytes
-
-    def stands_below(self, end: int, now: float) -> float:
-        """For how many seconds it has stood where it is, below `end`; our own pauses don't count."""
-        if self.paused or self.position >= end:
-            self._stood = (-1, now)
-        elif self._stood[0] != self.position:
-            self._stood = (self.position, now)
-        return now - self._stood[1]
 
     def attach(self, sock: socket.socket) -> bool:
         """Take a socket connected at `position`; False where it was closed meanwhile."""

@@ -1,8 +1,8 @@
-"""A shadow node: its holds, and when they step.
+"""A shadow node: the one owner of its lock and its threads.
 
-Reader threads fill buckets, one thread steps, gRPC's threads call `starting`, `restarting`, `seeding` and
-`reading`, and one thread watches for what does not come (`watching`). One lock, `changed`, covers all but
-what a hold's own lock does; nobody steps, receives or talks to the network while holding it.
+Reader threads fill buckets, one thread steps, one tells the state that time has passed, and gRPC's threads
+call `starting`, `restarting`, `seeding` and `reading`. All of them move `node_state.NodeState` in the same
+way: under the lock `changed`, by `moving`. Nobody steps, receives or talks to the network under it (`locks`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
-from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow import memory
-from checkmate.shadow.commit import NEVER, Committee, Progress
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from checkmate.shadow.connecting import Connector
-from checkmate.shadow.group import Group, Refused, Start, check_job, check_start, start_of
+from checkmate.shadow.effects import Close, Connect, Effect, Empty, Join, Log, Release
 from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.inlet import Inlet
+from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow.node_state import Due, NodeState
 from checkmate.shadow.receive import Reader
 from checkmate.shadow.streams import hold_plans
 
@@ -31,13 +32,16 @@ log = logging.getLogger("checkmate")
 
 GRACE = 2.0
 """Seconds for which a stream may stand below its recorded end before the rest is lost."""
+TICK = 0.1
 
-_REMEMBERED = 64  # fenced starts of training
+Seeds = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
+"""Parameters by number: the tensor, and the optimizer's state of it."""
+
 _PAUSE = 1.0  # seconds, after what should not happen
 
 
 class Node:
-    """One shadow node of a job. `close` ends its threads."""
+    """One shadow node of a job. `start` starts its threads, `close` ends them."""
 
     def __init__(
         self,
@@ -48,237 +52,188 @@ class Node:
         grace: float = GRACE,
         threads: int | None = None,
     ) -> None:
-        self.job, self.id, self.grace = job, node_id, grace
+        self.job, self.id = job, node_id
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
-        self.receive_buffer = receive_buffer
-        self.changed = threading.Condition()
-        self.groups: dict[int, Group] = {}
-        self.start: Start | None = None
-        """The one whose committee it is."""
-        self.committee = self.new_committee(-1)
-        self.fenced = False
-        self.answered = False
-        """Whether a fence has said what there is: it stays as it is until the next `Fence` or `Begin`."""
-        self.fenced_starts: deque[Start] = deque(maxlen=_REMEMBERED)
-        self.reserved: dict[int, list[float]] = {}
-        """Iterations that are kept readable: for each reservation, until when."""
-        self.troubles: list[str] = []
+        self.changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
+        self.state = NodeState(job, node_id, time.monotonic(), receive_buffer=receive_buffer, grace=grace)
+        self.data: dict[HoldState, Hold] = {}
+        """The tensors and sockets of each hold of `state`."""
         self.step_seconds = 0.0
-        self.stopping = self._stepping = False
-        self._threads = threads
+        self.stopping = False
+        self._stepping = False
+        self._torch_threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
-        self.connector = Connector(self.readers, self.nics, receive_buffer, self.touch)
-        self._stepper = threading.Thread(target=self._step_forever, name="steps", daemon=True)
-        self._stepper.start()
+        self._connector = Connector(self.readers, self.nics, receive_buffer, self.touch)
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (("steps", self._step_forever), ("watch", self._watch_forever))
+        ]
 
-    def new_committee(self, incarnation: int, start: bytes = b"") -> Committee:
-        """A view of the job's nodes at the start of an incarnation; -1: none has begun."""
-        ids = [node.id for node in self.job.shadow_nodes]
-        return Committee(self.id, ids, incarnation, time.monotonic(), start=start)
+    def start(self) -> None:
+        """Step, and look for what does not come, from now on."""
+        for thread in self._threads:
+            thread.start()
 
-    @property
-    def holds(self) -> Iterator[tuple[Group, Hold]]:
-        """All holds, each with its group."""
-        for group in list(self.groups.values()):
-            for hold in list(group.holds):
-                yield group, hold
-
-    @property
-    def _present(self) -> Iterator[tuple[Group, Hold]]:
-        """Holds of the present start of training: a group that has not begun it has no say in it."""
-        return ((group, hold) for group, hold in self.holds if start_of(group.begin) == self.start)
-
-    def group(self, number: int, said: pb.RecordPart | pb.SeedHeader) -> Group:
-        """The group that trainers speak of; `Refused` where it has not begun here, or in another start."""
-        check_job(self.job, said.job)
-        group = self.groups.get(number)
-        if group is None:
-            raise Refused(
-                f"DP group {number} has not begun incarnation {said.incarnation} here; none has",
-                precondition=True,
-            )
-        check_start(group.begin, said)
-        return group
+    @contextmanager
+    def moving(self) -> Iterator[NodeState]:
+        """Hold the lock while something happens to the state; then see what follows from it, and do that."""
+        with self.changed:
+            yield self.state
+            self._follow_up()
 
     def touch(self) -> None:
-        """Something came: see what it changes."""
+        """See what streams have brought."""
+        with self.moving():
+            pass
+
+    def holds(self) -> list[Hold]:
+        """All holds, by group."""
         with self.changed:
-            self.refresh()
+            return [self.data[hold] for _, hold in self.state.holds]
 
-    def refresh(self) -> None:
-        """See what has come in full, who is live, and what that lets us decide. The caller has the lock.
+    def wait_for(self, known: Callable[[], bool], timeout: float) -> bool:
+        """Wait until something is so; the caller has the lock."""
+        return self.changed.wait_for(lambda: known() or self.stopping, timeout) and known()
 
-        A fenced node goes on telling what it has, and no more than it answered: so nobody who isn't fenced
-        yet commits what it lacks.
-        """
-        if self.answered:
-            self.changed.notify_all()
-            return
-        live, kept = [], []
-        for group, hold in self._present:
-            if not hold.settled:
-                hold.update(group.records)
-                if not self.fenced and hold.may_go_live(self.committee.committed):
-                    hold.go_live()
-            if hold.live and (self.fenced or not hold.settled):  # a settled one waits for its group's Begin
-                live.append(hold)
-            elif hold.seeded and not (hold.doubtful or hold.settled):
-                kept.append(((hold.plan.group, hold.plan.shard), hold.stepped))
-        patience = self.committee.mine.patience
-        self.committee.report(
-            Progress(
-                self.committee.incarnation,
-                min((hold.in_full for hold in live), default=NEVER),
-                max((hold.released for hold in live), default=NEVER),
-                bool(live),
-                patience,
-                frozenset((hold.plan.group, hold.plan.shard) for hold in live),
-                tuple(kept),
-                any(hold.pressed(patience, self.receive_buffer) for hold in live),
-                self.committee.start,
-            )
-        )
-        if not self.fenced:
-            self.committee.decide(time.monotonic())
-        self.changed.notify_all()
-
-    def connect(self, group: Group, hold: Hold) -> None:
-        """Connect a hold's streams, in the background."""
-        for reader in self.readers:
-            reader.wake()  # to close what was closed
-        for inlet in hold.inlets:
-            self.connector.connect(inlet, group.begin.incarnation)
-
-    def quiet(self, timeout: float) -> None:
+    def quiet(self, timeout: float) -> bool:
         """Wait until no step is under way. The caller has the lock, and has seen to it that none starts."""
-        self.changed.wait_for(lambda: not self._stepping, timeout)
+        return self.changed.wait_for(lambda: not self._stepping, timeout)
 
-    def step(self, group: Group, hold: Hold, iteration: int) -> None:
-        """Step one hold. One that can't step is seeded anew, and one that comparing finds wrong, which stays
-        in doubt until it is found right.
+    def step(self, due: Due) -> None:
+        """Step one hold; nothing happens if it has joined again meanwhile."""
+        with self.changed:
+            hold = self.data.get(due.hold)
+            step = None if hold is None else self.state.begin_step(due)
+        if hold is None or step is None:
+            return
+        try:
+            result = hold.step(due.iteration, step)
+        except Exception as error:
+            log.exception("%s: iteration %d can't be stepped", hold, due.iteration)
+            with self.moving() as state:
+                state.step_failed(due, error)
+            return
+        with self.moving() as state:
+            state.stepped(due, step, result, time.monotonic())
+
+    def load(self, hold: HoldState, iteration: int, parameters: Seeds) -> list[int]:
+        """Give a hold parameters as they are after `iteration`; return those whose next gradients are gone.
+
+        Nothing happens if it is live or settled: these are duplicates, or of a start that is over.
+        `ReplicaError` if one doesn't fit.
         """
         with self.changed:
-            if iteration != hold.released + 1:
-                return  # it has joined anew meanwhile
-            said, hold.stepping = group.records.step(iteration), iteration
+            data = self.data.get(hold)
+            if data is None or hold.live or hold.settled:
+                return []
+            hold.loading += 1
         try:
-            troubles = hold.step(iteration, said)
-        except Exception as error:
-            log.exception("%s: iteration %d can't be stepped", hold, iteration)
-            with self.changed:
-                hold.stepping = None
-                self._renew(group, hold, f"iteration {iteration} can't be stepped: {error}")
-            return
-        with self.changed:
-            group.records.stepped(iteration)
-            self.tell(group.records.trouble)
-            hold.stepping = None
-            hold.last = iteration if said.last else None
-            if troubles:
-                self._doubt(group, hold, iteration, troubles)
-            elif over := hold.doubt.over():
-                hold.trouble = ""
-                self.tell(f"{hold}: {over}")
-            self.changed.notify_all()
-
-    def _doubt(self, group: Group, hold: Hold, iteration: int, troubles: Sequence[str]) -> None:
-        """Comparing has found a hold wrong: the trainers have the truth, so it is seeded anew."""
-        hold.doubt.found(iteration)
-        hold.trouble = "; ".join(troubles)
-        log.error("%s: %s", hold, hold.trouble)
-        if not self.fenced and hold.doubt.may_renew(time.monotonic()):
-            self._renew(group, hold, hold.trouble)
-
-    def tell(self, trouble: str) -> None:
-        """Say what is wrong with the node, once. The caller has the lock."""
-        if trouble and trouble not in self.troubles:
-            self.troubles.append(trouble)
-            log.error("%s", trouble)
-
-    def join_again(self, group: Group, hold: Hold) -> int:
-        """Join a hold some iterations ahead, at the one that is returned. The caller has the lock."""
-        iteration = hold.joinable(group.newest)
-        hold.join(iteration)
-        self.connect(group, hold)
-        return iteration
-
-    def _renew(self, group: Group, hold: Hold, trouble: str) -> None:
-        if not hold.live:
-            hold.ahead *= 2  # it was no better the last time
-        hold.empty()
-        hold.trouble = trouble
-        if not self.fenced:
-            hold.trouble += f"; it joins again at iteration {self.join_again(group, hold)}"
-
-    def forget(self) -> None:
-        """Drop records that nobody will need; none while they are kept. The caller has the lock."""
-        for group in self.groups.values():
-            if any(hold.stepping is not None for hold in group.holds):
-                continue
-            states = [hold.stepped for hold in group.holds]  # after a gap these aren't what was released
-            group.records.forget([hold.released for hold in group.holds], {*states, *self.reserved})
+            return data.load(iteration, ((n, *values) for n, values in parameters.items()))
+        finally:
+            snapshot = data.snapshot()
+            with self.moving():
+                hold.loading -= 1
+                hold.took(snapshot)
 
     def close(self) -> None:
         """End all threads, close all sockets."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
-        self.connector.stop()
-        for _, hold in self.holds:
+        self._connector.stop()
+        for hold in self.holds():
             hold.close()
-        self._stepper.join()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
         for reader in self.readers:
             reader.stop()
 
-    def _due(self) -> list[tuple[Group, Hold, int]]:
-        if self.fenced:
-            return []
-        committed, alone = self.committee.committed, self.committee.nobody_live(time.monotonic())
-        return [
-            (group, hold, due)
-            for group, hold in self._present
-            if (due := hold.due(committed, alone=alone)) is not None
-        ]
+    def _follow_up(self) -> None:
+        for hold in self.data.values():
+            hold.look()
+        self.state.refresh(time.monotonic())
+        for effect in self.state.take_effects():
+            self._carry_out(effect)
+        self.changed.notify_all()
 
-    def _step_forever(self) -> None:
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        while not self.stopping:
-            try:
-                self._step_due()
-            except Exception as error:  # our own fault; a thread that ended would look alive
-                log.exception("stepping")
-                with self.changed:
-                    self._stepping = False
-                    self.tell(f"stepping failed: {error!r}")
-                    self.changed.wait_for(lambda: self.stopping, _PAUSE)
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Connect(state, incarnation):
+                self._connect(self.data[state], incarnation)
+            case Join(state, incarnation):
+                self.data[state].join()
+                self._connect(self.data[state], incarnation)
+            case Empty(state):
+                self.data[state].empty()
+            case Close(state):
+                self.data.pop(state).close()
+            case Release(iteration):
+                for hold in self.data.values():
+                    hold.replica.release(iteration)
+            case Log(level, message):
+                log.log(level, "%s", message)
 
-    def _step_due(self) -> None:
-        """Wait until holds are due, and step them."""
-        with self.changed:
-            while not (due := self._due()) and not self.stopping:
-                self.changed.wait()
-            if self.stopping:
-                return
-            self._stepping = True
-        start = time.monotonic()
-        for group, hold, iteration in due:
-            self.step(group, hold, iteration)
-        self.step_seconds = time.monotonic() - start
-        if any(hold.take_loaded() for _, hold, _ in due):
-            memory.trim()
-        with self.changed:
-            self._stepping = False
-            self.forget()
-            self.refresh()
+    def _connect(self, hold: Hold, incarnation: int) -> None:
+        """Connect a hold's streams, in the background."""
         for reader in self.readers:
-            reader.wake()
+            reader.wake()  # to close what was closed
+        for inlet in hold.inlets:
+            self._connector.connect(inlet, incarnation)
 
     def _broken(self, inlet: Inlet) -> None:
         """A connection broke: it goes on where it stood, and a gap shows if something was sent meanwhile."""
         log.warning("%s: %s; connecting again", inlet.plan, inlet.broken)
         with self.changed:
-            group = self.groups.get(inlet.plan.group)
+            group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
-                self.connector.connect_again(inlet, group.begin.incarnation)
+                self._connector.connect_again(inlet, group.begin.incarnation)
+
+    def _step_forever(self) -> None:
+        if self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
+        self._forever("stepping", self._step_due)
+
+    def _watch_forever(self) -> None:
+        self._forever("watching", self._tick)
+
+    def _forever(self, what: str, turn: Callable[[], None]) -> None:
+        while not self.stopping:
+            try:
+                turn()
+            except Exception as error:  # our own fault; a thread that ended would look alive
+                log.exception("%s", what)
+                with self.changed:
+                    if what == "stepping":
+                        self._stepping = False
+                    self.state.tell(f"{what} failed: {error!r}")
+                    self.changed.wait_for(lambda: self.stopping, _PAUSE)
+
+    def _tick(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopping, TICK)
+            if not self.stopping:
+                self.state.tick(time.monotonic())
+                self._follow_up()
+
+    def _step_due(self) -> None:
+        """Wait until holds are due, and step them."""
+        with self.changed:
+            while not (due := self.state.due(time.monotonic())) and not self.stopping:
+                self.changed.wait()
+            if self.stopping:
+                return
+            self._stepping = True
+            stepped = [self.data[one.hold] for one in due]
+        start = time.monotonic()
+        for one in due:
+            self.step(one)
+        self.step_seconds = time.monotonic() - start
+        if [hold for hold in stepped if hold.take_loaded()]:
+            memory.trim()
+        with self.moving() as state:
+            self._stepping = False
+            state.forget()
+        for reader in self.readers:
+            reader.wake()

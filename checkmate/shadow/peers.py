@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
-from checkmate.shadow.commit import Kept, Progress
+from checkmate.shadow.commit import PATIENCE, Kept, Progress
 from checkmate.shadow.node import Node
 
 log = logging.getLogger("checkmate")
@@ -85,9 +85,8 @@ class Peers:
         finally:
             ended.set()
             if node is not None and self._newest[node] is stream:
-                with self._node.changed:
-                    self._node.committee.broke(node)
-                self._node.touch()
+                with self._node.moving() as state:
+                    state.committee.broke(node)
 
     def _take(self, report: pb.Progress) -> None:
         progress = Progress(
@@ -95,15 +94,14 @@ class Peers:
             report.in_full,
             report.stepped,
             report.live,
-            report.patience or 20.0,
+            report.patience or PATIENCE,
             frozenset((shard.group, shard.shard) for shard in report.shards),
             _kept(report.kept),
             report.pressed,
             report.start,
         )
-        with self._node.changed:
-            self._node.committee.heard(report.node, progress, time.monotonic())
-        self._node.touch()
+        with self._node.moving() as state:
+            state.committee.heard(report.node, progress, time.monotonic())
 
     def _tell_forever(self, other: int, channel: grpc.Channel) -> None:
         stub = rpc.ShadowStub(channel)
@@ -117,25 +115,23 @@ class Peers:
                     self._told(other, decision)
             except grpc.RpcError:
                 pass  # said by the committee where it matters
-            with self._node.changed:
-                self._node.committee.broke(other)
-            self._node.touch()
+            with self._node.moving() as state:
+                state.committee.broke(other)
             self._stopping.wait(pause)
             pause = min(2 * pause, _BACKOFF[1])
         channel.close()
 
     def _told(self, other: int, decision: pb.Decision) -> None:
-        with self._node.changed:
-            committee = self._node.committee
+        with self._node.moving() as state:
+            committee = state.committee
             same = (decision.incarnation, decision.start) == (committee.incarnation, committee.start)
             step_to = decision.step_to if same else committee.committed
             kept = _kept(decision.kept) if same else ()
             committee.told(other, step_to, decision.active and same, time.monotonic(), kept)
-        self._node.touch()
 
     def _reports(self, other: int) -> Iterator[pb.Progress]:
         def decides() -> bool:
-            return self._node.committee.decider(time.monotonic()) == other
+            return self._node.state.committee.decider(time.monotonic()) == other
 
         news = News(self._progress, decides)
         while not self._stopping.is_set():
@@ -143,7 +139,7 @@ class Peers:
                 yield report
 
     def _progress(self) -> pb.Progress:
-        mine = self._node.committee.mine
+        mine = self._node.state.committee.mine
         return pb.Progress(
             job=self._node.job.job,
             node=self._node.id,
@@ -159,7 +155,7 @@ class Peers:
         )
 
     def _decision(self) -> pb.Decision:
-        committee = self._node.committee
+        committee = self._node.state.committee
         return pb.Decision(
             incarnation=committee.incarnation % 256,
             step_to=committee.committed,

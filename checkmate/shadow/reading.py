@@ -8,73 +8,57 @@ from collections.abc import Iterator, Sequence
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.group import Group, Refused, check_job
-from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
+from checkmate.shadow.replica import Replica
 
 
 def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveReply:
     """Keep an iteration that lies ahead, or the one that is stepped, readable for so long."""
     check_job(node.job, job)
     with node.changed:
-        live = [hold for _, hold in node.holds if hold.live]
+        live = [hold for _, hold in node.state.holds if hold.live]
         stepped = max((hold.stepped for hold in live), default=-1)
-        if not live or node.fenced or not _reserve_all(live, iteration):
+        if not live or node.state.fenced or not _reserve_all(node, live, iteration):
             return pb.ReserveReply(granted=False, stepped=stepped)
-        node.reserved.setdefault(iteration, []).append(time.monotonic() + seconds)
+        node.state.reserved.setdefault(iteration, []).append(time.monotonic() + seconds)
         return pb.ReserveReply(granted=True, stepped=stepped)
 
 
-def _reserve_all(holds: Sequence[Hold], iteration: int) -> bool:
+def _reserve_all(node: Node, holds: Sequence[HoldState], iteration: int) -> bool:
     """On all of them or on none; a hold that has begun the next step can't, nor one in doubt of it."""
-    for index, hold in enumerate(holds):
+    granted: list[Replica] = []
+    for hold in holds:
+        replica = node.data[hold].replica
         unfit = hold.released > iteration or hold.doubt.covers(iteration)
-        if unfit or not hold.replica.reserve(iteration):
-            for granted in holds[:index]:
-                granted.replica.release(iteration)
+        if unfit or not replica.reserve(iteration):
+            for one in granted:
+                one.release(iteration)
             return False
+        granted.append(replica)
     return True
 
 
 def release(node: Node, job: str, iteration: int) -> None:
     """An iteration is not needed any more, by one of those who reserved it."""
     check_job(node.job, job)
-    with node.changed:
-        _release(node, iteration)
-
-
-def expire(node: Node, now: float) -> None:
-    """Release what was reserved for too long. The caller has the lock."""
-    for iteration, ends in list(node.reserved.items()):
-        for _ in [end for end in ends if end < now]:
-            _release(node, iteration)
-
-
-def _release(node: Node, iteration: int) -> None:
-    """The reservation that ends first."""
-    ends = node.reserved.get(iteration)
-    if not ends:
-        return
-    ends.remove(min(ends))
-    if not ends:
-        del node.reserved[iteration]
-    for _, hold in node.holds:
-        hold.replica.release(iteration)
+    with node.moving() as state:
+        state.release(iteration)
 
 
 def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.Seeds]:
     """A reserved iteration of a shard, or the one at which it is settled; waits until it is stepped."""
     check_job(node.job, request.job)
-    group = node.groups.get(request.shard.group)
-    if group is None:
-        raise Refused(f"DP group {request.shard.group} has not begun here", precondition=True)
-    hold = group.hold(request.shard.shard)
-    iteration = request.iteration
+    iteration, reserved = request.iteration, node.state.reserved
     with node.changed:
-        if iteration not in node.reserved and not (hold.settled and hold.stepped == iteration):
+        group = node.state.groups.get(request.shard.group)
+        if group is None:
+            raise Refused(f"DP group {request.shard.group} has not begun here", precondition=True)
+        hold = group.hold(request.shard.shard)
+        data = node.data[hold]
+        if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
-        node.changed.wait_for(
-            lambda: _kept(hold, iteration) or iteration not in node.reserved or node.stopping, timeout
-        )
+        node.wait_for(lambda: _kept(hold, iteration) or iteration not in reserved, timeout)
         if not _kept(hold, iteration):
             raise _refused(hold, f"iteration {iteration} was not stepped in time")
         if hold.doubtful:
@@ -82,19 +66,19 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if hold.doubt.covers(iteration):
             raise _refused(hold, f"what it has of iteration {iteration} was found doubtful later")
         header = _header(node, group, hold, request)
-    return state.to_seeds(header, hold.read(iteration, request.parameters))
+    return state.to_seeds(header, data.read(iteration, request.parameters))
 
 
-def _kept(hold: Hold, iteration: int) -> bool:
+def _kept(hold: HoldState, iteration: int) -> bool:
     """Whether an iteration is stepped, and its record kept."""
     return hold.released >= iteration and hold.stepping != iteration
 
 
-def _refused(hold: Hold, message: str) -> Refused:
+def _refused(hold: HoldState, message: str) -> Refused:
     return Refused(f"{hold}: {message}", precondition=True)
 
 
-def _header(node: Node, group: Group, hold: Hold, request: pb.FetchRequest) -> pb.SeedHeader:
+def _header(node: Node, group: Group, hold: HoldState, request: pb.FetchRequest) -> pb.SeedHeader:
     return pb.SeedHeader(
         job=node.job.job,
         incarnation=group.begin.incarnation,

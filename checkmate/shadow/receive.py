@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from checkmate.shadow.inlet import Inlet, Took
+from checkmate.shadow.locks import OrderedLock
 
 
 class Reader:
@@ -27,7 +28,7 @@ class Reader:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._lock = threading.Lock()
+        self._lock = OrderedLock("reader")
         self._new: list[Inlet] = []
         self._inlets: dict[int, Inlet] = {}
         self._stopping = self._ended = False

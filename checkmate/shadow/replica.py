@@ -7,7 +7,6 @@ readers, and the replica goes on with a copy.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from checkmate.optimizer_options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.blocks import SCALINGS, Batch, Gradients, Held, State, block_elements, cut, uncut
 from checkmate.shadow.compare import Comparison
+from checkmate.shadow.locks import OrderedLock
 from checkmate.state import DTYPES
 
 
@@ -71,7 +71,7 @@ class Replica:
         }
         self._groups = len(spec.groups)
         self._batches = cut(spec, self._held, block)
-        self._lock = threading.Lock()
+        self._lock = OrderedLock("replica")
         self._moving: set[int] = set()
         self._kept: dict[int, _Kept] = {}
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.group import Group, Refused, check_job, start_of
-from checkmate.shadow.hold import Hold
+from checkmate.shadow.group import Group, Refused, check_job
+from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
+from checkmate.shadow.node_state import Due
 from checkmate.shadow.status import node_status
 
 log = logging.getLogger("checkmate")
@@ -26,43 +27,36 @@ def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lam
     """
     check_job(node.job, job)
     deadline = time.monotonic() + timeout
-    with node.changed:
+    with node.moving() as state:
         if not wanted():
             raise Refused("who called has gone: nothing is fenced", precondition=True)
-        committee = node.committee
-        node.fenced, node.answered = True, False
-        for group in node.groups.values():
-            start = start_of(group.begin)
-            if start not in node.fenced_starts:
-                node.fenced_starts.append(start)
+        committee = state.committee
+        state.fence()
         node.quiet(timeout)
-        node.refresh()
     since, seen = time.monotonic(), _seen(node)
     while time.monotonic() < min(deadline, since + QUIET):
         time.sleep(QUIET / 10)
         if (now_seen := _seen(node)) != seen:
             since, seen = time.monotonic(), now_seen
+    node.touch()
     with node.changed:
-        if node.committee is not committee:
-            number = node.committee.incarnation
+        if state.committee is not committee:
+            number = state.committee.incarnation
             raise Refused(f"incarnation {number} has begun meanwhile, and is not fenced", precondition=True)
-        node.refresh()
-        node.answered = True
-        if node.groups:
-            log.info(
-                "fenced: training starts again; %s", "; ".join(map(_stands, node.holds)) or "no shard is held"
-            )
-        return node_status(node, job)
+        state.answered = True
+        if state.groups:
+            stands = "; ".join(_stands(hold) for _, hold in state.holds)
+            log.info("fenced: training starts again; %s", stands or "no shard is held")
+    return node_status(node, job)
 
 
-def _stands(place: tuple[Group, Hold]) -> str:
-    _, hold = place
+def _stands(hold: HoldState) -> str:
     return f"{hold} is at iteration {hold.stepped}" if hold.seeded else f"{hold} is not seeded"
 
 
 def _seen(node: Node) -> tuple[int, ...]:
     """Moves with every byte and every record that comes."""
-    groups = node.groups.values()
+    groups = list(node.state.groups.values())
     return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups))
 
 
@@ -70,35 +64,35 @@ def settle(node: Node, job: str, iteration: int, run: str) -> pb.NodeStatus:
     """Step up to the target, then drop streams and gradients. A hold that can't, or of another run, goes."""
     check_job(node.job, job)
     with node.changed:
-        if not node.fenced and node.groups:
+        if not node.state.fenced and node.state.groups:
             raise Refused("the node is not fenced: call Fence first", precondition=True)
-        holds = list(node.holds)
+        holds = list(node.state.holds)
     for group, hold in holds:
         _settle(node, group, hold, iteration, run)
     with node.changed:
-        node.forget()
+        node.state.forget()
     return node_status(node, job)
 
 
-def _settle(node: Node, group: Group, hold: Hold, iteration: int, run: str) -> None:
-    fits = hold.seeded and not hold.doubtful and group.begin.run == run
-    while fits and hold.stepped == hold.released < min(iteration, hold.in_full):
-        node.step(group, hold, hold.released + 1)
-    if fits and hold.stepped == iteration and not hold.doubtful:
-        hold.settle()
-        return
-    hold.close()
+def _settle(node: Node, group: Group, hold: HoldState, iteration: int, run: str) -> None:
     with node.changed:
-        if hold in group.holds:
-            group.holds.remove(hold)
-            if hold.holds_something:
-                asked = f"given up when a restart asked for iteration {iteration}"
-                why = f"{hold}: {asked}: {_why(group, hold, run)}"
-                group.dropped[hold.plan.shard] = why
-                log.warning("%s", why)
+        node.wait_for(lambda: not hold.busy, QUIET)
+        fits = hold.seeded and not hold.doubtful and group.begin.run == run
+    while fits and hold.stepped == hold.released < min(iteration, hold.in_full):
+        node.step(Due(group, hold, hold.released + 1))
+    with node.moving() as state:
+        data = node.data.get(hold)
+        if data is None:
+            return  # training has begun anew meanwhile
+        if not (fits and hold.stepped == iteration and not hold.doubtful):
+            asked = f"given up when a restart asked for iteration {iteration}"
+            state.drop(group, hold, f"{hold}: {asked}: {_why(group, hold, run)}")
+            return
+        hold.settle()
+    data.settle()
 
 
-def _why(group: Group, hold: Hold, run: str) -> str:
+def _why(group: Group, hold: HoldState, run: str) -> str:
     """Why a hold is of no use to a restart."""
     if group.begin.run != run:
         return f"it was of run {group.begin.run}, not of {run}"

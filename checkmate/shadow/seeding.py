@@ -14,7 +14,7 @@ from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.group import Group
-from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
 
 log = logging.getLogger("checkmate")
@@ -32,27 +32,27 @@ _IDLE_SECONDS = 0.1
 def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     """Take parameters; those whose next gradients are gone must come again. `StateError`, `Refused`."""
     header = seeds.header
-    group = node.group(header.shard.group, header)
-    hold = group.hold(header.shard.shard)
-    parameters = seeds.all()
-    late = hold.load(header.iteration, ((n, t, s) for n, (t, s) in parameters.items()))
     with node.changed:
+        group = node.state.group(header.shard.group, header)
+        hold = group.hold(header.shard.shard)
+    late = node.load(hold, header.iteration, seeds.all())
+    with node.moving():
         group.records.adopt(header.record)
-        node.refresh()
     return late
 
 
 def record(node: Node, part: pb.RecordPart) -> pb.RecordReply | None:
     """Take a rank's part of a step record; the answer, where it wants one, says what that rank is to seed."""
-    group = node.group(part.group, part)
-    with node.changed:
+    with node.moving() as state:
+        group = state.group(part.group, part)
         group.records.add(part, time.monotonic())
-        node.refresh()
-        return _reply(group, part) if part.answer else None
+    if not part.answer:
+        return None
+    with node.changed:
+        return _reply(group, part, time.monotonic())
 
 
-def _reply(group: Group, part: pb.RecordPart) -> pb.RecordReply:
-    now = time.monotonic()
+def _reply(group: Group, part: pb.RecordPart, now: float) -> pb.RecordReply:
     wanted = [
         pb.SeedWanted(shard=hold.plan.shard, parameters=numbers)
         for hold in group.holds
@@ -64,7 +64,7 @@ def _reply(group: Group, part: pb.RecordPart) -> pb.RecordReply:
     return pb.RecordReply(iteration=part.iteration, wanted=wanted, trouble=said, buffers=buffers)
 
 
-def _to_ask(hold: Hold, now: float) -> list[int]:
+def _to_ask(hold: HoldState, now: float) -> list[int]:
     """What a hold needs of trainers: once it has got an iteration whole, and no other holder gives it."""
     if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
         return []
@@ -72,7 +72,7 @@ def _to_ask(hold: Hold, now: float) -> list[int]:
     return hold.wanted()
 
 
-def _to_tell(hold: Hold) -> str:
+def _to_tell(hold: HoldState) -> str:
     """What the group's first rank is to say to its user."""
     return f"{hold}: {hold.trouble}" if hold.doubtful else ""
 
@@ -100,25 +100,27 @@ class Copier:
 
     def _run(self) -> None:
         while not self._node.stopping:
-            helped = [self._help(group, hold) for group, hold in self._node.holds]
+            with self._node.changed:
+                holds = [one for one in self._node.state.holds if one[1].plan.others and one[1].wants_seeds]
+            helped = [self._help(group, hold) for group, hold in holds]
             if not any(helped):
                 time.sleep(_IDLE_SECONDS)
 
-    def _help(self, group: Group, hold: Hold) -> bool:
-        """Fetch one piece for a hold that needs one; whether there was anything to do."""
-        if not hold.plan.others or not hold.wants_seeds:
-            return False
+    def _help(self, group: Group, hold: HoldState) -> bool:
+        """Fetch one piece for a hold that needs one; whether any of its other holders could give it."""
         for other in hold.plan.others:
             try:
-                hold.from_holder = self._piece(other, group, hold)
+                given = self._piece(other, group, hold)
             except (grpc.RpcError, state.StateError, ValueError) as error:
                 log.debug("shadow node %d gives no seeds of %s: %s", other, hold, error)
-                hold.from_holder = False
-            if hold.from_holder:
+                given = False
+            with self._node.changed:
+                hold.from_holder = given
+            if given:
                 return True
         return False
 
-    def _piece(self, other: int, group: Group, hold: Hold) -> bool:
+    def _piece(self, other: int, group: Group, hold: HoldState) -> bool:
         """Some of what a hold wants, from one of its other holders; whether that could give it."""
         stub = ShadowStub(self._channels[other])
         job, shard = self._node.job.job, pb.Shard(group=hold.plan.group, shard=hold.plan.shard)
@@ -126,7 +128,8 @@ class Copier:
         if iteration is None:
             return False
         try:
-            wanted = some(hold.wanted(), hold.layout, PIECE_BYTES)
+            with self._node.changed:
+                wanted = some(hold.wanted(), group.layout, PIECE_BYTES)
             if not wanted:
                 return False  # trainers were faster; to name none would mean all
             request = pb.FetchRequest(job=job, shard=shard, iteration=iteration, parameters=wanted)
@@ -137,10 +140,9 @@ class Copier:
             parameters = seeds.all()
         finally:
             stub.Release(pb.ReleaseRequest(job=job, iteration=iteration), timeout=_CALL_SECONDS)
-        hold.load(header.iteration, ((n, t, s) for n, (t, s) in parameters.items()))
-        with self._node.changed:
+        self._node.load(hold, header.iteration, parameters)
+        with self._node.moving():
             group.records.adopt(header.record)
-            self._node.refresh()
         return True
 
 

@@ -12,7 +12,6 @@ from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.seeding import Copier
 from checkmate.shadow.service import Server, check_address
-from checkmate.shadow.watching import Watcher
 
 log = logging.getLogger("checkmate")
 
@@ -37,11 +36,10 @@ class Serving:
         streams = sum(len(plan.streams) for plan in self.node.plans)
         if shortfall := tcp_memory_shortfall(streams, receive_buffer):
             log.warning("%s", shortfall)
-            self.node.troubles.append(shortfall)
+            self.node.state.troubles.append(shortfall)
         try:
             self._peers = Peers(self.node, lambda other: open_channel(job, other))
             self._copier = Copier(self.node, lambda other: open_channel(job, other))
-            self._watcher = Watcher(self.node)
             self._server = Server(self.node, self._peers)
         except BaseException:
             self.node.close()
@@ -49,14 +47,13 @@ class Serving:
 
     def __enter__(self) -> Serving:
         self._server.__enter__()
+        self.node.start()
         self._peers.start()
         self._copier.start()
-        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._peers.stop()
         self.node.close()
-        self._watcher.stop()
         self._copier.stop()
         self._server.__exit__()

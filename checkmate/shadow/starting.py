@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.group import Group, Refused, check_begin, reusable, start_of, warnings
-from checkmate.shadow.hold import AHEAD, Hold
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import AHEAD
 from checkmate.shadow.node import Node
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import Replica
-from checkmate.shadow.streams import StreamTooLong
+from checkmate.shadow.streams import HoldPlan, StreamTooLong
 
 log = logging.getLogger("checkmate")
 
 
 def begin(node: Node, request: pb.BeginRequest) -> list[str]:
-    """Make the group's holds and connect their streams; warnings. `Refused` where the request doesn't fit.
+    """Make the group's holds and connect their streams; warnings. `Refused` if the request doesn't fit.
 
     Said again, of a start that has begun, it changes nothing.
     """
     layout = check_begin(node.job, request)
-    with node.changed:
+    with node.moving() as state:
         start = start_of(request)
-        if start in node.fenced_starts:
+        if start in state.fenced_starts:
             raise Refused(
                 f"incarnation {request.incarnation} is fenced: training starts in a new one",
                 precondition=True,
             )
-        old = node.groups.get(request.group)
+        old = state.groups.get(request.group)
         if old is not None and _same(old, request, layout):
             return warnings(request)
-        group = _new_group(node, request, layout, old)
-        for hold in old.holds if old is not None else ():
-            hold.close()
-        node.groups[request.group] = group
-        if node.fenced or node.start != start:
-            node.start = start
-            node.committee = node.new_committee(request.incarnation, request.start)
-            node.fenced = node.answered = False
-        for hold in group.holds:
-            node.connect(group, hold)
-        node.refresh()
+        holds = _new_holds(node, request, layout, old)
+        node.data.update({hold.state: hold for hold in holds})
+        state.begun(_new_group(request, layout, old, holds), time.monotonic())
     log.info(
         "DP group %d: incarnation %d begins at iteration %d",
         request.group,
@@ -56,37 +50,47 @@ def _same(old: Group, request: pb.BeginRequest, layout: Layout) -> bool:
     return start_of(old.begin) == start_of(request) and old.layout.fingerprint == layout.fingerprint
 
 
-def _new_group(node: Node, request: pb.BeginRequest, layout: Layout, old: Group | None) -> Group:
-    records = Records(request.ranks, request.first_iteration, request.buffers)
-    group = Group(request, layout, records)
+def _new_holds(node: Node, request: pb.BeginRequest, layout: Layout, old: Group | None) -> list[Hold]:
+    """The group's holds on this node; those that a restart has settled go on with what they have."""
     kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
-    if kept and old is not None:
-        records.adopt(old.records.served(request.first_iteration - 1))
-    late = request.next_iteration > request.first_iteration
+    holds = []
     for plan in node.plans:
         if plan.group != request.group:
             continue
         before = kept.get(plan.shard)
-        try:
-            hold = Hold(
-                plan,
-                layout,
-                before.replica if before is not None else _replica(layout, plan.shard, request),
-                channels=node.job.channels,
-                ranks=request.ranks,
-                first=request.first_iteration,
-                joined=request.next_iteration + AHEAD if late else request.first_iteration,
-            )
-        except StreamTooLong as error:
-            raise Refused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
+        replica = node.data[before].replica if before is not None else _replica(layout, plan, request)
+        hold = _new_hold(node, plan, layout, replica, request)
         if before is not None:
-            hold.doubt.past = before.doubt.past
-        group.holds.append(hold)
-    return group
+            hold.state.doubt.past = before.doubt.past
+        holds.append(hold)
+    return holds
 
 
-def _replica(layout: Layout, shard: int, request: pb.BeginRequest) -> Replica:
+def _new_hold(node: Node, plan: HoldPlan, layout: Layout, replica: Replica, request: pb.BeginRequest) -> Hold:
+    late = request.next_iteration > request.first_iteration
     try:
-        return Replica(layout, shard, request.optimizer, exact=not request.device.startswith("cuda"))
+        return Hold(
+            plan,
+            layout,
+            replica,
+            channels=node.job.channels,
+            ranks=request.ranks,
+            first=request.first_iteration,
+            joined=request.next_iteration + AHEAD if late else request.first_iteration,
+        )
+    except StreamTooLong as error:
+        raise Refused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
+
+
+def _new_group(request: pb.BeginRequest, layout: Layout, old: Group | None, holds: list[Hold]) -> Group:
+    records = Records(request.ranks, request.first_iteration, request.buffers)
+    if old is not None and reusable(old, request, layout):
+        records.adopt(old.records.served(request.first_iteration - 1))
+    return Group(request, layout, records, [hold.state for hold in holds])
+
+
+def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:
+    try:
+        return Replica(layout, plan.shard, request.optimizer, exact=not request.device.startswith("cuda"))
     except ValueError as error:
         raise Refused(f"the optimizer can't be followed: {error}") from None

@@ -8,6 +8,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
 from checkmate.shadow.group import Group, check_job
 from checkmate.shadow.hold import Hold
+from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
 
 
@@ -15,30 +16,33 @@ def node_status(node: Node, job: str) -> pb.NodeStatus:
     """What the node is and where it stands; `Refused` for another job."""
     check_job(node.job, job)
     with node.changed:
-        holds = list(node.holds)
-        dropped = [why for group in node.groups.values() for why in group.dropped.values()]
+        node_state, data = node.state, [node.data[hold] for _, hold in node.state.holds]
+        for one in data:
+            one.look()
+        holds = list(node_state.holds)
+        dropped = [why for group in node_state.groups.values() for why in group.dropped.values()]
         return pb.NodeStatus(
             job=node.job.job,
             node=node.id,
             holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
-            fenced=node.fenced,
-            incarnation=max(node.committee.incarnation, 0),
+            fenced=node_state.fenced,
+            incarnation=max(node_state.committee.incarnation, 0),
             holds=[hold_status(group, hold) for group, hold in holds],
             torch=torch.__version__,
             capability=torch.backends.cpu.get_cpu_capability(),
-            trouble=[*node.troubles, *dropped],
-            pull_seconds=max((pull_seconds(hold) for _, hold in holds), default=0.0),
+            trouble=[*node_state.troubles, *dropped],
+            pull_seconds=max((pull_seconds(hold) for hold in data), default=0.0),
             step_seconds=node.step_seconds,
             memory_bytes=memory.resident(),
             nics=[
                 pb.NicStatus(ip=ip, bytes=reader.bytes)
                 for ip, reader in zip(node.nics, node.readers, strict=True)
             ],
-            behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(node.committee.behind.items())],
+            behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(node_state.committee.behind.items())],
         )
 
 
-def hold_status(group: Group, hold: Hold) -> pb.HoldStatus:
+def hold_status(group: Group, hold: HoldState) -> pb.HoldStatus:
     """Where one of a group's holds stands. The caller has the node's lock."""
     begin, lacks = group.begin, group.records.lacking(hold.stepped)
     return pb.HoldStatus(
@@ -51,9 +55,9 @@ def hold_status(group: Group, hold: Hold) -> pb.HoldStatus:
         offered=hold.live and not hold.doubtful and not lacks,
         trouble=hold.trouble,
         streams=len(hold.plan.streams),
-        connected=sum(inlet.connected for inlet in hold.inlets),
+        connected=sum(stream.connected for stream in hold.streams),
         receiving=hold.receiving,
-        bytes=sum(inlet.received for inlet in hold.inlets),
+        bytes=sum(stream.received for stream in hold.streams),
         run=begin.run,
         first_iteration=begin.first_iteration,
         doubtful=hold.doubtful,

@@ -1,0 +1,51 @@
+"""The order of a shadow node's locks, which the conftest has checked in all tests."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from checkmate.shadow.locks import ORDER, LockOrderError, OrderedLock
+
+
+@pytest.mark.parametrize("second", ORDER[: ORDER.index("hold") + 1])
+def test_a_lock_is_not_taken_under_one_that_stands_after_it(second: str) -> None:
+    with OrderedLock("hold"), pytest.raises(LockOrderError, match=f"{second!r} is taken under hold"):
+        OrderedLock(second).acquire()
+    with OrderedLock(second):
+        pass  # nothing is held any more
+
+
+def test_locks_may_be_taken_in_order_and_let_go_in_any() -> None:
+    locks = [OrderedLock(name) for name in ORDER]
+    for lock in locks:
+        lock.acquire()
+    for lock in (locks[2], *locks[:2], *locks[3:]):
+        lock.release()
+    assert not any(lock.locked() for lock in locks)
+
+
+def test_what_another_thread_holds_does_not_count() -> None:
+    there, go_on = threading.Event(), threading.Event()
+    held, other = OrderedLock("reader"), OrderedLock("node")
+
+    def hold() -> None:
+        with held:
+            there.set()
+            assert go_on.wait(5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert there.wait(5)
+    with other:
+        pass
+    go_on.set()
+    thread.join()
+
+
+def test_a_condition_waits_with_a_lock_of_the_order() -> None:
+    changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
+    with changed:
+        assert not changed.wait(0.01)
+        changed.notify_all()
