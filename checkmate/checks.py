@@ -13,13 +13,15 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from checkmate import tofino
-from checkmate.parts import Fault, Part, Path, parts, show_path
+from checkmate.parts import Fault, Part, Path, parts, served_at, show_path
 from checkmate.port_checks import tofino_faults
 from checkmate.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.wording import counted
 
 M = TypeVar("M", bound=BaseModel)
 
+PORTS_MOST: Final = 65535
+RECORDS_PORT: Final = "the port after mgmt's, which is for step records,"
 _JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for the keys there are"}
 
 
@@ -113,12 +115,29 @@ def within_job(raw: Any) -> list[Fault]:
         *_duplicates(hosts, "mac", "MAC address"),
         *_duplicates([*links, *ranks, *nics], "port", "switch port", ("switch", "port")),
         *_duplicates(ranks, "mgmt", "mgmt address"),
-        *_duplicates(nodes, "mgmt", "mgmt address"),
+        *_served_twice(nodes),
         *_unknown_switches([*ranks, *nics, *links], switches),
         *_unreachable(ranks, nics, _link_pairs(raw, links), switches),
         *_shadow_lists(raw, nodes),
         *tofino_faults(raw),
     ]
+
+
+def _served_twice(nodes: Sequence[Part]) -> Iterator[Fault]:
+    """Addresses of shadow nodes, for gRPC and for step records, that are taken already or can't be."""
+    first: dict[str, Path] = {}
+    for node in nodes:
+        for field, address in served_at(node):
+            path = (*node.path, field)
+            what = f"{field} address" if address == node.fields.get(field) else RECORDS_PORT
+            if int(address.rpartition(":")[2]) > PORTS_MOST:
+                yield Fault(path, f"{RECORDS_PORT} {address} does not exist: give records an address")
+            elif address in first:
+                taken = f"{what} {address} is taken already by {show_path(first[address])}"
+                yield Fault(path, f"{taken}; each needs its own")
+                break
+            else:
+                first[address] = path
 
 
 def _duplicates(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkmate.parts import Fault, Part, Path, parts, show_path
+from checkmate.parts import Fault, Part, Path, parts, served_at, show_path
 from checkmate.schema import Attachment, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.switch_ports import effective
 
@@ -61,9 +61,8 @@ def _claims(raw: Any) -> Iterator[_Claim]:
         yield from _addresses("host", rank)
         yield from _port(rank)
     for node in parts(raw, ShadowNode, "shadow_nodes"):
-        if "mgmt" in node.fields:
-            what = "shadow node management address"
-            yield _Claim(what, node.fields["mgmt"], (*node.path, "mgmt"))
+        for field, address in served_at(node):
+            yield _Claim("shadow node management address", address, (*node.path, field))
     for nic in parts(raw, Nic, "shadow_nodes", "nics"):
         yield from _addresses("shadow NIC", nic)
         yield from _port(nic)

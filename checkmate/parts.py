@@ -81,3 +81,17 @@ def _adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
     for constraint in info.metadata:
         kind = Annotated[kind, constraint]
     return TypeAdapter(kind)
+
+
+def served_at(node: Part) -> Iterator[tuple[str, str]]:
+    """Yield the addresses at which a shadow node serves, each with the key that says it.
+
+    For step records that is by default the port after the one of `mgmt`, which need not exist.
+    """
+    if (mgmt := node.get("mgmt")) is not None:
+        yield "mgmt", mgmt[0]
+        host, _, port = mgmt[0].rpartition(":")
+        if node.fields.get("records", "") is None:  # not given; one with a fault says nothing
+            yield "mgmt", f"{host}:{int(port) + 1}"
+    if (records := node.fields.get("records")) is not None:
+        yield "records", records

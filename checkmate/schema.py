@@ -223,11 +223,18 @@ class Nic(Attachment):
 
 
 class ShadowNode(_Model):
-    """A shadow node and its one or two shadow NICs."""
+    """A shadow node and its one or two shadow NICs. `records`: where it takes step records."""
 
     id: ShadowNodeId
     mgmt: HostPort
+    records: HostPort | None = None
     nics: Annotated[tuple[Nic, ...], Field(min_length=1, max_length=2)]
+
+    @property
+    def records_at(self) -> tuple[str, int]:
+        """Host and port for step records: by default `mgmt`'s host, and the port after its own."""
+        host, _, port = (self.records or self.mgmt).rpartition(":")
+        return host.strip("[]"), int(port) + (self.records is None)
 
 
 class Job(_Model):

@@ -26,7 +26,8 @@ def local_job(**kwargs: Any) -> Job:
     data = job_data(**kwargs)
     for node in data["shadow_nodes"]:
         number = node["id"]
-        node["mgmt"] = f"127.0.3.{number + 1}:{free_port(f'127.0.3.{number + 1}')}"
+        for what in ("mgmt", "records"):
+            node[what] = f"127.0.3.{number + 1}:{free_port(f'127.0.3.{number + 1}')}"
         for index, nic in enumerate(node["nics"]):
             nic["ip"] = f"127.0.{4 + index}.{number + 1}"
     for index, switch in enumerate(data["fabric"]["switches"]):

@@ -1,7 +1,8 @@
-"""A gRPC server that notes what trainers send and answers as it is told: to test the trainer's side alone."""
+"""A shadow node's servers, which note what trainers send and answer as told: to test trainers alone."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import grpc
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
+from checkmate.shadow.inbox import Inbox
 from checkmate.state import from_seeds
 
 SECONDS = 20.0
@@ -26,6 +28,8 @@ class RecordingNode(rpc.ShadowServicer):
         self.address = address
         self.shards = shards
         self.begins: list[pb.BeginRequest] = []
+        self.records_at = f"{address.partition(':')[0]}:0"
+        """Where it takes step records."""
         self.records: list[pb.RecordPart] = []
         self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
         self.wanted: list[pb.SeedWanted] = []
@@ -45,10 +49,16 @@ class RecordingNode(rpc.ShadowServicer):
         port = self._server.add_insecure_port(self.address)
         self.address = f"{self.address.partition(':')[0]}:{port}"
         self._server.start()
+        host, _, given = self.records_at.partition(":")
+        listener = socket.create_server((host, int(given)))
+        self.records_at = f"{host}:{listener.getsockname()[1]}"
+        self._inbox = Inbox(listener, self._take)
+        self._inbox.start()
 
     def stop(self) -> None:
         """Break all connections."""
         self._stopping = True
+        self._inbox.stop()
         self._server.stop(0).wait()
         self.answering.set()
 
@@ -63,17 +73,15 @@ class RecordingNode(rpc.ShadowServicer):
             )
         return pb.BeginReply()
 
-    def Record(
-        self, request_iterator: Iterator[pb.RecordPart], context: grpc.ServicerContext
-    ) -> Iterator[pb.RecordReply]:
-        for part in request_iterator:
-            self.records.append(part)
-            while not self.answering.wait(0.05):
-                if self._stopping:
-                    return
-            if part.answer:
-                wanted, self.wanted = self.wanted, []
-                yield pb.RecordReply(iteration=part.iteration, wanted=wanted)
+    def _take(self, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
+        self.records.append(part)
+        while not self.answering.wait(0.05):
+            if self._stopping:
+                return None
+        if not answer:
+            return None
+        wanted, self.wanted = self.wanted, []
+        return pb.RecordReply(iteration=part.iteration, wanted=wanted)
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         reader = from_seeds(request_iterator)

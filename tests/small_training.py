@@ -5,9 +5,7 @@ What it "tags" goes to the nodes through `copies`, which plays the switch.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -21,6 +19,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schedule import StreamLayout, stream_layout
 from checkmate.schema import Job
 from tests.copies import Copies, StreamKey
+from tests.record_line import RecordLine
 
 SHAPES = ((64, 32), (32,), (40, 64), (40,), (3, 40), (3,))
 RUN = "first"
@@ -33,7 +32,7 @@ def status(job: Job, node: int) -> pb.NodeStatus:
 
 
 class Training:
-    """One DP group: parameters, optimizer, and a Record stream of each rank to each node."""
+    """One DP group: parameters, optimizer, and a connection for records of each rank to each node."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Training:
         self.states: dict[int, dict[int, tuple[torch.Tensor, dict[str, Any]]]] = {}
         self._note()
         self.stubs = {n.id: ShadowStub(self._channel(n.id)) for n in job.shadow_nodes}
-        self.lines: dict[tuple[int, int], Line] = {}
+        self.lines: dict[tuple[int, int], RecordLine] = {}
         self.layouts: dict[StreamKey, StreamLayout] = {
             (2 * group + side, channel, shard): stream_layout(
                 self.layout.schedule, job.channels, channel, self.ranks, side=side, shadow_id=shard
@@ -85,7 +84,7 @@ class Training:
         return [self.job.holder(self.group, shard, i + 1).id for i in range(self.job.replicas)]
 
     def begin(self, nodes: Sequence[int], *, keep: bool = False, run: str = RUN, **other: Any) -> list[str]:
-        """Begin, on these nodes, and open their Record streams; the warnings."""
+        """Begin, on these nodes, and open connections for records; the warnings."""
         found: list[str] = []
         self.run = run
         self.start = other.get("start", self.start)
@@ -95,7 +94,7 @@ class Training:
                 setattr(request, name, value)
             found += self.stubs[node].Begin(request, timeout=10).warnings
             for position in range(self.ranks):
-                self.lines[node, position] = Line(self.stubs[node])
+                self.lines[node, position] = RecordLine(self.job, node)
         return found
 
     def begin_request(self, *, keep: bool = False, run: str = RUN) -> pb.BeginRequest:
@@ -173,7 +172,6 @@ class Training:
             position=position,
             iteration=self.iteration,
             rng=b"rng %d of %d" % (self.iteration, position),
-            answer=True,
         )
         for side, boundary in ((0, 0), (1, self.ranks - 1)):
             for (number, channel, shard), layout in self.layouts.items():
@@ -242,41 +240,3 @@ class Training:
             for name, value in values.items():
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
         return header
-
-
-class Line:
-    """A rank's Record stream to a node."""
-
-    def __init__(self, stub: ShadowStub) -> None:
-        self._queue: queue.SimpleQueue[pb.RecordPart | None] = queue.SimpleQueue()
-        self.replies: list[pb.RecordReply] = []
-        self.error: grpc.RpcError | None = None
-        self._taken = 0
-        self._call = stub.Record(self._parts())
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def send(self, part: pb.RecordPart) -> None:
-        self._queue.put(part)
-
-    def wanted(self) -> list[pb.SeedWanted]:
-        """What replies since the last call have asked for."""
-        replies = self.replies[self._taken :]
-        self._taken += len(replies)
-        return [wanted for reply in replies for wanted in reply.wanted]
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._call.cancel()
-        self._thread.join()
-
-    def _parts(self) -> Iterator[pb.RecordPart]:
-        while (part := self._queue.get()) is not None:
-            yield part
-
-    def _read(self) -> None:
-        try:
-            for reply in self._call:
-                self.replies.append(reply)
-        except grpc.RpcError as error:
-            self.error = error

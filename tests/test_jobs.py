@@ -361,6 +361,54 @@ def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
     assert sorted(fault_paths(broken(clashing, places)), key=str) == sorted(clash | places, key=str)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "path", "message"),
+    [
+        (
+            {"mgmt": "192.168.0.1:7000"},
+            {"mgmt": "192.168.0.1:7001"},
+            "shadow_nodes[1].mgmt",
+            "mgmt address 192.168.0.1:7001 is taken already by shadow_nodes[0].mgmt",
+        ),
+        (
+            {"mgmt": "192.168.0.1:7001"},
+            {"mgmt": "192.168.0.1:7000"},
+            "shadow_nodes[1].mgmt",
+            "the port after mgmt's, which is for step records, 192.168.0.1:7001 is taken already",
+        ),
+        (
+            {"mgmt": "192.168.0.1:7000"},
+            {"mgmt": "192.168.0.2:7000", "records": "192.168.0.1:7000"},
+            "shadow_nodes[1].records",
+            "records address 192.168.0.1:7000 is taken already by shadow_nodes[0].mgmt",
+        ),
+        (
+            {"mgmt": "192.168.0.1:65535"},
+            {"mgmt": "192.168.0.2:65535", "records": "192.168.0.2:7"},
+            "shadow_nodes[0].mgmt",
+            "192.168.0.1:65536 does not exist: give records an address",
+        ),
+    ],
+)
+def test_each_address_of_a_shadow_node_is_its_own(
+    tmp_path: Path, first: dict[str, str], second: dict[str, str], path: str, message: str
+) -> None:
+    data = job_data(nodes=2)
+    data["shadow_nodes"][0].update(first)
+    data["shadow_nodes"][1].update(second)
+    found = faults(write(tmp_path, data))
+    assert list(found) == [path]
+    assert message in found[path]
+
+
+def test_step_records_go_to_the_port_after_the_one_of_mgmt_unless_the_job_says_otherwise() -> None:
+    data = job_data(nodes=2)
+    data["shadow_nodes"][0]["mgmt"] = "[::1]:7000"
+    data["shadow_nodes"][1]["records"] = "192.168.7.7:99"
+    job = Job.model_validate(data)
+    assert [node.records_at for node in job.shadow_nodes] == [("::1", 7001), ("192.168.7.7", 99)]
+
+
 def test_faults_of_several_files_are_said_by_file_and_line(tmp_path: Path) -> None:
     """One job can't even be parsed, one has faults of its own, one claims what the second has."""
     one, two = job_data("one"), job_data("two", number=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from checkmate.shadow.serve import Serving
 from checkmate.shadow.service import ServeError
 from tests.copies import Copies, local_job
 from tests.end_hosts import needs_buffers
+from tests.record_line import RecordLine
 from tests.small_training import RUN, Training, status
 from tests.waiting import wait_until
 
@@ -90,18 +92,30 @@ def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: st
         assert not status(job, 0).holds
 
 
+def said_of(job: Job, part: pb.RecordPart) -> pb.RecordReply:
+    """A part, on a connection of its own, and what node 0 says of it; a refusal ends the connection."""
+    line = RecordLine(job, 0)
+    try:
+        reply = line.answer(part)
+        if reply.refused:
+            assert line.ended.wait(5)
+        return reply
+    finally:
+        line.close()
+
+
 def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0) as channel:
         stub = ShadowStub(channel)
         calls: list[Callable[[], object]] = [
-            lambda: list(stub.Record(iter([pb.RecordPart(job=job.job)]), timeout=5)),
             lambda: list(stub.Fetch(pb.FetchRequest(job=job.job), timeout=5)),
             lambda: stub.Seed(iter([pb.Seeds(header=pb.SeedHeader(job=job.job))]), timeout=5),
         ]
         for call in calls:
             with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun"):
                 call()
+        assert "has not begun" in said_of(job, pb.RecordPart(job=job.job)).refused
         stub.Begin(request_of(job), timeout=5)
         with pytest.raises(grpc.RpcError, match="the node is not fenced: call Fence first"):
             stub.Settle(pb.SettleRequest(job=job.job), timeout=5)
@@ -117,14 +131,13 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
         stub.Begin(request_of(job, incarnation=7, run="now"), timeout=5)
         for run in ("then", ""):
             header = pb.SeedHeader(job=job.job, incarnation=7, run=run, shard=pb.Shard(), iteration=-1)
-            part = pb.RecordPart(job=job.job, incarnation=7, run=run, iteration=0, answer=True)
+            part = pb.RecordPart(job=job.job, incarnation=7, run=run, iteration=0)
             named = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
             with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
-                list(stub.Record(iter([part]), timeout=5))
+            assert named in said_of(job, part).refused
             part.run = header.run = "now"
-            assert [r.iteration for r in stub.Record(iter([part]), timeout=5)] == [0]
+            assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
             assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
 
 
@@ -135,7 +148,7 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
         stub = ShadowStub(channel)
         stub.Begin(request_of(job, incarnation=7, run="one", start=b"now"), timeout=5)
         header = pb.SeedHeader(job=job.job, incarnation=7, run="one", shard=pb.Shard(), iteration=-1)
-        part = pb.RecordPart(job=job.job, incarnation=7, run="one", iteration=0, answer=True)
+        part = pb.RecordPart(job=job.job, incarnation=7, run="one", iteration=0)
         for part.start, why in (
             (b"then", "another start of training"),
             (b"", "another version of Checkmate"),
@@ -143,11 +156,10 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
             header.start = part.start
             with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
-                list(stub.Record(iter([part]), timeout=5))
+            assert why in said_of(job, part).refused
         assert not status(job, 0).holds[0].seeded
         part.start = header.start = b"now"
-        assert [r.iteration for r in stub.Record(iter([part]), timeout=5)] == [0]
+        assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
         assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
 
 
@@ -221,6 +233,8 @@ def test_tls_lets_in_who_shows_a_certificate_of_the_jobs_authority(tmp_path: Pat
         channel = stack.enter_context(grpc.secure_channel(job.node(0).mgmt, bare, options=OPTIONS))
         with refused(grpc.StatusCode.UNAVAILABLE):
             ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=5)
+        with pytest.raises(ssl.SSLError):
+            RecordLine(stranger, 0)
 
 
 def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:

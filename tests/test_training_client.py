@@ -1,8 +1,10 @@
-"""A trainer's line to a shadow node, over real gRPC: nothing is lost in a break, and nothing ever waits."""
+"""A trainer's line to a shadow node, over real sockets: nothing is lost in a break, nothing ever waits."""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import socket
 import threading
 import time
 
@@ -11,9 +13,10 @@ import torch
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.frames import ANSWER, GREETING, pack
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import ShadowNode
-from checkmate.training.client import ANSWERED_EVERY, ATTENTIVE, QUEUED, Line
+from checkmate.training.client import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, Line
 from checkmate.training.publish import Author, Publisher
 from checkmate.training.records import Noted
 from checkmate.training.steps import Steps
@@ -23,11 +26,11 @@ from tests.waiting import wait_until
 
 
 def shadow_node(node: RecordingNode) -> ShadowNode:
-    return job().shadow_nodes[0].model_copy(update={"mgmt": node.address})
+    return job().shadow_nodes[0].model_copy(update={"mgmt": node.address, "records": node.records_at})
 
 
-def part(iteration: int) -> pb.RecordPart:
-    return pb.RecordPart(job="demo", iteration=iteration)
+def part(iteration: int, extra: bytes = b"") -> tuple[int, bytes]:
+    return iteration, pb.RecordPart(job="demo", iteration=iteration, extra=extra).SerializeToString()
 
 
 def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: ShadowStub) -> None:
@@ -36,7 +39,7 @@ def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: Sha
     line = Line(shadow_node(node), stub, lambda: begin, lambda n, r: answers.append((n, r.iteration)))
     line.start()
     for iteration in range(50):
-        line.send(part(iteration))
+        line.send(*part(iteration))
     assert line.finish(SECONDS)
     line.close()
     assert node.begins == [begin]
@@ -44,7 +47,7 @@ def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: Sha
     asked = [
         iteration for iteration in range(50) if iteration < ATTENTIVE or (iteration + 1) % ANSWERED_EVERY == 0
     ]
-    assert answers == [(0, iteration) for iteration in asked]
+    assert answers == [(0, iteration) for iteration in [*asked, 49]]  # the end is asked for, too
 
 
 def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, stub: ShadowStub) -> None:
@@ -52,12 +55,12 @@ def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, st
     line = Line(shadow_node(node), stub, None, lambda _, reply: answers.append(reply.iteration))
     line.start()
     for iteration in range(100):
-        line.send(part(iteration))
+        line.send(*part(iteration))
     wait_until(lambda: len(node.records) == 100 and answers[-1] == 99)
     node.wanted = [pb.SeedWanted(shard=0)]
     answers.clear()
     for iteration in range(100, 120):
-        line.send(part(iteration))
+        line.send(*part(iteration))
         wait_until(lambda now=iteration: len(node.records) > now)  # type: ignore[misc]
         time.sleep(0.02)
     assert line.finish(SECONDS)
@@ -71,16 +74,16 @@ def test_what_a_broken_connection_left_unanswered_is_sent_again(
 ) -> None:
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
-    line.send(part(0))
+    line.send(*part(0))
     wait_until(lambda: line.unanswered() == 0)
     node.answering.clear()
-    line.send(part(1))
-    line.send(part(2))
+    line.send(*part(1))
+    line.send(*part(2))
     wait_until(lambda: len(node.records) >= 2)
     with caplog.at_level(logging.INFO):
         node.stop()
         node.records.clear()
-        line.send(part(3))
+        line.send(*part(3))
         node.start()
         assert line.finish(SECONDS)
     line.close()
@@ -94,14 +97,38 @@ def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNod
     """Also where nothing was said between the break and the last record."""
     line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
     line.start()
-    line.send(part(0))
+    line.send(*part(0))
     wait_until(lambda: line.unanswered() == 0)
     node.stop()
     node.start()
-    line.send(part(1))
+    line.send(*part(1))
     assert line.finish(SECONDS)
     line.close()
     assert [one.iteration for one in node.records][-1] == 1
+
+
+def test_what_a_node_has_not_read_yet_outlives_the_trainer(node: RecordingNode) -> None:
+    """The node stops for a while, and the trainer is killed meanwhile, with replies that it never read."""
+    node.answering.clear()
+    child = multiprocessing.get_context("fork").Process(target=send_and_wait, args=(shadow_node(node), 300))
+    child.start()
+    wait_until(lambda: len(node.records) == 1)
+    time.sleep(0.5)
+    child.kill()
+    child.join()
+    time.sleep(0.1)
+    node.answering.set()
+    wait_until(lambda: len(node.records) == 300)
+    assert [one.iteration for one in node.records] == list(range(300))
+
+
+def send_and_wait(node: ShadowNode, count: int) -> None:
+    """A trainer that has sent records, and goes on until it is killed."""
+    sock = socket.create_connection(node.records_at)
+    sock.sendall(GREETING)
+    for iteration in range(count):
+        sock.sendall(pack(part(iteration, bytes(10_000))[1], ANSWER))
+    time.sleep(60)
 
 
 def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, stub: ShadowStub) -> None:
@@ -126,10 +153,10 @@ def test_a_node_that_is_away_costs_nothing(
     with caplog.at_level(logging.WARNING):
         line.start()
         start = time.monotonic()
-        for iteration in range(3 * QUEUED):
-            line.send(part(iteration))
+        for iteration in range(100):
+            line.send(*part(iteration, bytes(QUEUED_BYTES // 50)))
         assert time.monotonic() - start < 1
-        assert line.unanswered() == QUEUED
+        assert line.unanswered() == 49
         assert caplog.text.count("the oldest are dropped") == 1
         assert not line.finish(0.1)
         start = time.monotonic()

@@ -51,7 +51,7 @@ def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
     for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
         rank["ip"] = f"127.0.9.{number + 1}"
     for described, node in zip(data["shadow_nodes"], nodes, strict=True):
-        described["mgmt"] = node.address
+        described["mgmt"], described["records"] = node.address, node.records_at
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(data))
     return file

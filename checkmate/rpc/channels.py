@@ -1,7 +1,8 @@
-"""Channels to shadow nodes, and what they serve with: limits, keepalive, and TLS where the job has it."""
+"""Channels to shadow nodes, and what they serve with: limits, keepalive, and TLS if the job has it."""
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import Final
 
@@ -57,6 +58,28 @@ def server_credentials(tls: MgmtTls) -> grpc.ServerCredentials:
     """What a node serves with; clients must show a certificate of the same authority."""
     ca, cert, key = _files(tls)
     return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
+
+
+def client_context(tls: MgmtTls) -> ssl.SSLContext:
+    """Return what a trainer connects with, beside gRPC. `TlsError` for a file that can't be used."""
+    return _context(ssl.Purpose.SERVER_AUTH, tls)
+
+
+def server_context(tls: MgmtTls) -> ssl.SSLContext:
+    """Return what a node serves with, beside gRPC. `TlsError` for a file that can't be used."""
+    context = _context(ssl.Purpose.CLIENT_AUTH, tls)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _context(purpose: ssl.Purpose, tls: MgmtTls) -> ssl.SSLContext:
+    ca, _, _ = _files(tls)
+    try:
+        context = ssl.create_default_context(purpose, cadata=ca.decode("ascii"))
+        context.load_cert_chain(tls.cert, tls.key)
+    except (ssl.SSLError, ValueError) as error:
+        raise TlsError(f"can't use the TLS files {tls.ca}, {tls.cert} and {tls.key}: {error}") from None
+    return context
 
 
 def _files(tls: MgmtTls) -> tuple[bytes, bytes, bytes]:

@@ -790,7 +790,9 @@ Global___NumpyGenerator: typing_extensions.TypeAlias = NumpyGenerator
 
 @typing.final
 class RecordPart(google.protobuf.message.Message):
-    """What a rank says of one iteration. Every part has `job` to `rank`; the group's first rank fills `step` as well."""
+    """What a rank says of one iteration. Every part has `job` to `rank`; the group's first rank fills `step` as well.
+    Parts don't go over gRPC but over a TCP connection of their own, in frames (frames.py).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -804,7 +806,6 @@ class RecordPart(google.protobuf.message.Message):
     BUFFERS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
-    ANSWER_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     job: builtins.str
@@ -819,8 +820,6 @@ class RecordPart(google.protobuf.message.Message):
     """torch.save of what the user's extra() gave; empty: none"""
     buffers: builtins.bytes
     """torch.save of {name: tensor} of those that changed; empty: none"""
-    answer: builtins.bool
-    """a reply is wanted"""
     run: builtins.str
     """as in BeginRequest: incarnations come round"""
     start: builtins.bytes
@@ -844,13 +843,12 @@ class RecordPart(google.protobuf.message.Message):
         buffers: builtins.bytes = ...,
         ends: collections.abc.Iterable[Global___StreamEnd] | None = ...,
         step: Global___Step | None = ...,
-        answer: builtins.bool = ...,
         run: builtins.str = ...,
         start: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step", b"step"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["answer", b"answer", "buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "ends", b"ends", "extra", b"extra", "group", b"group", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "position", b"position", "rng", b"rng", "run", b"run", "start", b"start", "step", b"step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordPart: typing_extensions.TypeAlias = RecordPart
@@ -1019,10 +1017,14 @@ class RecordReply(google.protobuf.message.Message):
     WANTED_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     iteration: builtins.int
+    """all parts up to this one have come; -1: none has"""
     trouble: builtins.str
     buffers: builtins.bool
     """a record was passed over: say all buffers again, for some may have changed in it"""
+    refused: builtins.str
+    """why the node doesn't take the part; it then ends the connection"""
     @property
     def wanted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SeedWanted]:
         """Shards of this group that the node lacks and no other holder can give, and which parameters."""
@@ -1034,8 +1036,9 @@ class RecordReply(google.protobuf.message.Message):
         wanted: collections.abc.Iterable[Global___SeedWanted] | None = ...,
         trouble: builtins.str = ...,
         buffers: builtins.bool = ...,
+        refused: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "iteration", b"iteration", "trouble", b"trouble", "wanted", b"wanted"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "iteration", b"iteration", "refused", b"refused", "trouble", b"trouble", "wanted", b"wanted"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordReply: typing_extensions.TypeAlias = RecordReply

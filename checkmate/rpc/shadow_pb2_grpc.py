@@ -59,11 +59,6 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.Seeds.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.SeedReply.FromString,
                 _registered_method=True)
-        self.Record = channel.stream_stream(
-                '/checkmate.v1.Shadow/Record',
-                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.RecordPart.SerializeToString,
-                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.RecordReply.FromString,
-                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/checkmate.v1.Shadow/Reserve',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.ReserveRequest.SerializeToString,
@@ -125,14 +120,6 @@ class ShadowServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Record(self, request_iterator, context):
-        """A rank's part of each iteration's step record. Those that ask for it get a reply, which answers all before too; the
-        end of the call answers all.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Reserve(self, request, context):
         """A holder serves iteration `iteration` once it has stepped it, until `Release` or the hold time is over.
         """
@@ -187,11 +174,6 @@ def add_ShadowServicer_to_server(servicer, server):
                     servicer.Seed,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.Seeds.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.SeedReply.SerializeToString,
-            ),
-            'Record': grpc.stream_stream_rpc_method_handler(
-                    servicer.Record,
-                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.RecordPart.FromString,
-                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.RecordReply.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -349,33 +331,6 @@ class Shadow(object):
             '/checkmate.v1.Shadow/Seed',
             checkmate_dot_rpc_dot_shadow__pb2.Seeds.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.SeedReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Record(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/checkmate.v1.Shadow/Record',
-            checkmate_dot_rpc_dot_shadow__pb2.RecordPart.SerializeToString,
-            checkmate_dot_rpc_dot_shadow__pb2.RecordReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,10 +39,6 @@ class ShadowStub:
     """
     Seed: grpc.StreamUnaryMultiCallable[checkmate.rpc.shadow_pb2.Seeds, checkmate.rpc.shadow_pb2.SeedReply]
     """Parameters and optimizer state, piece by piece; the answer comes when the stream ends."""
-    Record: grpc.StreamStreamMultiCallable[checkmate.rpc.shadow_pb2.RecordPart, checkmate.rpc.shadow_pb2.RecordReply]
-    """A rank's part of each iteration's step record. Those that ask for it get a reply, which answers all before too; the
-    end of the call answers all.
-    """
     Reserve: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReserveRequest, checkmate.rpc.shadow_pb2.ReserveReply]
     """A holder serves iteration `iteration` once it has stepped it, until `Release` or the hold time is over."""
     Release: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReleaseRequest, checkmate.rpc.shadow_pb2.ReleaseReply]
@@ -66,10 +62,6 @@ class ShadowAsyncStub(ShadowStub):
     """
     Seed: grpc.aio.StreamUnaryMultiCallable[checkmate.rpc.shadow_pb2.Seeds, checkmate.rpc.shadow_pb2.SeedReply]  # type: ignore[assignment]
     """Parameters and optimizer state, piece by piece; the answer comes when the stream ends."""
-    Record: grpc.aio.StreamStreamMultiCallable[checkmate.rpc.shadow_pb2.RecordPart, checkmate.rpc.shadow_pb2.RecordReply]  # type: ignore[assignment]
-    """A rank's part of each iteration's step record. Those that ask for it get a reply, which answers all before too; the
-    end of the call answers all.
-    """
     Reserve: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReserveRequest, checkmate.rpc.shadow_pb2.ReserveReply]  # type: ignore[assignment]
     """A holder serves iteration `iteration` once it has stepped it, until `Release` or the hold time is over."""
     Release: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ReleaseRequest, checkmate.rpc.shadow_pb2.ReleaseReply]  # type: ignore[assignment]
@@ -120,16 +112,6 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[checkmate.rpc.shadow_pb2.SeedReply, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.SeedReply]]:
         """Parameters and optimizer state, piece by piece; the answer comes when the stream ends."""
-
-    @abc.abstractmethod
-    def Record(
-        self,
-        request_iterator: _MaybeAsyncIterator[checkmate.rpc.shadow_pb2.RecordPart],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[checkmate.rpc.shadow_pb2.RecordReply], collections.abc.AsyncIterator[checkmate.rpc.shadow_pb2.RecordReply]]:
-        """A rank's part of each iteration's step record. Those that ask for it get a reply, which answers all before too; the
-        end of the call answers all.
-        """
 
     @abc.abstractmethod
     def Reserve(

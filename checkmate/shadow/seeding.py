@@ -41,12 +41,12 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     return late
 
 
-def record(node: Node, part: pb.RecordPart) -> pb.RecordReply | None:
-    """Take a rank's part of a step record; the answer, where it wants one, says what that rank is to seed."""
+def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
+    """Take a rank's part of a step record; the answer, if one is wanted, says what that rank is to seed."""
     with node.moving() as state:
         group = state.group(part.group, part)
         group.records.add(part, time.monotonic())
-    if not part.answer:
+    if not answer:
         return None
     with node.changed:
         return _reply(group, part, time.monotonic())

@@ -7,12 +7,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Final, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from checkmate import tcp
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, server_credentials
@@ -31,6 +31,7 @@ FETCH_SECONDS: Final = 600.0
 """A Fetch without a deadline waits no longer."""
 
 _NAME: Final = "checkmate.v1.Shadow"
+_BACKLOG: Final = 128
 
 
 class Service(rpc.ShadowServicer):
@@ -60,14 +61,6 @@ class Service(rpc.ShadowServicer):
         return self._answer(
             context, lambda: pb.SeedReply(again=seeding.seed(self._node, from_seeds(request_iterator)))
         )
-
-    def Record(
-        self, request_iterator: Iterator[pb.RecordPart], context: grpc.ServicerContext
-    ) -> Iterator[pb.RecordReply]:
-        for part in request_iterator:
-            reply = self._answer(context, partial(seeding.record, self._node, part))
-            if reply is not None:
-                yield reply
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return self._answer(
@@ -119,13 +112,33 @@ class ServeError(RuntimeError):
 def check_address(job: Job, node_id: int) -> None:
     """Bind a node's mgmt address as gRPC will, which only says on standard error what fails. `ServeError`."""
     host, _, port = job.node(node_id).mgmt.rpartition(":")
+    _listen((host.strip("[]"), int(port)), _named(job, node_id), node_id).close()
+
+
+def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.socket:
+    """Return a socket that listens at a node's address for step records. `ServeError` if it can't.
+
+    `receive_buffer`: bytes of each connection, for which this process needs CAP_NET_ADMIN.
+    """
+    host, port = job.node(node_id).records_at
+    what = f"{host}:{port}, the address of shadow node {node_id} for step records,"
+    return _listen((host, port), what, node_id, receive_buffer)
+
+
+def _listen(address: tuple[str, int], what: str, node_id: int, receive_buffer: int = 0) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         family, kind, _, _, place = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            probe.listen()
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if receive_buffer:  # before the handshake, which fixes the window's scale
+                listener.setsockopt(socket.SOL_SOCKET, tcp.SO_RCVBUFFORCE, receive_buffer)
+            listener.bind(place)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: f"is in use; is shadow node {node_id} running already?",
@@ -133,7 +146,8 @@ def check_address(job: Job, node_id: int) -> None:
             "a shadow node of a lab is started in its own namespace",
         }
         why = reasons.get(error.errno or 0, f"can't be used: {error.strerror or error}")
-        raise ServeError(f"{_named(job, node_id)} {why}") from None
+        raise ServeError(f"{what} {why}") from None
+    return listener
 
 
 def _named(job: Job, node_id: int) -> str:
@@ -146,7 +160,7 @@ class Server:
     def __init__(self, node: Node, peers: Peers) -> None:
         job = node.job
         ranks = sum(len(group.ranks) for group in job.dp_groups)
-        workers = 3 * ranks + 2 * len(job.shadow_nodes) + 16  # a Record stream each, fetches, commits
+        workers = 2 * ranks + 2 * len(job.shadow_nodes) + 16  # seeds, fetches, commits
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="rpc")
         self._server = grpc.server(self._pool, options=OPTIONS)
         rpc.add_ShadowServicer_to_server(Service(node, peers), self._server)

@@ -1,34 +1,52 @@
 """A trainer's line to one shadow node: records go out in the background, whatever becomes of the node.
 
 One thread a node. Records wait in a bounded queue until they are answered, so that a connection that broke
-costs none; where a node is away for long, the oldest are dropped. Answers cost processor time at both ends,
-more than a record does: where a node wants nothing, few are asked for.
+costs none; if a node is away for long, the oldest are dropped. If a node wants nothing, few answers are asked
+for. The node's socket holds what it has not read (`rpc.frames`), also once this process has died.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import selectors
+import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from contextlib import closing
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import grpc
 
+from checkmate import tcp
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import open_channel
+from checkmate.rpc.channels import client_context, open_channel
+from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import Job, ShadowNode
 
 _log: Final = logging.getLogger("checkmate")
 
-QUEUED: Final = 256
+QUEUED_BYTES: Final = 64 << 20
+"""Of records that a node has not answered."""
 BEGIN_SECONDS: Final = 20.0
+CONNECT_SECONDS: Final = 5.0
 ANSWERED_EVERY: Final = 4
 """Every so many records, one asks for an answer;"""
 ATTENTIVE: Final = 16
 """and each of the first so many after a connect, or after a node has asked for something."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
+_AT_ONCE: Final = 1 << 20  # bytes that are taken from the queue before they are written
+_VANISHED_SECONDS: Final = 15
+_WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class _Queued(NamedTuple):
+    iteration: int
+    data: bytes
 
 
 class Line:
@@ -41,6 +59,8 @@ class Line:
         begin: Callable[[], pb.BeginRequest] | None,
         on_reply: Callable[[int, pb.RecordReply], None],
         on_begun: Callable[[pb.BeginRequest], None] = lambda request: None,
+        *,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """`on_begun` is told what the node has accepted, before it is sent records."""
         self.node = node
@@ -50,15 +70,15 @@ class Line:
         self._begin = begin
         self._on_reply = on_reply
         self._on_begun = on_begun
-        self._parts: deque[pb.RecordPart] = deque()
+        self._tls = tls
+        self._parts: deque[_Queued] = deque()
+        self._nbytes = 0  # of them
         self._sent = 0  # of them, on the present connection
-        self._calls = 0
         self._calm = 0  # records since the node wanted something
-        self._asked = 0  # answers, on the present connection
-        self._over = 0  # the connection that has ended
-        self._finishing = False
+        self._finishing = self._flushed = False
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._dropped = False
         self._complaint = ""
         self._call: Any = None
@@ -68,16 +88,19 @@ class Line:
         """Connect, and stay connected."""
         self._thread.start()
 
-    def send(self, part: pb.RecordPart) -> None:
-        """Queue a record; never waits."""
+    def send(self, iteration: int, data: bytes) -> None:
+        """Queue an iteration's part, serialized; never waits."""
+        if self._closing.is_set():
+            return
         with self._changed:
-            self._parts.append(part)
-            if len(self._parts) > QUEUED:
+            self._parts.append(_Queued(iteration, data))
+            self._nbytes += len(data)
+            while self._nbytes > QUEUED_BYTES and len(self._parts) > 1:
                 self._drop_oldest()
-            self._changed.notify_all()
+        os.eventfd_write(self._wake, 1)
 
     def unanswered(self) -> int:
-        """How many records the node has not answered."""
+        """Return how many records the node has not answered."""
         return len(self._parts)
 
     @property
@@ -87,114 +110,103 @@ class Line:
 
     def finish(self, timeout: float) -> bool:
         """Nothing follows: wait until the node has every record, as far as `timeout` seconds allow."""
+        self._finishing = True
+        os.eventfd_write(self._wake, 1)
         with self._changed:
-            self._finishing = True
-            self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._parts, timeout)
 
     def close(self) -> None:
         """End the thread, if it was started; what is still queued is lost."""
         self._closing.set()
-        with self._changed:
-            self._changed.notify_all()
+        os.eventfd_write(self._wake, 1)
         if self._call is not None:
             self._call.cancel()
         if self._thread.ident is not None:
             self._thread.join()
+        os.close(self._wake)
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE
         while not self._closing.is_set():
-            why = "it ended the connection"
             try:
-                if self._talk():
-                    return
+                if self._begin is not None:
+                    self._say_begin(self._begin)
+                self.begun.set()
+                with closing(self._connect()) as sock:
+                    why = self._exchange(sock)
             except grpc.RpcError as error:
                 why = reason(error)
             except grpc.FutureCancelledError:
                 return  # closed
+            except (OSError, FrameError) as error:
+                why = str(error)
+            if not why:
+                return
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
             self._lost(why)
             self._closing.wait(pause)
 
-    def _talk(self) -> bool:
-        """One connection, to its end; whether the node has all that it ever gets."""
-        if self._begin is not None:
-            request = self._begin()
-            self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
-            if self._closing.is_set():
-                self._call.cancel()
-            for warning in self._call.result().warnings:
-                _log.warning("shadow node %d: %s", self.node.id, warning)
-            self._on_begun(request)
-        self.begun.set()
-        with self._changed:
-            self._calls += 1
-            self._sent = self._calm = self._asked = 0
-        number = self._calls
-        self._call = call = self.stub.Record(self._outgoing(number), wait_for_ready=False)
+    def _say_begin(self, begin: Callable[[], pb.BeginRequest]) -> None:
+        request = begin()
+        self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
         if self._closing.is_set():
-            call.cancel()
-        if not call.add_callback(lambda: self._ended(number)):
-            self._ended(number)
+            self._call.cancel()
+        for warning in self._call.result().warnings:
+            _log.warning("shadow node %d: %s", self.node.id, warning)
+        self._on_begun(request)
+
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(self.node.records_at, CONNECT_SECONDS)
         try:
-            # gRPC wakes ten times a second while it waits for a reply: let it wait for few.
-            heard = 0
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tcp.notice_vanished(sock, _VANISHED_SECONDS)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_hostname=self.node.records_at[0])
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _exchange(self, sock: socket.socket) -> str:
+        """Send records, take replies. Return why it ended; empty: nothing follows, and the node has all."""
+        outgoing, unpacker = bytearray(GREETING), Unpacker()
+        with self._changed:
+            self._sent = self._calm = 0
+            self._flushed = False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            selector.register(sock, selectors.EVENT_READ)
             while True:
-                self._await_reply(number, heard)
-                reply = next(call, None)
-                if reply is None:
-                    return self._finished(call)
-                heard += 1
-                self._answered(reply)
-        finally:
-            with self._changed:
-                self._calls += 1  # ends `_outgoing`
-                self._changed.notify_all()
+                for data in self._next(_AT_ONCE - len(outgoing)):
+                    outgoing += data
+                _write(sock, outgoing)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+                selector.modify(sock, events)
+                ready = {key.fd for key, _ in selector.select()}
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if self._closing.is_set() or (self._finishing and not self._parts):
+                    return ""
+                for frame in _read(sock, unpacker):
+                    reply = pb.RecordReply.FromString(frame)
+                    if reply.refused:
+                        return reply.refused
+                    self._answered(reply)
 
-    def _await_reply(self, number: int, heard: int) -> None:
-        """Wait until there is a reply to read, or the call's end."""
+    def _next(self, room: int) -> Iterator[bytes]:
+        """Frames to send now: first of the parts that an earlier connection has left unanswered."""
         with self._changed:
-            self._changed.wait_for(lambda: self._asked > heard or self._over == number)
-
-    def _ended(self, number: int) -> None:
-        with self._changed:
-            self._over = number
-            self._changed.notify_all()
-
-    def _finished(self, call: Any) -> bool:
-        """The call has ended; whether it did because all records were sent, and the node took them."""
-        with self._changed:
-            done = self._finishing and self._sent == len(self._parts) and call.code() is grpc.StatusCode.OK
-            if done:
-                self._parts.clear()
-                self._sent = 0
-                self._changed.notify_all()
-            return done
-
-    def _outgoing(self, number: int) -> Iterator[pb.RecordPart]:
-        """The records of one connection: first those that an earlier one has left unanswered."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._sent < len(self._parts)
-                        or self._finishing
-                        or self._calls != number
-                        or self._closing.is_set()
-                    )
-                )
-                all_sent = self._sent == len(self._parts)
-                if self._calls != number or self._closing.is_set() or (self._finishing and all_sent):
-                    return
-                part = self._parts[self._sent]
-                self._sent += 1
+            while room > 0 and self._sent < len(self._parts):
                 self._calm += 1
-                if self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0:
-                    part = _asking(part)
-                    self._asked += 1
-                    self._changed.notify_all()
-            yield part
+                asks = self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0
+                data = pack(self._parts[self._sent].data, ANSWER if asks else 0)
+                self._sent += 1
+                room -= len(data)
+                yield data
+            if self._finishing and not self._flushed and self._sent == len(self._parts):
+                self._flushed = True
+                yield pack(b"", ANSWER)
 
     def _answered(self, reply: pb.RecordReply) -> None:
         if self._complaint:
@@ -202,22 +214,24 @@ class Line:
             self._complaint = ""
         with self._changed:
             while self._parts and self._parts[0].iteration <= reply.iteration:
-                self._parts.popleft()
-                self._sent = max(self._sent - 1, 0)
+                self._pop()
             if reply.wanted:
                 self._calm = 0
             self._changed.notify_all()
         self._on_reply(self.node.id, reply)
 
-    def _drop_oldest(self) -> None:
-        self._parts.popleft()
+    def _pop(self) -> None:
+        self._nbytes -= len(self._parts.popleft().data)
         self._sent = max(self._sent - 1, 0)
+
+    def _drop_oldest(self) -> None:
+        self._pop()
         if not self._dropped:
             self._dropped = True
             _log.warning(
-                "shadow node %d has left %d step records unanswered: from now on the oldest are dropped",
+                "shadow node %d has left %d MiB of step records unanswered: the oldest are dropped",
                 self.node.id,
-                QUEUED,
+                QUEUED_BYTES >> 20,
             )
 
     def _lost(self, why: str) -> None:
@@ -226,12 +240,27 @@ class Line:
         self._complaint = why
 
 
-def _asking(part: pb.RecordPart) -> pb.RecordPart:
-    """A copy that wants an answer: other lines send the same part."""
-    asking = pb.RecordPart()
-    asking.CopyFrom(part)
-    asking.answer = True
-    return asking
+def _write(sock: socket.socket, outgoing: bytearray) -> None:
+    """Send what can be sent now."""
+    while outgoing:
+        try:
+            count = sock.send(outgoing)
+        except _WAIT:
+            return
+        del outgoing[:count]
+
+
+def _read(sock: socket.socket, unpacker: Unpacker) -> Iterator[bytes]:
+    """Yield the messages that have come. `ConnectionError` once the node has ended the connection."""
+    while True:
+        try:
+            data = sock.recv(1 << 16)
+        except _WAIT:
+            return
+        if not data:
+            raise ConnectionResetError("it ended the connection")
+        for frame in unpacker.feed(data):
+            yield frame.data
 
 
 def reason(error: grpc.RpcError) -> str:
@@ -259,6 +288,11 @@ class Stubs:
             if node not in self._channels:
                 self._channels[node] = open_channel(self._job, node)
             return ShadowStub(self._channels[node])
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        """What step records are sent with, if the job has TLS. `TlsError` for its files."""
+        return None if self._job.mgmt_tls is None else client_context(self._job.mgmt_tls)
 
     def close(self) -> None:
         """Close all channels."""

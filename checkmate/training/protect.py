@@ -166,7 +166,7 @@ class Protection:
 
     def _new_line(self, node: ShadowNode, undo: ExitStack) -> Line:
         begin = self._begin_request if self.session.first else None
-        line = Line(node, self._stubs.to(node.id), begin, self._replied, self._begun)
+        line = Line(node, self._stubs.to(node.id), begin, self._replied, self._begun, tls=self._stubs.tls)
         undo.callback(line.close)
         return line
 

@@ -22,8 +22,8 @@ _POLL_SECONDS: Final = 0.001
 class Sink(Protocol):
     """Where records go."""
 
-    def send(self, part: pb.RecordPart) -> None:
-        """Queue one."""
+    def send(self, iteration: int, data: bytes) -> None:
+        """Queue an iteration's part, serialized."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Publisher:
     def _run(self) -> None:
         while (noted := self._queue.get()) is not None:
             try:
-                part = to_part(self._author, noted)
+                data = to_part(self._author, noted).SerializeToString()
                 if not self._await_passed(noted):
                     return
             except Exception as error:  # noqa: BLE001 - training has to learn of it, whatever it is
                 self._on_fault(error)
                 return
             for sink in self._sinks:
-                sink.send(part)
+                sink.send(noted.iteration, data)
 
     def _await_passed(self, noted: Noted) -> bool:
         """Wait until the next rank has acknowledged what was tagged: then the switch has had it."""
