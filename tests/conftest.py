@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import locks
 from tests.recording_node import RecordingNode
+from tests.shadow_processes import Process, Start, start_in
 from tests.shadow_world import World
 from topologies import lab as labs
 
@@ -57,6 +59,16 @@ def world() -> Iterator[Callable[..., World]]:
     """Makes shadow nodes with training and a switch that are played; all end with the test."""
     with ExitStack() as stack:
         yield lambda **kwargs: World(stack, **kwargs)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts shadow nodes as processes, which end with the test."""
+    made: list[Process] = []
+    yield start_in(tmp_path, made)
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups

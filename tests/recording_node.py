@@ -108,5 +108,11 @@ class RecordingNode(rpc.ShadowServicer):
     ) -> Iterator[pb.Decision]:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is nothing to decide")
 
+    def Copy(self, request: pb.CopyRequest, context: grpc.ServicerContext) -> pb.CopyReply:
+        return pb.CopyReply()
+
+    def Parts(self, request: pb.PartsRequest, context: grpc.ServicerContext) -> Iterator[pb.RecordPart]:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there are no parts")
+
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self.settled

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -24,46 +22,11 @@ from checkmate.schema import Job
 from checkmate.shadow.serve import Serving
 from tests.copies import Copies, local_job
 from tests.end_hosts import needs_buffers
+from tests.shadow_processes import Process
 from tests.small_training import Training, status
 from tests.waiting import wait_until
 
 pytestmark = needs_buffers
-
-
-class Process:
-    """`checkmate shadow` as a process, with `--json`; its lines are read as they come."""
-
-    def __init__(self, file: Path, node: int, *arguments: str) -> None:
-        command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), "--id", str(node)]
-        self.process = subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def line(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline()
-
-    def end(self, number: signal.Signals) -> tuple[int, str]:
-        """Its exit status, and what it wrote to standard error."""
-        self.process.send_signal(number)
-        _, err = self.process.communicate(timeout=20)
-        return self.process.returncode, err
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    made: list[Process] = []
-
-    def begin(job: Job, node: int, *arguments: str) -> Process:
-        file = tmp_path / "job.yaml"
-        file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
-        made.append(Process(file, node, *arguments))
-        return made[-1]
-
-    yield begin
-    for one in made:
-        one.process.kill()
-        one.process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

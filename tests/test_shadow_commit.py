@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ class Job:
         node, way = self.nodes[b], self.ways[a, b]
         if not way:
             if self.nodes[a].dead:
-                node.view.broke(a)
+                node.view.gone(a)
         elif isinstance(said := way.popleft(), Progress):
             node.view.heard(a, said, 0.0)
         else:
@@ -205,7 +206,7 @@ def test_nothing_waits_for_a_shard_that_is_not_level_or_has_another_holder_or_wh
     made.heard(1, progress(NEVER, NEVER, live=False, kept=((theirs, 4),)), 100.1)
     made.committed = 4
     assert made.decide(100.2) == 4
-    made.broke(1)
+    made.gone(1)
     assert made.decide(100.2) == 5
 
 
@@ -236,7 +237,7 @@ def test_nothing_is_decided_before_all_have_been_heard_or_were_silent_for_long()
     assert view.decide(100.1 + SILENCE_MAX) == 5
 
 
-def test_a_broken_connection_ends_the_waiting_at_once_and_silence_after_a_quarter_of_the_patience() -> None:
+def test_a_process_that_ended_is_not_waited_for_and_a_silent_one_for_a_quarter_of_the_patience() -> None:
     view = committee()
     view.heard(1, progress(5, 4, patience=8.0), 100.0)
     view.heard(2, progress(4, 4), 100.0)
@@ -246,8 +247,47 @@ def test_a_broken_connection_ends_the_waiting_at_once_and_silence_after_a_quarte
     other = committee()
     other.heard(1, progress(5, 4), 100.0)
     other.heard(2, progress(4, 4), 100.0)
-    other.broke(2)
+    other.gone(2)
     assert other.decide(100.0) == 5
+
+
+OURS, THEIRS = (0, 0), (0, 1)
+
+
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize(
+    ("covered", "pressed", "after", "committed"),
+    [
+        (False, False, 6.0, 4),  # its buffers last: it may come back with all
+        (False, True, 6.0, 5),  # ours don't: one at a time
+        (True, False, 6.0, 6),  # another one has its shard
+        (False, False, 31.0, 6),  # its own are full by now
+    ],
+)
+def test_a_silent_node_is_stepped_past_only_for_want_of_room_or_if_its_shards_have_another_live_holder(
+    *, lower: bool, covered: bool, pressed: bool, after: float, committed: int
+) -> None:
+    view = committee(me=1 if lower else 0, count=2)
+    shards = frozenset([OURS, THEIRS] if covered else [OURS])
+    view.report(progress(6, 4, shards=shards, pressed=pressed))
+    if lower:
+        view.told(0, 4, True, 100.0, (), frozenset([THEIRS]), 30.0)
+    else:
+        view.heard(1, progress(4, 4, shards=frozenset([THEIRS]), patience=30.0), 100.0)
+    assert view.decide(100.1) == 4
+    assert view.decide(100.0 + after) == committed
+
+
+def test_a_node_that_has_forgotten_the_start_is_not_waited_for() -> None:
+    """Its process was started again: what it had is lost."""
+    view = committee(count=2)
+    view.report(progress(6, 4, shards=frozenset([OURS])))
+    view.heard(1, progress(4, 4, shards=frozenset([THEIRS])), 100.0)
+    view.heard(1, Progress(-1 % 256, NEVER, NEVER, False), 100.1)
+    assert view.decide(100.2) == 6
+    late = committee(count=2)  # one that has not begun this start yet has forgotten nothing
+    late.heard(1, Progress(3, 9, 9, True), 100.0)
+    assert late.decide(100.2) == NEVER
 
 
 def test_silence_has_its_bounds() -> None:
@@ -259,7 +299,7 @@ def test_silence_has_its_bounds() -> None:
 
 def test_who_was_left_behind_counts_again_once_it_has_caught_up() -> None:
     view = committee(count=2)
-    view.broke(1)
+    view.gone(1)
     assert view.decide(100.0) == 5
     view.heard(1, progress(4, 4), 101.0)
     view.report(progress(6, 5))
@@ -307,7 +347,7 @@ def test_nobody_is_live_only_when_all_were_heard_or_are_silent_or_gone() -> None
     assert view.nobody_live(100.0)
     view.heard(2, progress(5, 4), 100.0)
     assert not view.nobody_live(100.1 + SILENCE_MAX)
-    view.broke(2)
+    view.gone(2)
     assert view.nobody_live(100.0)
     view.report(progress(5, 4))
     assert not view.nobody_live(100.0)

@@ -13,7 +13,7 @@ from rich.console import Console
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.commit import SILENCE_MIN
 from checkmate.shadow.effects import Log
-from checkmate.shadow.node_state import NodeState
+from checkmate.shadow.node_state import NodeState, Phase
 from checkmate.shadow.view import Watch, picture
 from tests.copies import local_job
 from tests.end_hosts import needs_buffers
@@ -140,7 +140,7 @@ def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[...,
     training.iterate()
     here.stepped(0)
     with here.nodes[1].node.changed:  # it hears nothing of the decision
-        here.nodes[1].node.state.fenced = True
+        here.nodes[1].node.state.phase = Phase.FENCED
     training.iterate()
     wait_until(lambda: here.status(1).holds[0].in_full == 1, "in full")
     said = fence(here, training)

@@ -304,19 +304,164 @@ class FenceRequest(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     job: builtins.str
     timeout: builtins.float
     """seconds that it may read on"""
+    drain: builtins.bool
+    """let no training begin, but commit as usual until all that is recorded has been stepped"""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         timeout: builtins.float = ...,
+        drain: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "timeout", b"timeout"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["drain", b"drain", "job", b"job", "timeout", b"timeout"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___FenceRequest: typing_extensions.TypeAlias = FenceRequest
+
+@typing.final
+class PartsHeld(google.protobuf.message.Message):
+    """Step record parts of a DP group that a node has, of one start of training."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    incarnation: builtins.int
+    run: builtins.str
+    start: builtins.bytes
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartRange]: ...
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        incarnation: builtins.int = ...,
+        run: builtins.str = ...,
+        start: builtins.bytes = ...,
+        ranges: collections.abc.Iterable[Global___PartRange] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["group", b"group", "incarnation", b"incarnation", "ranges", b"ranges", "run", b"run", "start", b"start"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PartsHeld: typing_extensions.TypeAlias = PartsHeld
+
+@typing.final
+class PartRange(google.protobuf.message.Message):
+    """The parts of one rank for iterations first to last."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    position: builtins.int
+    first: builtins.int
+    last: builtins.int
+    def __init__(
+        self,
+        *,
+        position: builtins.int = ...,
+        first: builtins.int = ...,
+        last: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["first", b"first", "last", b"last", "position", b"position"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PartRange: typing_extensions.TypeAlias = PartRange
+
+@typing.final
+class CopyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    @property
+    def wanted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartsWanted]: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        wanted: collections.abc.Iterable[Global___PartsWanted] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "wanted", b"wanted"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CopyRequest: typing_extensions.TypeAlias = CopyRequest
+
+@typing.final
+class PartsWanted(google.protobuf.message.Message):
+    """Parts to be had from another node."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    node: builtins.int
+    @property
+    def parts(self) -> Global___PartsHeld: ...
+    def __init__(
+        self,
+        *,
+        node: builtins.int = ...,
+        parts: Global___PartsHeld | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["parts", b"parts"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["node", b"node", "parts", b"parts"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PartsWanted: typing_extensions.TypeAlias = PartsWanted
+
+@typing.final
+class CopyReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COPIED_FIELD_NUMBER: builtins.int
+    TROUBLES_FIELD_NUMBER: builtins.int
+    copied: builtins.int
+    @property
+    def troubles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        copied: builtins.int = ...,
+        troubles: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["copied", b"copied", "troubles", b"troubles"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CopyReply: typing_extensions.TypeAlias = CopyReply
+
+@typing.final
+class PartsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    @property
+    def parts(self) -> Global___PartsHeld: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        parts: Global___PartsHeld | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["parts", b"parts"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "parts", b"parts"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PartsRequest: typing_extensions.TypeAlias = PartsRequest
 
 @typing.final
 class SettleRequest(google.protobuf.message.Message):
@@ -439,6 +584,8 @@ class NodeStatus(google.protobuf.message.Message):
     NICS_FIELD_NUMBER: builtins.int
     PULL_SECONDS_FIELD_NUMBER: builtins.int
     BEHIND_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    DRAINED_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -456,6 +603,8 @@ class NodeStatus(google.protobuf.message.Message):
     """resident"""
     pull_seconds: builtins.float
     """from the first to the last byte of the last iteration's gradients; waiting included"""
+    drained: builtins.bool
+    """in the answer to Fence: all that is recorded has been stepped"""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -465,6 +614,10 @@ class NodeStatus(google.protobuf.message.Message):
     @property
     def behind(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Behind]:
         """of the deciding node: who is live and lacks what is committed"""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartsHeld]:
+        """in the answer to Fence"""
 
     def __init__(
         self,
@@ -483,8 +636,10 @@ class NodeStatus(google.protobuf.message.Message):
         nics: collections.abc.Iterable[Global___NicStatus] | None = ...,
         pull_seconds: builtins.float = ...,
         behind: collections.abc.Iterable[Global___Behind] | None = ...,
+        parts: collections.abc.Iterable[Global___PartsHeld] | None = ...,
+        drained: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "drained", b"drained", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
@@ -1303,6 +1458,8 @@ class Decision(google.protobuf.message.Message):
     ACTIVE_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    PATIENCE_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     step_to: builtins.int
     """all live holds step up to this iteration"""
@@ -1310,8 +1467,14 @@ class Decision(google.protobuf.message.Message):
     """it is live: if none with a lower id is, it decides (a fenced one, that nothing more is stepped)"""
     start: builtins.bytes
     """as in BeginRequest"""
+    patience: builtins.float
+    """as in Progress"""
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]:
+        """of its live holds"""
+
     def __init__(
         self,
         *,
@@ -1320,8 +1483,10 @@ class Decision(google.protobuf.message.Message):
         active: builtins.bool = ...,
         kept: collections.abc.Iterable[Global___Kept] | None = ...,
         start: builtins.bytes = ...,
+        shards: collections.abc.Iterable[Global___Shard] | None = ...,
+        patience: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "start", b"start", "step_to", b"step_to"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "patience", b"patience", "shards", b"shards", "start", b"start", "step_to", b"step_to"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision

@@ -44,6 +44,16 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.FenceRequest.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.Copy = channel.unary_unary(
+                '/checkmate.v1.Shadow/Copy',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.CopyRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.CopyReply.FromString,
+                _registered_method=True)
+        self.Parts = channel.unary_stream(
+                '/checkmate.v1.Shadow/Parts',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.PartsRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.RecordPart.FromString,
+                _registered_method=True)
         self.Settle = channel.unary_unary(
                 '/checkmate.v1.Shadow/Settle',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.SettleRequest.SerializeToString,
@@ -92,7 +102,21 @@ class ShadowServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """Restart, step 1: stop committing for good in this incarnation, read what the sockets still hold, answer.
+        """Restart, step 1: first, with `drain`, step what is recorded; then stop committing for good in this incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Copy(self, request, context):
+        """Between the two: take step record parts that this node lacks from nodes that have them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Parts(self, request, context):
+        """Step record parts, for another node; of a start of training that has been fenced or drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,6 +183,16 @@ def add_ShadowServicer_to_server(servicer, server):
                     servicer.Fence,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.FenceRequest.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.SerializeToString,
+            ),
+            'Copy': grpc.unary_unary_rpc_method_handler(
+                    servicer.Copy,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.CopyRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.CopyReply.SerializeToString,
+            ),
+            'Parts': grpc.unary_stream_rpc_method_handler(
+                    servicer.Parts,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.PartsRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.RecordPart.SerializeToString,
             ),
             'Settle': grpc.unary_unary_rpc_method_handler(
                     servicer.Settle,
@@ -250,6 +284,60 @@ class Shadow(object):
             '/checkmate.v1.Shadow/Fence',
             checkmate_dot_rpc_dot_shadow__pb2.FenceRequest.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Copy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Copy',
+            checkmate_dot_rpc_dot_shadow__pb2.CopyRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.CopyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Parts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Parts',
+            checkmate_dot_rpc_dot_shadow__pb2.PartsRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.RecordPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,7 +30,11 @@ class ShadowStub:
     Status: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.StatusRequest, checkmate.rpc.shadow_pb2.NodeStatus]
     """What a node is and where it stands. Changes nothing."""
     Fence: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.FenceRequest, checkmate.rpc.shadow_pb2.NodeStatus]
-    """Restart, step 1: stop committing for good in this incarnation, read what the sockets still hold, answer."""
+    """Restart, step 1: first, with `drain`, step what is recorded; then stop committing for good in this incarnation."""
+    Copy: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.CopyRequest, checkmate.rpc.shadow_pb2.CopyReply]
+    """Between the two: take step record parts that this node lacks from nodes that have them."""
+    Parts: grpc.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.PartsRequest, checkmate.rpc.shadow_pb2.RecordPart]
+    """Step record parts, for another node; of a start of training that has been fenced or drained."""
     Settle: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.SettleRequest, checkmate.rpc.shadow_pb2.NodeStatus]
     """Restart, step 2: step up to the target, then drop old streams and gradients. Holds that can't are emptied."""
     Begin: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.BeginRequest, checkmate.rpc.shadow_pb2.BeginReply]
@@ -53,7 +57,11 @@ class ShadowAsyncStub(ShadowStub):
     Status: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.StatusRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
     """What a node is and where it stands. Changes nothing."""
     Fence: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.FenceRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
-    """Restart, step 1: stop committing for good in this incarnation, read what the sockets still hold, answer."""
+    """Restart, step 1: first, with `drain`, step what is recorded; then stop committing for good in this incarnation."""
+    Copy: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.CopyRequest, checkmate.rpc.shadow_pb2.CopyReply]  # type: ignore[assignment]
+    """Between the two: take step record parts that this node lacks from nodes that have them."""
+    Parts: grpc.aio.UnaryStreamMultiCallable[checkmate.rpc.shadow_pb2.PartsRequest, checkmate.rpc.shadow_pb2.RecordPart]  # type: ignore[assignment]
+    """Step record parts, for another node; of a start of training that has been fenced or drained."""
     Settle: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.SettleRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
     """Restart, step 2: step up to the target, then drop old streams and gradients. Holds that can't are emptied."""
     Begin: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.BeginRequest, checkmate.rpc.shadow_pb2.BeginReply]  # type: ignore[assignment]
@@ -85,7 +93,23 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         request: checkmate.rpc.shadow_pb2.FenceRequest,
         context: _ServicerContext,
     ) -> typing.Union[checkmate.rpc.shadow_pb2.NodeStatus, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.NodeStatus]]:
-        """Restart, step 1: stop committing for good in this incarnation, read what the sockets still hold, answer."""
+        """Restart, step 1: first, with `drain`, step what is recorded; then stop committing for good in this incarnation."""
+
+    @abc.abstractmethod
+    def Copy(
+        self,
+        request: checkmate.rpc.shadow_pb2.CopyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.CopyReply, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.CopyReply]]:
+        """Between the two: take step record parts that this node lacks from nodes that have them."""
+
+    @abc.abstractmethod
+    def Parts(
+        self,
+        request: checkmate.rpc.shadow_pb2.PartsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[checkmate.rpc.shadow_pb2.RecordPart], collections.abc.AsyncIterator[checkmate.rpc.shadow_pb2.RecordPart]]:
+        """Step record parts, for another node; of a start of training that has been fenced or drained."""
 
     @abc.abstractmethod
     def Settle(

@@ -4,9 +4,9 @@ Pure: a node's view of the others, moved by what it hears and by the clock (desi
 The live node with the lowest id decides. Each node tells every node with a lower id what it has, and hears
 from these up to where to step; so a node whose lower ones have all gone knows all it needs to take over.
 
-A shard may be without a live holder, after a gap, and yet its state be whole at the iteration that was
-committed last: then all shards together are a checkpoint still. What is stepped can't be taken back, so live
-holds wait there as long as their buffers have room.
+What is stepped can't be taken back. So live holds wait, as long as their buffers have room, if to go on would
+leave a shard behind: one whose only live holder is silent, and may come back; or one without a live holder,
+after a gap, whose state is still whole at the iteration that was committed last.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Kept = tuple[Shard, int]
 """A hold that isn't live, but whose state is whole, and the iteration that it stepped last."""
 
 SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
-"""Bounds, in seconds, of the silence after which a node is taken for dead."""
+"""Bounds, in seconds, of the silence after which a node is not asked any more."""
 
-PATIENCE = 4 * SILENCE_MAX
-"""Seconds for which a socket buffer lasts, if that isn't known."""
+PATIENCE = 600.0
+"""Seconds for which a socket buffer lasts at most, as far as anybody plans with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Higher:
 
     heard: float
     progress: Progress | None = None
-    broken: bool = False
+    gone: bool = False
 
 
 @dataclass(slots=True)
@@ -63,8 +63,10 @@ class _Lower:
 
     heard: float
     active: bool | None = None  # None: not known yet
-    broken: bool = False
+    gone: bool = False
     kept: tuple[Kept, ...] = ()
+    shards: frozenset[Shard] = frozenset()
+    patience: float = PATIENCE
 
 
 @dataclass
@@ -95,33 +97,44 @@ class Committee:
         self.mine = progress
 
     def heard(self, node: int, progress: Progress, now: float) -> None:
-        """A node with a higher id says what it has."""
+        """A node with a higher id says what it has; one that has forgotten this start has lost it."""
         other = self._higher.get(node)
-        same = (progress.incarnation, progress.start) == (self.incarnation, self.start)
-        if other is not None and same:
-            other.heard, other.progress, other.broken = now, progress, False
-            if progress.live:
-                self.committed = max(self.committed, progress.stepped)
+        if other is None:
+            return
+        if (progress.incarnation, progress.start) != (self.incarnation, self.start):
+            other.gone = other.progress is not None
+            return
+        other.heard, other.progress, other.gone = now, progress, False
+        if progress.live:
+            self.committed = max(self.committed, progress.stepped)
 
-    def told(self, node: int, step_to: int, active: bool, now: float, kept: tuple[Kept, ...] = ()) -> None:
-        """A node with a lower id says where to step, whether it may decide, and what it keeps."""
-        other = self._lower.get(node)
-        if other is not None:
-            other.heard, other.active, other.broken, other.kept = now, active, False, kept
+    def told(
+        self,
+        node: int,
+        step_to: int,
+        active: bool,
+        now: float,
+        kept: tuple[Kept, ...] = (),
+        shards: frozenset[Shard] = frozenset(),
+        patience: float = PATIENCE,
+    ) -> None:
+        """A node with a lower id says where to step, whether it may decide, and what it has."""
+        if node in self._lower:
+            self._lower[node] = _Lower(now, active, False, kept, shards, patience)
             self.committed = max(self.committed, step_to)
 
-    def broke(self, node: int) -> None:
-        """The connection with a node broke: it is dead until it is heard again."""
+    def gone(self, node: int) -> None:
+        """A node's process has ended: what it had is lost until it is heard again."""
         if node in self._lower:
-            self._lower[node].broken = True
+            self._lower[node].gone = True
         elif node in self._higher:
-            self._higher[node].broken = True
+            self._higher[node].gone = True
 
     def decider(self, now: float) -> int | None:
         """Who decides: the lowest live id; `None` where none is known, or a lower one may yet be."""
         for node in sorted(self._lower):
             other = self._lower[node]
-            if other.broken or now - other.heard > self.silence:
+            if other.gone or now - other.heard > self.silence:
                 continue
             if other.active is not False:
                 return node if other.active else None
@@ -147,43 +160,61 @@ class Committee:
             *((other, other.active) for other in self._lower.values()),
         ]
         return all(
-            other.broken or live is False or (live is None and now - other.heard > self.silence)
+            other.gone or live is False or (live is None and now - other.heard > self.silence)
             for other, live in known
         )
 
     def decide(self, now: float) -> int:
-        """`committed`, moved up where we decide and all live nodes allow it."""
+        """`committed`, moved up if we decide and all live nodes allow it.
+
+        One at a time, and only for want of room, if that would leave a shard behind.
+        """
         self.behind = {}
         if self.decider(now) != self.me:
             return self.committed
         live = [self.mine]
         for node, other in self._higher.items():
             progress = other.progress
-            if other.broken or now - other.heard > self.silence:
+            if other.gone or now - other.heard > self.silence:
                 continue
             if progress is None:
                 return self.committed  # not heard of yet; its silence ends this
             if not progress.live:
                 continue
             if progress.in_full < self.committed:
-                # It was dead, and others went on without it.
+                # It was silent, and others went on without it.
                 self.behind[node] = self.committed - progress.in_full
                 continue
             live.append(progress)
         target = max(self.committed, min(progress.in_full for progress in live))
-        if target > self.committed and self._strands(live, now):
-            target = self.committed + any(progress.pressed for progress in live)
+        if target > self.committed:
+            covered = frozenset[Shard]().union(*(progress.shards for progress in live))
+            if not (self._silent(now) | self._level(now)) <= covered:
+                target = self.committed + any(progress.pressed for progress in live)
         self.committed = target
         return self.committed
 
-    def _strands(self, live: Iterable[Progress], now: float) -> bool:
-        """Whether to step on would leave a shard behind that nobody live holds, and that is still level."""
+    def _silent(self, now: float) -> frozenset[Shard]:
+        """Shards of live nodes that are silent, and whose own buffers may not be full yet."""
+        found: set[Shard] = set()
+        for lower in self._lower.values():
+            if lower.active and not lower.gone and self.silence < now - lower.heard <= lower.patience:
+                found |= lower.shards
+        for higher in self._higher.values():
+            said = higher.progress
+            if said is None or not said.live or higher.gone:
+                continue
+            if self.silence < now - higher.heard <= said.patience:
+                found |= said.shards
+        return frozenset(found)
+
+    def _level(self, now: float) -> frozenset[Shard]:
+        """Shards that a hold has, which isn't live, in the state after the iteration committed last."""
         kept = set(self.mine.kept)
         for lower in self._lower.values():
-            if not lower.broken and now - lower.heard <= self.silence:
+            if not lower.gone and now - lower.heard <= self.silence:
                 kept.update(lower.kept)
         for higher in self._higher.values():
-            if higher.progress and not higher.broken and now - higher.heard <= self.silence:
+            if higher.progress and not higher.gone and now - higher.heard <= self.silence:
                 kept.update(higher.progress.kept)
-        covered = frozenset[Shard]().union(*(progress.shards for progress in live))
-        return any(at == self.committed and shard not in covered for shard, at in kept)
+        return frozenset(shard for shard, at in kept if at == self.committed)

@@ -93,7 +93,7 @@ def check_job(job: Job, name: str) -> None:
         raise Refused(f"job {name or '(unnamed)'}: this node belongs to job {job.job}")
 
 
-def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader) -> None:
+def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld) -> None:
     """`Refused` where a record or seeds are of another start of training than their group's `Begin`.
 
     Incarnations come round after 256 starts, and a run goes on over restarts: one alone doesn't tell.

@@ -19,8 +19,10 @@ from checkmate.shadow.streams import FARTHEST, HoldPlan, StreamPlan, ahead_at_mo
 AHEAD = 3
 """A hold joins so many iterations ahead of the trainers, so that it is connected in time."""
 
-HURRY = 2.0
-"""If socket buffers last for fewer seconds than this, nothing waits in them for another shard."""
+HURRY = 0.5
+"""If a socket's buffer lasts for fewer seconds than this, nothing waits in it for another shard;"""
+FULL = 0.75
+"""nor if it is filled so far."""
 
 RECORD_GRACES = 5
 """A record that newer ones have overtaken is given up after so many times the grace of a stream."""
@@ -213,10 +215,17 @@ class HoldState:
         return iteration if hurry else None
 
     def pressed(self, patience: float, receive_buffer: int) -> bool:
-        """Return whether there is no room for long: both sets are full, and socket buffers fill up too."""
+        """Return whether there is hardly any room: both sets are full, and a socket's buffer nearly so."""
         if self.in_full < self.released + SETS:
             return False
-        return patience < HURRY or any(stream.queued > receive_buffer // 4 for stream in self.streams)
+        return patience < HURRY or any(stream.queued > FULL * receive_buffer for stream in self.streams)
+
+    def awaits(self, records: Records) -> bool:
+        """Return whether bytes are to come that are recorded as sent."""
+        return any(
+            stream.position < records.ends.get((stream.plan.side, stream.plan.channel, self.plan.shard), 0)
+            for stream in self.streams
+        )
 
     def gap(self, records: Records, now: float, grace: float) -> str | None:
         """Return what is lost for good, if anything is."""

@@ -17,6 +17,7 @@ import torch
 
 from checkmate.schema import Job
 from checkmate.shadow import memory
+from checkmate.shadow.clock import AwakeClock
 from checkmate.shadow.connect import RECEIVE_BUFFER
 from checkmate.shadow.connecting import Connector
 from checkmate.shadow.effects import Close, Connect, Effect, Empty, Join, Log, Release
@@ -56,7 +57,8 @@ class Node:
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
         self.changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
-        self.state = NodeState(job, node_id, time.monotonic(), receive_buffer=receive_buffer, grace=grace)
+        self._clock = AwakeClock()
+        self.state = NodeState(job, node_id, self.now(), receive_buffer=receive_buffer, grace=grace)
         self.data: dict[HoldState, Hold] = {}
         """The tensors and sockets of each hold of `state`."""
         self.step_seconds = 0.0
@@ -74,6 +76,10 @@ class Node:
         """Step, and look for what does not come, from now on."""
         for thread in self._threads:
             thread.start()
+
+    def now(self) -> float:
+        """Return the time by which the state lives: seconds in which this process was not stopped."""
+        return self._clock.now()
 
     @contextmanager
     def moving(self) -> Iterator[NodeState]:
@@ -115,7 +121,7 @@ class Node:
                 state.step_failed(due, error)
             return
         with self.moving() as state:
-            state.stepped(due, step, result, time.monotonic())
+            state.stepped(due, step, result, self.now())
 
     def load(self, hold: HoldState, iteration: int, parameters: Seeds) -> list[int]:
         """Give a hold parameters as they are after `iteration`; return those whose next gradients are gone.
@@ -153,7 +159,7 @@ class Node:
     def _follow_up(self) -> None:
         for hold in self.data.values():
             hold.look()
-        self.state.refresh(time.monotonic())
+        self.state.refresh(self.now())
         for effect in self.state.take_effects():
             self._carry_out(effect)
         self.changed.notify_all()
@@ -213,14 +219,16 @@ class Node:
     def _tick(self) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.stopping, TICK)
+            if stopped := self._clock.beat():
+                log.warning("this process was stopped for %.1f s; it goes on with what has come", stopped)
             if not self.stopping:
-                self.state.tick(time.monotonic())
+                self.state.tick(self.now())
                 self._follow_up()
 
     def _step_due(self) -> None:
         """Wait until holds are due, and step them."""
         with self.changed:
-            while not (due := self.state.due(time.monotonic())) and not self.stopping:
+            while not (due := self.state.due(self.now())) and not self.stopping:
                 self.changed.wait()
             if self.stopping:
                 return

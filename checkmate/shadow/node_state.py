@@ -6,6 +6,7 @@ does what it asks for (`effects`). After each event comes `refresh`, which sees 
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,18 @@ from checkmate.shadow.hold_state import AHEAD, HoldState, Snapshot
 _REMEMBERED = 64  # fenced starts of training
 _LAG_SECONDS = 1.0
 _RATE_SECONDS = 1.0
+
+
+class Phase(enum.IntEnum):
+    """How far a restart has come."""
+
+    OPEN = 0
+    DRAINING = 1
+    """What is recorded is committed and stepped; no start of training that has begun begins again."""
+    FENCED = 2
+    """Nothing more is committed."""
+    ANSWERED = 3
+    """What there is has been said: it stays as it is until the next `Fence` or `Begin`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +70,9 @@ class NodeState:
         self.start: Start | None = None
         """The one whose committee it is."""
         self.committee = self._new_committee(-1, b"", now)
-        self.fenced = False
-        self.answered = False
-        """Whether a fence has said what there is: it stays as it is until the next `Fence` or `Begin`."""
+        self.phase = Phase.OPEN
         self.fenced_starts: deque[Start] = deque(maxlen=_REMEMBERED)
+        """Starts of training that a restart has ended: none of them begins again."""
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable: for each reservation, until when."""
         self.troubles: list[str] = []
@@ -103,16 +115,35 @@ class NodeState:
         if self.fenced or self.start != start:
             self.start = start
             self.committee = self._new_committee(group.begin.incarnation, group.begin.start, now)
-            self.fenced = self.answered = False
+        self.phase = Phase.OPEN
         self._effects += [Connect(hold, group.begin.incarnation) for hold in group.holds]
 
-    def fence(self) -> None:
-        """Commit nothing more in this start of training, for good."""
-        self.fenced, self.answered = True, False
+    @property
+    def fenced(self) -> bool:
+        """Whether nothing more is committed in this start of training, for good."""
+        return self.phase >= Phase.FENCED
+
+    @property
+    def drained(self) -> bool:
+        """Whether all that was sent has been stepped: nothing has come in part."""
+        return all(
+            hold.released >= max(group.records.newest, hold.receiving) and not hold.awaits(group.records)
+            for group, hold in self._present
+            if hold.live and not hold.settled
+        )
+
+    def drain(self) -> None:
+        """Let no training begin that has begun before, and go on committing what is recorded."""
+        self.phase = Phase.FENCED if self.fenced else Phase.DRAINING
         for group in self.groups.values():
             start = start_of(group.begin)
             if start not in self.fenced_starts:
                 self.fenced_starts.append(start)
+
+    def fence(self) -> None:
+        """Commit nothing more in this start of training, for good."""
+        self.drain()
+        self.phase = Phase.FENCED
 
     def refresh(self, now: float) -> None:
         """See what has come in full, who is live, and what that lets us decide.
@@ -120,7 +151,7 @@ class NodeState:
         A fenced node goes on telling what it has, and no more than it answered: so nobody who isn't fenced
         yet commits what it lacks.
         """
-        if self.answered:
+        if self.phase is Phase.ANSWERED:
             return
         live, kept = [], []
         for group, hold in self._present:

@@ -6,6 +6,7 @@ To the decider goes every change, to the others a word now and then; each answer
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from checkmate.consolidate.choose import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.shadow.commit import PATIENCE, Kept, Progress
@@ -25,6 +27,7 @@ M = TypeVar("M", bound=Message)
 
 HEARTBEAT = 0.25
 _BACKOFF = (0.05, 1.0)
+_PROBE_SECONDS = 0.5
 
 Channels = Callable[[int], grpc.Channel]
 """A channel to the node of that id."""
@@ -85,8 +88,18 @@ class Peers:
         finally:
             ended.set()
             if node is not None and self._newest[node] is stream:
-                with self._node.moving() as state:
-                    state.committee.broke(node)
+                self._ended(node)
+
+    def _ended(self, other: int) -> None:
+        """A stream ended. If the node's process did, connections are refused; else it may only be silent."""
+        host, _, port = self._node.job.node(other).mgmt.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            with self._node.moving() as state:
+                state.committee.gone(other)
+        except OSError:
+            pass  # it can't be reached now: silent, for all we know
 
     def _take(self, report: pb.Progress) -> None:
         progress = Progress(
@@ -95,13 +108,13 @@ class Peers:
             report.stepped,
             report.live,
             report.patience or PATIENCE,
-            frozenset((shard.group, shard.shard) for shard in report.shards),
+            _shards(report.shards),
             _kept(report.kept),
             report.pressed,
             report.start,
         )
         with self._node.moving() as state:
-            state.committee.heard(report.node, progress, time.monotonic())
+            state.committee.heard(report.node, progress, self._node.now())
 
     def _tell_forever(self, other: int, channel: grpc.Channel) -> None:
         stub = rpc.ShadowStub(channel)
@@ -115,8 +128,7 @@ class Peers:
                     self._told(other, decision)
             except grpc.RpcError:
                 pass  # said by the committee where it matters
-            with self._node.moving() as state:
-                state.committee.broke(other)
+            self._ended(other)
             self._stopping.wait(pause)
             pause = min(2 * pause, _BACKOFF[1])
         channel.close()
@@ -127,11 +139,19 @@ class Peers:
             same = (decision.incarnation, decision.start) == (committee.incarnation, committee.start)
             step_to = decision.step_to if same else committee.committed
             kept = _kept(decision.kept) if same else ()
-            committee.told(other, step_to, decision.active and same, time.monotonic(), kept)
+            committee.told(
+                other,
+                step_to,
+                decision.active and same,
+                self._node.now(),
+                kept,
+                _shards(decision.shards) if same else frozenset(),
+                decision.patience or PATIENCE,
+            )
 
     def _reports(self, other: int) -> Iterator[pb.Progress]:
         def decides() -> bool:
-            return self._node.state.committee.decider(time.monotonic()) == other
+            return self._node.state.committee.decider(self._node.now()) == other
 
         news = News(self._progress, decides)
         while not self._stopping.is_set():
@@ -148,7 +168,7 @@ class Peers:
             stepped=mine.stepped,
             live=mine.live,
             patience=mine.patience,
-            shards=[pb.Shard(group=group, shard=shard) for group, shard in sorted(mine.shards)],
+            shards=_to_shards(mine.shards),
             kept=_to_kept(mine.kept),
             pressed=mine.pressed,
             start=mine.start,
@@ -162,7 +182,17 @@ class Peers:
             active=committee.active,
             start=committee.start,
             kept=_to_kept(committee.mine.kept),
+            shards=_to_shards(committee.mine.shards),
+            patience=committee.mine.patience,
         )
+
+
+def _shards(said: Iterable[pb.Shard]) -> frozenset[Shard]:
+    return frozenset((shard.group, shard.shard) for shard in said)
+
+
+def _to_shards(shards: Iterable[Shard]) -> list[pb.Shard]:
+    return [pb.Shard(group=group, shard=shard) for group, shard in sorted(shards)]
 
 
 def _kept(said: Iterable[pb.Kept]) -> tuple[Kept, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from checkmate import state
@@ -21,7 +20,7 @@ def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveR
         stepped = max((hold.stepped for hold in live), default=-1)
         if not live or node.state.fenced or not _reserve_all(node, live, iteration):
             return pb.ReserveReply(granted=False, stepped=stepped)
-        node.state.reserved.setdefault(iteration, []).append(time.monotonic() + seconds)
+        node.state.reserved.setdefault(iteration, []).append(node.now() + seconds)
         return pb.ReserveReply(granted=True, stepped=stepped)
 
 

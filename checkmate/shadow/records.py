@@ -14,6 +14,9 @@ from checkmate.rpc import shadow_pb2 as pb
 StreamKey = tuple[int, int, int]
 """Side, channel, shard."""
 
+SPARE_BYTES, SPARE_ITERATIONS = 16 << 20, 256
+"""So much is kept of parts that no hold here needs, and of so many iterations."""
+
 
 class _Done(NamedTuple):
     """What is served of an iteration: made into a message when it is, since buffers may be large."""
@@ -30,11 +33,14 @@ class Records:
         self._ranks = ranks
         self._expected = frozenset(buffers)
         self._parts: dict[int, dict[int, pb.RecordPart]] = {}
+        self._sizes: dict[int, int] = {}  # of an iteration's parts
         self._done: dict[int, _Done] = {}
         self._buffers: dict[str, bytes] = {}  # replaced, never changed: what is served shares it
         self._said: dict[str, int] = {}
         """Of each buffer, the iteration whose record has said it last."""
         self._merged = first - 1
+        self._oldest = first - 1
+        """Parts of iterations before this one are spare."""
         self._passed_over: set[int] = set()
         """Iterations of which the first rank's part never comes: buffers may have changed in them."""
         self._forgotten = first - 1
@@ -61,6 +67,7 @@ class Records:
         if part.position in parts:
             return
         parts[part.position] = part
+        self._sizes[part.iteration] = self._sizes.get(part.iteration, 0) + part.ByteSize()
         self.count += 1
         self.newest = max(self.newest, part.iteration)
         for end in part.ends:
@@ -71,6 +78,8 @@ class Records:
             if part.position == 0:
                 self._passed_over.add(passed)
                 self._wants_buffers = bool(self._expected)
+        if part.position == 0:
+            self._passed_over.discard(part.iteration)  # it has been copied from another node
         self._last_of[part.position] = max(self._last_of.get(part.position, -1), part.iteration)
         if self.complete(part.iteration):
             self.missing.pop(part.iteration, None)
@@ -91,7 +100,7 @@ class Records:
         Those before it are kept, too: another hold may be behind, and has the buffers as they were then.
         """
         for t in sorted(self._parts):
-            if t <= iteration and t not in self._done:
+            if self._oldest <= t <= iteration and t not in self._done:
                 self._merge(t)
                 if self.complete(t):
                     ordered = [self._parts[t][position] for position in sorted(self._parts[t])]
@@ -137,18 +146,46 @@ class Records:
     def forget(self, stepped: Iterable[int], reserved: Collection[int]) -> None:
         """Drop what is before the oldest hold's last step, and served records that nobody can ask for.
 
-        The parts of that last step stay: `stepped` may not have been told of it yet.
+        The parts of that last step stay: `stepped` may not have been told of it yet. Some before it stay,
+        too: another node may lack them.
         """
         held = set(stepped)
         oldest = min(held, default=self.first - 1)
-        for done in sorted(t for t in self._parts if t < oldest):
+        self._oldest = oldest
+        spare = sorted(t for t in self._parts if t < oldest)
+        for done in spare:
             self._merge(done)  # nobody steps it, but its buffers may never be sent again
+        nbytes = sum(self._sizes[t] for t in spare)
+        while spare and (nbytes > SPARE_BYTES or len(spare) > SPARE_ITERATIONS):
+            done = spare.pop(0)
+            nbytes -= self._sizes.pop(done)
             del self._parts[done]
             self._taken.discard(done)
         for done in [t for t in self._done if t < oldest and t not in held and t not in reserved]:
             del self._done[done]
         for done in [t for t in self.missing if t <= oldest]:
             del self.missing[done]
+
+    def held(self) -> list[pb.PartRange]:
+        """Return which parts there are, by rank."""
+        found: list[pb.PartRange] = []
+        for position in range(self._ranks):
+            for t in sorted(t for t, parts in self._parts.items() if position in parts):
+                last = found[-1] if found else None
+                if last is not None and (last.position, last.last + 1) == (position, t):
+                    last.last = t
+                else:
+                    found.append(pb.PartRange(position=position, first=t, last=t))
+        return found
+
+    def parts_of(self, ranges: Iterable[pb.PartRange]) -> list[pb.RecordPart]:
+        """Return those parts of some ranges that there are, in order."""
+        return [
+            part
+            for one in ranges
+            for t in sorted(t for t in self._parts if one.first <= t <= one.last)
+            if (part := self._parts[t].get(one.position)) is not None
+        ]
 
     def _merge(self, iteration: int) -> None:
         """Take an iteration's buffers, unless newer ones are known."""

@@ -1,4 +1,4 @@
-"""`Fence` and `Settle`: what a restart asks of a node (design, section 7, *Restart*)."""
+"""`Fence`, `Copy` and `Settle`: what a restart asks of a node (design, section 7, *Restart*)."""
 
 from __future__ import annotations
 
@@ -6,48 +6,132 @@ import logging
 import time
 from collections.abc import Callable
 
+import grpc
+
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.group import Group, Refused, check_job
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow.group import Group, Refused, check_job, check_start
 from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
-from checkmate.shadow.node_state import Due
-from checkmate.shadow.status import node_status
+from checkmate.shadow.node_state import Due, Phase
+from checkmate.shadow.seeding import record
+from checkmate.shadow.status import locked_status, node_status
 
 log = logging.getLogger("checkmate")
 
-QUIET = 0.2
-"""A fenced node reads on until nothing has come for so many seconds."""
+_COPY_SECONDS = 10.0
+
+QUIET, QUIET_AGAIN = 0.2, 0.05
+"""A node reads on until nothing has come for so many seconds; the latter if it has waited before."""
 
 
-def fence(node: Node, job: str, timeout: float, wanted: Callable[[], bool] = lambda: True) -> pb.NodeStatus:
+Wanted = Callable[[], bool]
+"""Whether whoever has called still waits for the answer."""
+
+
+def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+    """Go on committing until all that is recorded has been stepped or nothing moves; say what there is.
+
+    No start of training that has begun here begins again. At most `timeout` seconds. `Refused` if the answer
+    isn't `wanted` any more when its turn comes.
+    """
+    check_job(node.job, job)
+    with node.moving() as state:
+        _check_wanted(wanted)
+        state.drain()
+    _read_on(node, time.monotonic() + timeout, QUIET)
+    with node.changed:
+        return _answer(node)
+
+
+def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
     """Stop committing in this incarnation for good, read on until it is quiet, and say what there is.
 
-    `Refused`, and another incarnation is left alone, where the answer isn't `wanted` any more when its turn
+    `Refused`, and another incarnation is left alone, if the answer isn't `wanted` any more when its turn
     comes, or training has begun anew meanwhile.
     """
     check_job(node.job, job)
     deadline = time.monotonic() + timeout
     with node.moving() as state:
-        if not wanted():
-            raise Refused("who called has gone: nothing is fenced", precondition=True)
-        committee = state.committee
+        _check_wanted(wanted)
+        committee, patience = state.committee, QUIET_AGAIN if state.phase is Phase.DRAINING else QUIET
         state.fence()
         node.quiet(timeout)
-    since, seen = time.monotonic(), _seen(node)
-    while time.monotonic() < min(deadline, since + QUIET):
-        time.sleep(QUIET / 10)
-        if (now_seen := _seen(node)) != seen:
-            since, seen = time.monotonic(), now_seen
-    node.touch()
+    _read_on(node, deadline, patience)
+    with node.moving():
+        pass
     with node.changed:
         if state.committee is not committee:
             number = state.committee.incarnation
             raise Refused(f"incarnation {number} has begun meanwhile, and is not fenced", precondition=True)
-        state.answered = True
+        state.phase = Phase.ANSWERED
         if state.groups:
             stands = "; ".join(_stands(hold) for _, hold in state.holds)
             log.info("fenced: training starts again; %s", stands or "no shard is held")
-    return node_status(node, job)
+        return _answer(node)
+
+
+def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
+    """Take parts of step records from other nodes; those that are there already change nothing."""
+    check_job(node.job, request.job)
+    reply = pb.CopyReply()
+    for wanted in request.wanted:
+        try:
+            with open_channel(node.job, wanted.node) as channel:
+                asked = pb.PartsRequest(job=request.job, parts=wanted.parts)
+                for part in ShadowStub(channel).Parts(asked, timeout=_COPY_SECONDS):
+                    record(node, part, answer=False)
+                    reply.copied += 1
+        except (grpc.RpcError, Refused) as error:
+            reply.troubles.append(f"records from shadow node {wanted.node}: {error}")
+    return reply
+
+
+def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
+    """Return parts of step records, of the start of training that is asked for; `Refused` for another."""
+    check_job(node.job, request.job)
+    asked = request.parts
+    with node.changed:
+        group = node.state.groups.get(asked.group)
+        if group is None:
+            raise Refused(f"DP group {asked.group} has not begun here", precondition=True)
+        check_start(group.begin, asked)
+        return group.records.parts_of(asked.ranges)
+
+
+def _check_wanted(wanted: Wanted) -> None:
+    if not wanted():
+        raise Refused("who called has gone: nothing is fenced", precondition=True)
+
+
+def _read_on(node: Node, deadline: float, patience: float) -> None:
+    """Wait until nothing comes and nothing is stepped for so long; less if nothing has come in part."""
+    since, seen = time.monotonic(), _seen(node)
+    while (now := time.monotonic()) < deadline:
+        with node.changed:
+            enough = min(patience, QUIET_AGAIN) if node.state.drained else patience
+        if now >= since + enough:
+            return
+        time.sleep(QUIET_AGAIN / 5)
+        if (now_seen := _seen(node)) != seen:
+            since, seen = time.monotonic(), now_seen
+
+
+def _answer(node: Node) -> pb.NodeStatus:
+    """What a restart has to know. The caller has the lock."""
+    answer = locked_status(node)
+    answer.drained = node.state.drained
+    for group in node.state.groups.values():
+        begin = group.begin
+        answer.parts.add(
+            group=begin.group,
+            incarnation=begin.incarnation,
+            run=begin.run,
+            start=begin.start,
+            ranges=group.records.held(),
+        )
+    return answer
 
 
 def _stands(hold: HoldState) -> str:
@@ -55,9 +139,11 @@ def _stands(hold: HoldState) -> str:
 
 
 def _seen(node: Node) -> tuple[int, ...]:
-    """Moves with every byte and every record that comes."""
-    groups = list(node.state.groups.values())
-    return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups))
+    """Moves with every byte and every record that comes, and every step."""
+    with node.changed:
+        groups = list(node.state.groups.values())
+        steps = [hold.released for _, hold in node.state.holds]
+    return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups), *steps)
 
 
 def settle(node: Node, job: str, iteration: int, run: str) -> pb.NodeStatus:

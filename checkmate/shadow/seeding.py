@@ -45,11 +45,11 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
     """Take a rank's part of a step record; the answer, if one is wanted, says what that rank is to seed."""
     with node.moving() as state:
         group = state.group(part.group, part)
-        group.records.add(part, time.monotonic())
+        group.records.add(part, node.now())
     if not answer:
         return None
     with node.changed:
-        return _reply(group, part, time.monotonic())
+        return _reply(group, part, node.now())
 
 
 def _reply(group: Group, part: pb.RecordPart, now: float) -> pb.RecordReply:

@@ -45,9 +45,14 @@ class Service(rpc.ShadowServicer):
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         timeout = min(request.timeout or _left(context), _left(context))
-        return self._answer(
-            context, lambda: restarting.fence(self._node, request.job, timeout, context.is_active)
-        )
+        stop = restarting.drain if request.drain else restarting.fence
+        return self._answer(context, lambda: stop(self._node, request.job, timeout, context.is_active))
+
+    def Copy(self, request: pb.CopyRequest, context: grpc.ServicerContext) -> pb.CopyReply:
+        return self._answer(context, lambda: restarting.copy(self._node, request))
+
+    def Parts(self, request: pb.PartsRequest, context: grpc.ServicerContext) -> Iterator[pb.RecordPart]:
+        yield from self._answer(context, lambda: restarting.parts(self._node, request))
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
@@ -36,7 +35,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
             return warnings(request)
         holds = _new_holds(node, request, layout, old)
         node.data.update({hold.state: hold for hold in holds})
-        state.begun(_new_group(request, layout, old, holds), time.monotonic())
+        state.begun(_new_group(request, layout, old, holds), node.now())
     log.info(
         "DP group %d: incarnation %d begins at iteration %d",
         request.group,

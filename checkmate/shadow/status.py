@@ -16,30 +16,35 @@ def node_status(node: Node, job: str) -> pb.NodeStatus:
     """What the node is and where it stands; `Refused` for another job."""
     check_job(node.job, job)
     with node.changed:
-        node_state, data = node.state, [node.data[hold] for _, hold in node.state.holds]
-        for one in data:
-            one.look()
-        holds = list(node_state.holds)
-        dropped = [why for group in node_state.groups.values() for why in group.dropped.values()]
-        return pb.NodeStatus(
-            job=node.job.job,
-            node=node.id,
-            holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
-            fenced=node_state.fenced,
-            incarnation=max(node_state.committee.incarnation, 0),
-            holds=[hold_status(group, hold) for group, hold in holds],
-            torch=torch.__version__,
-            capability=torch.backends.cpu.get_cpu_capability(),
-            trouble=[*node_state.troubles, *dropped],
-            pull_seconds=max((pull_seconds(hold) for hold in data), default=0.0),
-            step_seconds=node.step_seconds,
-            memory_bytes=memory.resident(),
-            nics=[
-                pb.NicStatus(ip=ip, bytes=reader.bytes)
-                for ip, reader in zip(node.nics, node.readers, strict=True)
-            ],
-            behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(node_state.committee.behind.items())],
-        )
+        return locked_status(node)
+
+
+def locked_status(node: Node) -> pb.NodeStatus:
+    """The same, for a caller that has the node's lock."""
+    state, data = node.state, [node.data[hold] for _, hold in node.state.holds]
+    for one in data:
+        one.look()
+    holds = list(state.holds)
+    dropped = [why for group in state.groups.values() for why in group.dropped.values()]
+    return pb.NodeStatus(
+        job=node.job.job,
+        node=node.id,
+        holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
+        fenced=state.fenced,
+        incarnation=max(state.committee.incarnation, 0),
+        holds=[hold_status(group, hold) for group, hold in holds],
+        torch=torch.__version__,
+        capability=torch.backends.cpu.get_cpu_capability(),
+        trouble=[*state.troubles, *dropped],
+        pull_seconds=max((pull_seconds(hold) for hold in data), default=0.0),
+        step_seconds=node.step_seconds,
+        memory_bytes=memory.resident(),
+        nics=[
+            pb.NicStatus(ip=ip, bytes=reader.bytes)
+            for ip, reader in zip(node.nics, node.readers, strict=True)
+        ],
+        behind=[pb.Behind(node=n, iterations=i) for n, i in sorted(state.committee.behind.items())],
+    )
 
 
 def hold_status(group: Group, hold: HoldState) -> pb.HoldStatus:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import grpc
 
@@ -18,6 +18,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import Job
 from checkmate.training import target
 from checkmate.training.client import Stubs, reason
+from checkmate.training.repair import wanted_parts
 from checkmate.training.session import all_shards
 from checkmate.training.target import Missing, Target
 
@@ -25,9 +26,12 @@ _log: Final = logging.getLogger("checkmate")
 
 READ_SECONDS: Final = 5.0
 """How long a fenced node may read on; it stops as soon as nothing comes."""
+DRAIN_SECONDS: Final = 20.0
+"""How long a node may step what is recorded before it is fenced; it stops as soon as nothing moves."""
 PATIENCE_SECONDS: Final = 2.0
 """How long nodes without which all is whole are waited for."""
 SETTLE_SECONDS: Final = 30.0
+COPY_SECONDS: Final = 20.0
 _AGAIN_SECONDS: Final = 0.25
 
 
@@ -50,13 +54,15 @@ class Plan:
 
 
 class Fence:
-    """Fences each node of a job in a thread of its own, again until it answers."""
+    """Has each node of a job fence, or only `drain`, in a thread of its own, again until it answers."""
 
-    def __init__(self, job: Job, stubs: Stubs, deadline: float) -> None:
+    def __init__(self, job: Job, stubs: Stubs, deadline: float, *, drain: bool = False) -> None:
         self.answers: dict[int, pb.NodeStatus] = {}
         self.failures: dict[int, str] = {}
         self._job = job
         self._deadline = deadline
+        self._drain = drain
+        self._seconds = DRAIN_SECONDS if drain else READ_SECONDS
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._threads = [
@@ -90,7 +96,7 @@ class Fence:
 
     def _ask(self, node: int, stub: ShadowStub) -> None:
         while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
-            request = pb.FenceRequest(job=self._job.job, timeout=min(READ_SECONDS, left))
+            request = pb.FenceRequest(job=self._job.job, timeout=min(self._seconds, left), drain=self._drain)
             try:
                 status = stub.Fence(request, timeout=left)
             except grpc.RpcError as error:
@@ -119,14 +125,15 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> Plan:
 
 
 def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
-    """Fence, name the target, settle the nodes that can reach it."""
+    """Drain and fence, name the target, settle the nodes that can reach it."""
     shards = all_shards(job)
-    fence = Fence(job, stubs, time.monotonic() + timeout)
+    fence = Fence(job, stubs, time.monotonic() + timeout, drain=True)
     fence.wait(lambda: _enough(target.choose(shards, _given(fence))))
     fence.close()
+    if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
+        return _anew("nothing", _given(fence))
+    _freeze(job, stubs, fence)
     answers = _given(fence)
-    if fence.complete and all(answer.holds_nothing for answer in answers):
-        return _anew("nothing", answers)
     chosen = target.choose(shards, answers)
     if isinstance(chosen, Missing):
         return _anew("none", answers, _lacking(job, chosen.shards, fence, timeout))
@@ -137,6 +144,35 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
         return _anew("none", answers, _lacking(job, lacking, fence, timeout))
     incarnation = target.next_incarnation(answers, time.time())
     return Plan("nodes", incarnation, chosen.run, chosen.iteration, holders)
+
+
+def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
+    """Have nodes that have drained copy what they lack from each other, drain the rest, and stop for good."""
+    wanted = wanted_parts(_given(fence))
+    for node, reply in _all(fence, wanted, lambda node: stubs.to(node).Copy.future, COPY_SECONDS).items():
+        for trouble in reply.troubles:
+            _log.warning("shadow node %d: %s", node, trouble)
+    requests = dict.fromkeys(fence.answers, pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True))
+    if wanted or not all(answer.drained for answer in fence.answers.values()):
+        # A node that answered early may have waited for one that answered late.
+        _all(fence, requests, lambda node: stubs.to(node).Fence.future, 2 * DRAIN_SECONDS)
+    requests = dict.fromkeys(fence.answers, pb.FenceRequest(job=job.job, timeout=READ_SECONDS))
+    fence.answers.update(_all(fence, requests, lambda node: stubs.to(node).Fence.future, 2 * READ_SECONDS))
+
+
+def _all(
+    fence: Fence, requests: Mapping[int, Any], method: Callable[[int], Any], timeout: float
+) -> dict[int, Any]:
+    """Call several nodes at once; the replies of those that gave one. The others count as not answering."""
+    calls = {node: method(node)(request, timeout=timeout) for node, request in requests.items()}
+    found = {}
+    for node, call in calls.items():
+        try:
+            found[node] = call.result()
+        except grpc.RpcError as error:
+            fence.failures[node] = reason(error)
+            fence.answers.pop(node, None)
+    return found
 
 
 def plan_anew(incarnation: int, trouble: str) -> Plan:
@@ -161,15 +197,10 @@ def _enough(chosen: Target | Missing) -> bool:
 def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> list[pb.NodeStatus]:
     """Have all nodes step up to the target at once; the answers of those that did, which are the newest."""
     request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
-    calls = {node: stubs.to(node).Settle.future(request, timeout=SETTLE_SECONDS) for node in fence.answers}
-    settled = []
-    for node, call in calls.items():
-        try:
-            fence.answers[node] = call.result()
-            settled.append(fence.answers[node])
-        except grpc.RpcError as error:
-            fence.failures[node] = reason(error)
-    return settled
+    asked = dict.fromkeys(fence.answers, request)
+    settled = _all(fence, asked, lambda node: stubs.to(node).Settle.future, SETTLE_SECONDS)
+    fence.answers.update(settled)
+    return list(settled.values())
 
 
 def _lacking(job: Job, shards: tuple[Shard, ...], fence: Fence, timeout: float) -> str:
