@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,22 @@ def test_a_mute_stub_is_explained(pair: Pair) -> None:
             call()
     finally:
         stub.stop()
+
+
+def test_a_stub_that_resets_before_the_hello_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a switch does that is started again just then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        really_open = connect._open
+
+        def reset(sock: socket.socket, *arguments: Any) -> None:
+            really_open(sock, *arguments)
+            accepted, _ = listener.accept()
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
+
+        monkeypatch.setattr(connect, "_open", reset)
+        with pytest.raises(StreamError, match="boundary 6.*the controller refused the hello"):
+            connect_stream("127.0.0.1", listener.getsockname(), HELLO)
 
 
 def test_a_closed_port_an_unknown_address_and_an_unknown_device_are_explained() -> None:

@@ -44,8 +44,8 @@ def connect_stream(
         _prepare(sock, nic_ip, device, receive_buffer)
         sock.settimeout(timeout)
         _open(sock, stub, way)
-        sock.sendall(hello.pack())  # into an empty buffer: one segment
         try:
+            sock.sendall(hello.pack())  # into an empty buffer: one segment
             tcp.drain(sock, timeout)
             tcp.check_alive(sock)
         except ConnectionError:
