@@ -19,9 +19,8 @@ from checkmate.shadow import restarting
 from checkmate.shadow.commit import NEVER, Committee
 from checkmate.shadow.group import Refused, reusable
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.hold_state import HoldState
+from checkmate.shadow.hold_state import HoldState, Stepped
 from checkmate.shadow.node import Node
-from checkmate.shadow.node_state import Stepped
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.records import Records
 from checkmate.shadow.replica import ReplicaError

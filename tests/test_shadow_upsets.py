@@ -345,7 +345,7 @@ def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.Lo
         here.stepped(3)
         wait_until(lambda: not hold.state.trouble, "that it is over")
     said = [record.getMessage() for record in caplog.records]
-    assert any("a restart would repeat as many" in line for line in said)
+    assert any("a restart has to step as many first" in line for line in said)
     assert any("no more than an iteration behind again" in line for line in said)
 
 

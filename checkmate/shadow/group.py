@@ -93,6 +93,17 @@ def check_job(job: Job, name: str) -> None:
         raise Refused(f"job {name or '(unnamed)'}: this node belongs to job {job.job}")
 
 
+def in_start(group: Group | None, number: int, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld) -> Group:
+    """Return a group that has begun, in the start of training that is spoken of; else `Refused`."""
+    if group is None:
+        raise Refused(
+            f"DP group {number} has not begun incarnation {said.incarnation} here; none has",
+            precondition=True,
+        )
+    check_start(group.begin, said)
+    return group
+
+
 def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld) -> None:
     """`Refused` where a record or seeds are of another start of training than their group's `Begin`.
 

@@ -13,10 +13,9 @@ from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schedule import stream_layout
 from checkmate.shadow.buckets import SETS, BucketSets
-from checkmate.shadow.hold_state import HoldState, Snapshot, StreamState
+from checkmate.shadow.hold_state import HoldState, Snapshot, Stepped, StreamState
 from checkmate.shadow.inlet import Inlet
 from checkmate.shadow.locks import OrderedLock
-from checkmate.shadow.node_state import Stepped
 from checkmate.shadow.replica import Replica
 from checkmate.shadow.streams import HoldPlan, check_lengths
 

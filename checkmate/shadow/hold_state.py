@@ -6,6 +6,7 @@ parameter, steps what it has, and is live once all its parameters are at the sam
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,9 @@ HURRY = 0.5
 """If a socket's buffer lasts for fewer seconds than this, nothing waits in it for another shard;"""
 FULL = 0.75
 """nor if it is filled so far."""
+
+LAG_SECONDS = 1.0
+"""A hold that is further behind for so long says so."""
 
 RECORD_GRACES = 5
 """A record that newer ones have overtaken is given up after so many times the grace of a stream."""
@@ -56,6 +60,20 @@ class Snapshot(NamedTuple):
 
     version: int
     at: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What came of a step: the parameters' iterations, and what comparing then found wrong.
+
+    `equal`: the last iteration after which all that is wrong now was found right. `suspects`: whether
+    anything that was found wrong has not been found right since.
+    """
+
+    snapshot: Snapshot
+    troubles: Sequence[str] = ()
+    equal: int = -1
+    suspects: bool = False
 
 
 @dataclass(eq=False)
@@ -245,4 +263,22 @@ class HoldState:
             self._record_since = now
         elif now - (self._record_since or now) > RECORD_GRACES * grace:
             return f"the record of iteration {following} has not come"
+        return None
+
+    def lag(self, newest: int, now: float) -> tuple[int, str] | None:
+        """Return what to log, and at which level: trainers are more than one iteration ahead, or are no more.
+
+        `newest`: of which they have sent a record.
+        """
+        behind = newest - self.stepped
+        if behind <= 1:
+            self.lagging = now
+            if self.lag_said:
+                self.lag_said, self.trouble = False, ""
+                return logging.INFO, f"{self}: no more than an iteration behind again"
+        elif now - self.lagging > LAG_SECONDS and not self.doubtful:
+            self.trouble = f"{behind} iterations behind the trainers: a restart has to step as many first"
+            if not self.lag_said:
+                self.lag_said = True
+                return logging.WARNING, f"{self}: {self.trouble}"
         return None

@@ -9,19 +9,18 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
-from checkmate.shadow.commit import NEVER, PATIENCE, Committee, Progress
+from checkmate.shadow.commit import NEVER, Committee, Progress
 from checkmate.shadow.effects import Close, Connect, Effect, Empty, Join, Log, Release
-from checkmate.shadow.group import Group, Refused, Start, check_job, check_start, start_of
-from checkmate.shadow.hold_state import AHEAD, HoldState, Snapshot
+from checkmate.shadow.group import Group, Start, check_job, in_start, start_of
+from checkmate.shadow.hold_state import AHEAD, HoldState, Stepped
+from checkmate.shadow.patience import PatienceMeter
 
 _REMEMBERED = 64  # fenced starts of training
-_LAG_SECONDS = 1.0
-_RATE_SECONDS = 1.0
 
 
 class Phase(enum.IntEnum):
@@ -45,20 +44,6 @@ class Due:
     iteration: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """What came of a step: the parameters' iterations, and what comparing then found wrong.
-
-    `equal`: the last iteration after which all that is wrong now was found right. `suspects`: whether
-    anything that was found wrong has not been found right since.
-    """
-
-    snapshot: Snapshot
-    troubles: Sequence[str] = ()
-    equal: int = -1
-    suspects: bool = False
-
-
 class NodeState:
     """One shadow node of a job."""
 
@@ -76,9 +61,7 @@ class NodeState:
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable: for each reservation, until when."""
         self.troubles: list[str] = []
-        self._patience = PATIENCE
-        self._rated = now
-        self._received: dict[int, int] = {}
+        self._patience = PatienceMeter(now, receive_buffer)
         self._behind: frozenset[int] = frozenset()
         self._effects: list[Effect] = []
 
@@ -97,14 +80,7 @@ class NodeState:
     def group(self, number: int, said: pb.RecordPart | pb.SeedHeader) -> Group:
         """Return the group that trainers speak of; `Refused` unless it has begun here, in the same start."""
         check_job(self.job, said.job)
-        group = self.groups.get(number)
-        if group is None:
-            raise Refused(
-                f"DP group {number} has not begun incarnation {said.incarnation} here; none has",
-                precondition=True,
-            )
-        check_start(group.begin, said)
-        return group
+        return in_start(self.groups.get(number), number, said)
 
     def begun(self, group: Group, now: float) -> None:
         """A DP group begins, in place of what it was here before."""
@@ -153,7 +129,7 @@ class NodeState:
         """
         if self.phase is Phase.ANSWERED:
             return
-        live, kept = [], []
+        live, kept, patience = [], [], self._patience.seconds
         for group, hold in self._present:
             if not hold.settled:
                 hold.update(group.records)
@@ -170,10 +146,10 @@ class NodeState:
                 min((hold.in_full for hold in live), default=NEVER),
                 max((hold.released for hold in live), default=NEVER),
                 bool(live),
-                self._patience,
+                patience,
                 frozenset(hold.shard for hold in live),
                 tuple(kept),
-                any(hold.pressed(self._patience, self.receive_buffer) for hold in live),
+                any(hold.pressed(patience, self.receive_buffer) for hold in live),
                 self.committee.start,
             )
         )
@@ -244,7 +220,7 @@ class NodeState:
             for _ in [end for end in ends if end < now]:
                 self.release(iteration)
         self.forget()
-        self._rate(now)
+        self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:
             if hold.settled or self.fenced:
                 continue
@@ -252,8 +228,8 @@ class NodeState:
             if lost is not None:
                 if not hold.busy:  # else after that: to wait for it would stop the reading
                     self._join_again(group, hold, lost)
-            elif hold.live:
-                self._lag(group, hold, now)
+            elif hold.live and (said := hold.lag(group.records.newest, now)):
+                self._log(*said)
 
     def release(self, iteration: int) -> None:
         """End the reservation of an iteration that would end first."""
@@ -314,20 +290,6 @@ class NodeState:
         hold.trouble = f"{lost}; {last}it joins again at iteration {iteration}"
         self._log(level, f"{hold}: {hold.trouble}")
 
-    def _lag(self, group: Group, hold: HoldState, now: float) -> None:
-        """Say so if trainers are more than one iteration ahead of a live hold, and when that is over."""
-        behind = group.records.newest - hold.stepped
-        if behind <= 1:
-            hold.lagging = now
-            if hold.lag_said:
-                hold.lag_said, hold.trouble = False, ""
-                self._log(logging.INFO, f"{hold}: no more than an iteration behind again")
-        elif now - hold.lagging > _LAG_SECONDS and not hold.doubtful:
-            hold.trouble = f"{behind} iterations behind the trainers: a restart would repeat as many"
-            if not hold.lag_said:
-                hold.lag_said = True
-                self._log(logging.WARNING, f"{hold}: {hold.trouble}")
-
     def _say_behind(self) -> None:
         """Say which nodes don't count, because others went on without them, and which do again."""
         behind = self.committee.behind
@@ -338,18 +300,3 @@ class NodeState:
         for node in self._behind - behind.keys():
             self._log(logging.INFO, f"shadow node {node} is not behind any more")
         self._behind = frozenset(behind)
-
-    def _rate(self, now: float) -> None:
-        """See for how long the fullest socket buffer lasts at the present rate: the patience with silence."""
-        if now - self._rated < _RATE_SECONDS:
-            return
-        passed, self._rated = now - self._rated, now
-        lasts, seen = [PATIENCE], {}
-        for _, hold in self.holds:
-            for stream in hold.streams:
-                seen[id(stream)] = stream.received
-                rate = (stream.received - self._received.get(id(stream), stream.received)) / passed
-                if rate > 0:
-                    lasts.append((self.receive_buffer - stream.queued) / rate)
-        self._received = seen
-        self._patience = max(0.0, min(lasts))

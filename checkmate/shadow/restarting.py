@@ -11,7 +11,7 @@ import grpc
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.shadow.group import Group, Refused, check_job, check_start
+from checkmate.shadow.group import Group, Refused, check_job, in_start
 from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
 from checkmate.shadow.node_state import Due, Phase
@@ -93,10 +93,7 @@ def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
     check_job(node.job, request.job)
     asked = request.parts
     with node.changed:
-        group = node.state.groups.get(asked.group)
-        if group is None:
-            raise Refused(f"DP group {asked.group} has not begun here", precondition=True)
-        check_start(group.begin, asked)
+        group = in_start(node.state.groups.get(asked.group), asked.group, asked)
         return group.records.parts_of(asked.ranges)
 
 
