@@ -26,17 +26,17 @@ from hypothesis import strategies as st
 from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.choose import Lacking, choose, newest_incarnation
 from checkmate.consolidate.follow import follow, next_due
-from checkmate.consolidate.nodes import Missing, Nodes, Snapshot, Unreachable, _Fetched, _one_group
+from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader, Unreachable, one_group
 from checkmate.layout import Parameter, make_layout
+from checkmate.nodes.reader import ShardState
+from checkmate.nodes.standing import Lacking
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.schema import Job
 from tests.end_hosts import needs_buffers
-from tests.jobs_made import job
 from tests.shadow_world import World
 from tests.small_training import RUN, Training
 from tests.test_disk import small_disk
@@ -120,7 +120,7 @@ class Place:
             training.check_group(disk.group_of(found, index), iteration)
 
     def read(self, timeout: float = 20, at_least: int = 0) -> Snapshot:
-        with Nodes(self.job) as nodes:
+        with SnapshotReader(self.job) as nodes:
             return nodes.read(timeout, at_least)
 
     @contextmanager
@@ -237,29 +237,29 @@ def test_what_speaks_no_shadow_protocol_is_no_shadow_node(place: Callable[..., P
         server.stop(0).wait()
 
 
-def fetched(shard: int, buffers: list[str], expected: list[str]) -> _Fetched:
+def fetched(shard: int, buffers: list[str], expected: list[str]) -> ShardState:
     layout = make_layout([Parameter("w", (4,), "float32")], 2, 100)
     record = pb.IterationRecord(parts=[pb.RecordPart()], buffers=dict.fromkeys(buffers, b"data"))
     header = pb.SeedHeader(
         shard=pb.Shard(shard=shard), layout=layout.to_json(), record=record, buffers=expected
     )
-    return _Fetched(header, {})
+    return ShardState(header, layout, {})
 
 
 def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
     """A node that has come late has but some."""
     expected = ["frozen", "mean"]
-    found = _one_group(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
+    found = one_group(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
     assert set(found.record.buffers) == {"mean", "frozen"}
-    with pytest.raises(Lacking, match="frozen and 0 other"):
-        _one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
+    with pytest.raises(Lacking, match="have not come yet: frozen$"):
+        one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
 
 
 def test_shards_of_two_models_are_not_put_together() -> None:
     ours, theirs = fetched(0, [], []), fetched(1, [], [])
     theirs.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
     with pytest.raises(Lacking, match="shard 1 of DP group 0 is of another model") as caught:
-        _one_group(0, [ours, theirs])
+        one_group(0, [ours, theirs])
     assert caught.value.wrong == {(0, 1)}
 
 
@@ -347,14 +347,15 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Place], li
     try:
         here.check(checkpoint(here.read()), 1)
         assert liar.asked
-        alone = here.job.model_copy(update={"replicas": 1})
+        away = here.job.node(0).model_copy(update={"mgmt": "127.0.0.1:1"})
+        alone = here.job.model_copy(update={"shadow_nodes": (away, here.job.node(1))})
         with (
-            Nodes(alone) as nodes,
+            SnapshotReader(alone) as nodes,
             pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1") as caught,
         ):
             nodes.read(1)
         assert isinstance(caught.value.__cause__, Lacking)
-        assert caught.value.__cause__.wrong == {(0, 1)}
+        assert caught.value.__cause__.wrong == {(0, 0), (0, 1)}
     finally:
         server.stop(0).wait()
 
@@ -430,7 +431,7 @@ def test_a_full_disk_in_the_background(
     here = place(nodes=2, ranks=2)
     here.iterate(2)
     stopped, saved, troubles = threading.Event(), list[int](), list[str]()
-    with Nodes(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+    with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
         following = pool.submit(
             follow,
             *(nodes, small_disk, kind, 10.0, 1, 5, stopped),
@@ -468,7 +469,7 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
     here.iterate(6)
     for _ in range(2):
         stopped, saved = threading.Event(), list[int]()
-        with Nodes(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
             following = pool.submit(
                 follow,
                 *(nodes, tmp_path, "torch", 10.0, 4, 5, stopped),
@@ -495,57 +496,3 @@ def test_when_one_is_due(iteration: int, every: int) -> None:
     assert due >= max(iteration, 0)
     assert (due + 1) % every == 0
     assert due - max(iteration, 0) < every
-
-
-@given(st.integers(0, 255), st.lists(st.integers(0, 127), min_size=1, max_size=5))
-def test_the_newest_incarnation_counts_round(last: int, before: list[int]) -> None:
-    assert newest_incarnation([(last - b) % 256 for b in [*before, 0]]) == last
-    assert newest_incarnation([]) is None
-
-
-def status(*holds: tuple[int, int], **changes: Any) -> pb.NodeStatus:
-    found = pb.NodeStatus(job="demo")
-    for group, shard in holds:
-        hold = found.holds.add(incarnation=3, run="r", stepped=7, seeded=True, live=True, offered=True)
-        hold.shard.CopyFrom(pb.Shard(group=group, shard=shard))
-        for name, value in changes.items():
-            setattr(hold, name, value)
-    return found
-
-
-def test_who_is_asked() -> None:
-    made = job(nodes=2, replicas=2)
-    both = status((0, 0), (0, 1))
-    source = choose(made, {0: both, 1: both})
-    assert dict(source.holders) == {(0, 0): (0, 1), (0, 1): (1, 0)}
-    assert (source.run, source.incarnation, source.stepped, source.nodes) == ("r", 3, 7, (0, 1))
-    source = choose(made, {0: both, 1: "gone"})
-    assert dict(source.holders) == {(0, 0): (0,), (0, 1): (0,)}
-
-
-def test_who_lacks_buffers_is_asked_only_for_what_nobody_offers() -> None:
-    made = job(nodes=2, replicas=2)
-    late = status((0, 0), (0, 1), offered=False, lacks_buffers=1)
-    source = choose(made, {0: late, 1: status((0, 1))})
-    assert dict(source.holders) == {(0, 0): (0,), (0, 1): (1,)}
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ("can't be reached", "can't be reached"),
-        (pb.NodeStatus(holds_nothing=True), "holds nothing"),
-        (status((0, 0)), "does not hold it"),
-        (status((0, 1), incarnation=2, run="old"), "is still in incarnation 2, not 3"),
-        (status((0, 1), offered=False, doubtful=True, trouble="p3 differs"), "p3 differs"),
-        (status((0, 1), offered=False, live=False), "is not live yet, at iteration 7"),
-        (status((0, 1), offered=False, live=False, seeded=False), "is not seeded yet"),
-    ],
-)
-def test_why_nobody_gives_a_shard(answer: Any, words: str) -> None:
-    made = job(nodes=2)
-    with pytest.raises(Lacking) as caught:
-        choose(made, {0: status((0, 0)), 1: answer})
-    assert str(caught.value) == f"shard 1 of DP group 0: shadow node 1 ({made.node(1).mgmt}): {words}"
-    behind = status((0, 1), trouble="5 iterations behind")
-    assert choose(made, {0: status((0, 0)), 1: behind}).holders[0, 1] == (1,)

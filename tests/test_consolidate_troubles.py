@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from checkmate.cli.consolidate import _say, _waiting
-from checkmate.consolidate.choose import Lacking, NoAnswer, choose
 from checkmate.consolidate.follow import Saved, _Waiting, follow
-from checkmate.consolidate.nodes import Nodes, unreached
+from checkmate.consolidate.snapshot import SnapshotReader
+from checkmate.nodes.standing import Lacking, NoAnswer
 from tests.end_hosts import needs_buffers
 from tests.jobs_made import job, job_data
 from tests.shadow_world import going_on
-from tests.test_consolidate import CHECKMATE, Place, status
+from tests.test_consolidate import CHECKMATE, Place
 from tests.waiting import wait_until
 
 pytestmark = needs_buffers
@@ -43,7 +43,7 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
     saved: list[int] = []
     tries = 0
 
-    class Counted(Nodes):
+    class Counted(SnapshotReader):
         def source(self):  # type: ignore[no-untyped-def]
             nonlocal tries
             tries += 1
@@ -85,33 +85,6 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
     assert said[begun - 1].count(": can't be reached") == 2
 
 
-@pytest.mark.parametrize(
-    ("detail", "why"),
-    [
-        (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7000: Failed to connect "
-            "to remote host: connect: Connection refused (111)",
-            " (Connection refused)",
-        ),
-        (
-            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7000: "
-            "Ssl handshake failed (TSI_PROTOCOL_FAILURE): CERTIFICATE_VERIFY_FAILED",
-            " (Ssl handshake failed (TSI_PROTOCOL_FAILURE): CERTIFICATE_VERIFY_FAILED)",
-        ),
-        ("Socket closed", " (Socket closed)"),
-        (
-            "errors resolving nosuch.invalid:7000: [field:hostname lookup error:address lookup failed for "
-            "nosuch.invalid:7000: Domain name not found]",
-            " (errors resolving nosuch.invalid:7000: [field:hostname lookup error:address lookup failed for "
-            "nosuch.invalid:7000: Domain name not found])",
-        ),
-        ("", ""),
-    ],
-)
-def test_of_what_grpc_says_only_the_reason_is_told(detail: str, why: str) -> None:
-    assert unreached(detail) == why
-
-
 def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
     """Though no node could be reached before; how nodes come back is not."""
     made, shard, said = job(nodes=2), (0, 1), list[str]()
@@ -130,14 +103,6 @@ def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
         "shard 1 of DP group 0: is of another model",
         "over",
     ]
-
-
-def test_which_trouble_is_wrong_with_a_shard_itself() -> None:
-    made = job(nodes=2)
-    for changes, wrong in (({"doubtful": True, "trouble": "p3 differs"}, {(0, 1)}), ({"live": False}, set())):
-        with pytest.raises(Lacking) as caught:
-            choose(made, {0: status((0, 0)), 1: status((0, 1), offered=False, **changes)})
-        assert caught.value.wrong == wrong
 
 
 def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.nodes import GroupState, Snapshot
+from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.layout import Parameter, make_layout
 from checkmate.optimizers import options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from checkmate.nodes.stubs import Stubs
 from checkmate.schema import Job
 from checkmate.shadow.clock import STALL, AwakeClock
 from checkmate.shadow.replica import Replica
 from checkmate.training import fence
-from checkmate.training.client import Stubs
 from checkmate.training.fence import Plan
 from tests.copies import Copies, local_job
 from tests.end_hosts import needs_buffers

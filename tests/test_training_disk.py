@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from checkmate import state
 from checkmate.consolidate import disk as on_disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.nodes import GroupState, Snapshot
+from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import disk, session

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkmate import state
-from checkmate.training.client import Stubs
+from checkmate.nodes.stubs import Stubs
 from checkmate.training.fetch import Fetched, FetchError, Wanted, fetch
 from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, settle

@@ -178,7 +178,7 @@ def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp
     _, ends = train(tmp_path, nodes, iterations=4, timeout=1.0)
     assert [code for code, _ in ends] == [1, 1]
     for _, errors in ends:
-        assert f"shadow node 1 ({nodes[1].address}): UNAVAILABLE" in errors
+        assert f"shadow node 1 ({nodes[1].address}): can't be reached (Connection refused)" in errors
         assert "no folder of checkpoints is named (checkpoints=, or CHECKMATE_CHECKPOINTS)" in errors
         assert "fresh=True starts anew" in errors
     nodes[1].start()

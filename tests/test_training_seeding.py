@@ -164,7 +164,7 @@ def test_records_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub:
     seeder.give(0, records("a") * 100)
     assert seeder.given.wait(SECONDS)
     seeder.close()
-    assert seeder.given_up.startswith("UNAVAILABLE")
+    assert seeder.given_up.startswith("can't be reached")
     assert not node.seeds
 
 
@@ -209,7 +209,9 @@ def test_nodes_that_are_not_given_all_buffers_are_named(
                 seeder.close()
             slow.stop()
     (said,) = caplog.messages
-    assert said.startswith("buffers and frozen parameters have not all come to shadow node 1 (UNAVAILABLE")
+    assert said.startswith(
+        "buffers and frozen parameters have not all come to shadow node 1 (can't be reached"
+    )
     assert ", shadow node 2 (not in time): step records bring 4 MiB each" in said
     assert "shadow node 0" not in said
     assert len(node.seeds) == 2

@@ -23,7 +23,7 @@ from topologies.signals import unwinding
 
 if TYPE_CHECKING:
     from checkmate.consolidate.follow import Saved
-    from checkmate.consolidate.nodes import Nodes
+    from checkmate.consolidate.snapshot import SnapshotReader
 
 
 class Kind(StrEnum):
@@ -89,9 +89,9 @@ def consolidate(
 
 
 @contextmanager
-def _nodes(job: Job) -> Iterator[Nodes]:
+def _nodes(job: Job) -> Iterator[SnapshotReader]:
     """The job's nodes, with progress on a terminal."""
-    from checkmate.consolidate.nodes import Nodes  # noqa: PLC0415
+    from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -101,15 +101,15 @@ def _nodes(job: Job) -> Iterator[Nodes]:
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(f"reading job {job.job}", total=None)
-        with Nodes(job, lambda nbytes: progress.advance(task, nbytes)) as nodes:
+        with SnapshotReader(job, lambda nbytes: progress.advance(task, nbytes)) as nodes:
             yield nodes
 
 
 @contextmanager
-def _quiet_nodes(job: Job, stopped: threading.Event) -> Iterator[Nodes]:
-    from checkmate.consolidate.nodes import Nodes  # noqa: PLC0415
+def _quiet_nodes(job: Job, stopped: threading.Event) -> Iterator[SnapshotReader]:
+    from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
-    with Nodes(job, stopped=stopped) as nodes:
+    with SnapshotReader(job, stopped=stopped) as nodes:
         yield nodes
 
 

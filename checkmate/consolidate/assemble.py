@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from checkmate import state
-from checkmate.consolidate.nodes import GroupState, Snapshot
+from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.optimizer_options import parse_options
 from checkmate.optimizers import FROZEN
 from checkmate.rpc import shadow_pb2 as pb

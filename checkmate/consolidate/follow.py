@@ -13,8 +13,9 @@ import torch
 
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.choose import LAB_HINT, Lacking, NoAnswer
-from checkmate.consolidate.nodes import Missing, Nodes, Snapshot
+from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader
+from checkmate.nodes.offers import LAB_HINT
+from checkmate.nodes.standing import Lacking, NoAnswer
 from checkmate.schema import Job
 from checkmate.state import StateError
 
@@ -37,14 +38,14 @@ class Saved:
     seconds: float
 
 
-def take(nodes: Nodes, path: Path, kind: disk.Format, timeout: float) -> Saved:
+def take(nodes: SnapshotReader, path: Path, kind: disk.Format, timeout: float) -> Saved:
     """Save the newest iteration as `path`. `Missing` where there is none in time, `DiskError`."""
     start = time.monotonic()
     return _write(nodes.read(timeout), path, kind, start, replace=False)
 
 
 def follow(
-    nodes: Nodes,
+    nodes: SnapshotReader,
     folder: Path,
     kind: disk.Format,
     timeout: float,
@@ -72,7 +73,7 @@ def follow(
             stepped, ended = source.stepped, source.ended
             if not stepped - every < due <= stepped + every:
                 due = next_due(stepped, every)  # the first time, or training went back
-            if ended and stepped >= 0 and newest != (source.run, stepped):
+            if ended and stepped >= 0 and newest != (source.beginning.run, stepped):
                 due = stepped
             if stepped >= due - (not ended):
                 start = time.monotonic()

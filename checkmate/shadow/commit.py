@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from checkmate.consolidate.choose import Shard
+from checkmate.nodes.shards import Shard
 
 NEVER: Final = -2
 """Before iteration -1, which is the state before the first iteration."""

@@ -22,6 +22,7 @@ from checkmate import tcp
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.frames import GREETING, Frame, FrameError, Unpacker, pack
 from checkmate.shadow.group import Refused
+from checkmate.shadow.inlet import waiting
 from checkmate.state import StateError
 
 log = logging.getLogger("checkmate")
@@ -42,6 +43,7 @@ class Inbox:
         self._listener, self._take, self._tls = listener, take, tls
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
+        self._connections: dict[_Connection, None] = {}
         self._selector = selectors.DefaultSelector()
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -60,12 +62,15 @@ class Inbox:
         os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
             self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Connection):
-                key.data.socket.close()
+        for connection in self._connections:
+            connection.socket.close()
         self._listener.close()
         self._selector.close()
         os.close(self._wake)
+
+    def unread(self) -> int:
+        """Return how many bytes wait to be read."""
+        return sum(waiting(one.socket) for one in list(self._connections))
 
     def _run(self) -> None:
         while not self._stopping:
@@ -87,7 +92,9 @@ class Inbox:
         tcp.notice_vanished(sock, _VANISHED_SECONDS)
         if self._tls is not None:
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        self._selector.register(sock, selectors.EVENT_READ, _Connection(sock, address[0]))
+        connection = _Connection(sock, address[0])
+        self._connections[connection] = None
+        self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _turn(self, connection: _Connection) -> None:
         """Read what is there, answer, and write what can be written."""
@@ -129,6 +136,7 @@ class Inbox:
     def _end(self, connection: _Connection, why: str) -> None:
         if why:
             log.info("step records from %s: %s", connection.peer, why)
+        del self._connections[connection]
         self._selector.unregister(connection.socket)
         connection.socket.close()
 

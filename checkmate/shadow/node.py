@@ -63,6 +63,8 @@ class Node:
         """The tensors and sockets of each hold of `state`."""
         self.step_seconds = 0.0
         self.stopping = False
+        self.also_unread: list[Callable[[], int]] = []
+        """Count bytes that wait for other readers than ours."""
         self._stepping = False
         self._torch_threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
@@ -97,6 +99,12 @@ class Node:
         """All holds, by group."""
         with self.changed:
             return [self.data[hold] for _, hold in self.state.holds]
+
+    def unread(self) -> int:
+        """Return how many bytes this machine has received that can be read, and have not been."""
+        with self.changed:
+            inlets = [inlet for hold in self.data.values() for inlet in hold.inlets if not inlet.paused]
+        return sum(inlet.queued() for inlet in inlets) + sum(count() for count in self.also_unread)
 
     def wait_for(self, known: Callable[[], bool], timeout: float) -> bool:
         """Wait until something is so; the caller has the lock."""

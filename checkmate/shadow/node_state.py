@@ -108,6 +108,11 @@ class NodeState:
             if hold.live and not hold.settled
         )
 
+    @property
+    def undecided(self) -> bool:
+        """Whether an iteration has come whole and is not stepped: others have not said that they have it."""
+        return any(hold.in_full > hold.released for _, hold in self._present if hold.live)
+
     def drain(self) -> None:
         """Let no training begin that has begun before, and go on committing what is recorded."""
         self.phase = Phase.FENCED if self.fenced else Phase.DRAINING

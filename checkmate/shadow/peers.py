@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from checkmate.consolidate.choose import Shard
+from checkmate.nodes.shards import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.shadow.commit import PATIENCE, Kept, Progress

@@ -24,6 +24,8 @@ _COPY_SECONDS = 10.0
 
 QUIET, QUIET_AGAIN = 0.2, 0.05
 """A node reads on until nothing has come for so many seconds; the latter if it has waited before."""
+QUIET_UNDECIDED = 2.0
+"""The same while other nodes have something to say."""
 
 
 Wanted = Callable[[], bool]
@@ -103,15 +105,22 @@ def _check_wanted(wanted: Wanted) -> None:
 
 
 def _read_on(node: Node, deadline: float, patience: float) -> None:
-    """Wait until nothing comes and nothing is stepped for so long; less if nothing has come in part."""
+    """Wait until nothing comes and nothing is stepped for so long.
+
+    Less if nothing has come in part; more if what has come waits for other nodes to say that they have it.
+    What this machine has received counts as coming, until it is read: a process may have been stopped.
+    """
     since, seen = time.monotonic(), _seen(node)
     while (now := time.monotonic()) < deadline:
         with node.changed:
-            enough = min(patience, QUIET_AGAIN) if node.state.drained else patience
+            state = node.state
+            enough = min(patience, QUIET_AGAIN) if state.drained else patience
+            if state.undecided and not state.fenced:
+                enough = QUIET_UNDECIDED
         if now >= since + enough:
             return
         time.sleep(QUIET_AGAIN / 5)
-        if (now_seen := _seen(node)) != seen:
+        if (now_seen := _seen(node)) != seen or node.unread():
             since, seen = time.monotonic(), now_seen
 
 

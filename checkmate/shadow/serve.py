@@ -46,6 +46,7 @@ class Serving:
                 log.warning("%s", shortfall)
                 self.node.state.troubles.append(shortfall)
             self._inbox = Inbox(listener, partial(record, self.node), tls)
+            self.node.also_unread.append(self._inbox.unread)
             self._peers = Peers(self.node, lambda other: open_channel(job, other))
             self._copier = Copier(self.node, lambda other: open_channel(job, other))
             self._server = Server(self.node, self._peers)

@@ -16,17 +16,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import grpc
 
 from checkmate import tcp
+from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import client_context, open_channel
 from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.schema import Job, ShadowNode
+from checkmate.schema import ShadowNode
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -261,42 +260,3 @@ def _read(sock: socket.socket, unpacker: Unpacker) -> Iterator[bytes]:
             raise ConnectionResetError("it ended the connection")
         for frame in unpacker.feed(data):
             yield frame.data
-
-
-def reason(error: grpc.RpcError) -> str:
-    """What went wrong in a call, in one line."""
-    if isinstance(error, grpc.Call):
-        detail = str(error.details() or "").partition("\n")[0]
-        detail = detail.rpartition("Failed to connect to remote host: ")[
-            2
-        ]  # what gRPC says before is its own
-        return f"{error.code().name}: {detail}" if detail else error.code().name
-    return str(error)
-
-
-class Stubs:
-    """A job's shadow nodes as gRPC stubs, each with one channel."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._lock = threading.Lock()
-        self._channels: dict[int, grpc.Channel] = {}
-
-    def to(self, node: int) -> ShadowStub:
-        """The stub of a node of that id."""
-        with self._lock:
-            if node not in self._channels:
-                self._channels[node] = open_channel(self._job, node)
-            return ShadowStub(self._channels[node])
-
-    @cached_property
-    def tls(self) -> ssl.SSLContext | None:
-        """What step records are sent with, if the job has TLS. `TlsError` for its files."""
-        return None if self._job.mgmt_tls is None else client_context(self._job.mgmt_tls)
-
-    def close(self) -> None:
-        """Close all channels."""
-        with self._lock:
-            for channel in self._channels.values():
-                channel.close()
-            self._channels.clear()

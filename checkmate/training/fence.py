@@ -8,19 +8,19 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import grpc
 
-from checkmate.consolidate.choose import Shard
+from checkmate.nodes import target
+from checkmate.nodes.shards import Shard, node_name
+from checkmate.nodes.standing import Answers, Lacking
+from checkmate.nodes.stubs import Stubs, reason
+from checkmate.nodes.target import Target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import Job
-from checkmate.training import target
-from checkmate.training.client import Stubs, reason
 from checkmate.training.repair import wanted_parts
-from checkmate.training.session import all_shards
-from checkmate.training.target import Missing, Target
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -77,6 +77,11 @@ class Fence:
         """Whether all nodes have answered."""
         return len(self.answers) == len(self._threads)
 
+    @property
+    def said(self) -> Answers:
+        """By node: its answer, or why it has given none so far."""
+        return {**self.failures, **self.answers}
+
     def wait(self, enough: Callable[[], bool]) -> None:
         """Wait for all nodes; once `enough` holds, only for `PATIENCE_SECONDS` more."""
         patience = None
@@ -117,7 +122,7 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> Plan:
     fence.wait(lambda: False)
     fence.close()
     for node, why in sorted(fence.failures.items()):
-        _log.warning("%s; it will be seeded when it answers", _failure(job, node, why))
+        _log.warning("%s: %s; it will be seeded when it answers", node_name(job, node), why)
     answers = _given(fence)
     held = [hold.stepped for answer in answers if not answer.holds_nothing for hold in answer.holds]
     trouble = f"the shadow nodes held iteration {max(held)}, which is given up" if held else ""
@@ -126,22 +131,23 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> Plan:
 
 def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
     """Drain and fence, name the target, settle the nodes that can reach it."""
-    shards = all_shards(job)
     fence = Fence(job, stubs, time.monotonic() + timeout, drain=True)
-    fence.wait(lambda: _enough(target.choose(shards, _given(fence))))
+    fence.wait(lambda: _enough(job, fence.said))
     fence.close()
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
         return _anew("nothing", _given(fence))
     _freeze(job, stubs, fence)
     answers = _given(fence)
-    chosen = target.choose(shards, answers)
-    if isinstance(chosen, Missing):
-        return _anew("none", answers, _lacking(job, chosen.shards, fence, timeout))
-    settled = _settle(job, stubs, chosen, fence)
-    holders = target.settled(shards, chosen, settled)
-    if not target.whole(holders):
-        lacking = tuple(shard for shard, nodes in holders.items() if not nodes)
-        return _anew("none", answers, _lacking(job, lacking, fence, timeout))
+    try:
+        chosen = target.find_target(job, fence.said)
+        settled = _settle(job, stubs, chosen, fence)
+        holders = target.find_settled(job, chosen, settled)
+    except Lacking as error:
+        trouble = f"no iteration is whole on the shadow nodes within {timeout:g} s: {error}"
+        return _anew("none", answers, trouble)
+    if chosen.behind:
+        newest = chosen.iteration + chosen.behind
+        _log.warning("iteration %d was stepped, but %d is the newest that is whole", newest, chosen.iteration)
     incarnation = target.next_incarnation(answers, time.time())
     return Plan("nodes", incarnation, chosen.run, chosen.iteration, holders)
 
@@ -149,30 +155,23 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     """Have nodes that have drained copy what they lack from each other, drain the rest, and stop for good."""
     wanted = wanted_parts(_given(fence))
-    for node, reply in _all(fence, wanted, lambda node: stubs.to(node).Copy.future, COPY_SECONDS).items():
-        for trouble in reply.troubles:
-            _log.warning("shadow node %d: %s", node, trouble)
-    requests = dict.fromkeys(fence.answers, pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True))
+    for node, request in wanted.items():
+        for reply in stubs.ask([node], lambda stub: stub.Copy, request, COPY_SECONDS).values():
+            for trouble in [reply] if isinstance(reply, str) else reply.troubles:
+                _log.warning("%s: %s", node_name(job, node), trouble)
+    drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True)
     if wanted or not all(answer.drained for answer in fence.answers.values()):
         # A node that answered early may have waited for one that answered late.
-        _all(fence, requests, lambda node: stubs.to(node).Fence.future, 2 * DRAIN_SECONDS)
-    requests = dict.fromkeys(fence.answers, pb.FenceRequest(job=job.job, timeout=READ_SECONDS))
-    fence.answers.update(_all(fence, requests, lambda node: stubs.to(node).Fence.future, 2 * READ_SECONDS))
-
-
-def _all(
-    fence: Fence, requests: Mapping[int, Any], method: Callable[[int], Any], timeout: float
-) -> dict[int, Any]:
-    """Call several nodes at once; the replies of those that gave one. The others count as not answering."""
-    calls = {node: method(node)(request, timeout=timeout) for node, request in requests.items()}
-    found = {}
-    for node, call in calls.items():
-        try:
-            found[node] = call.result()
-        except grpc.RpcError as error:
-            fence.failures[node] = reason(error)
-            fence.answers.pop(node, None)
-    return found
+        stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, 2 * DRAIN_SECONDS)
+    stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS)
+    for node, answer in stubs.ask(
+        list(fence.answers), lambda stub: stub.Fence, stop, 2 * READ_SECONDS
+    ).items():
+        if isinstance(answer, str):
+            fence.failures[node] = answer
+            del fence.answers[node]
+        else:
+            fence.answers[node] = answer
 
 
 def plan_anew(incarnation: int, trouble: str) -> Plan:
@@ -189,44 +188,16 @@ def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], troubl
     return replace(plan_anew(incarnation, trouble), kind=kind)
 
 
-def _enough(chosen: Target | Missing) -> bool:
+def _enough(job: Job, said: Answers) -> bool:
     """Whether nodes that have not answered can be done without."""
-    return isinstance(chosen, Target) and not chosen.lacking
+    try:
+        return target.find_target(job, said).complete
+    except Lacking:
+        return False
 
 
-def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> list[pb.NodeStatus]:
+def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> Answers:
     """Have all nodes step up to the target at once; the answers of those that did, which are the newest."""
     request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
-    asked = dict.fromkeys(fence.answers, request)
-    settled = _all(fence, asked, lambda node: stubs.to(node).Settle.future, SETTLE_SECONDS)
-    fence.answers.update(settled)
-    return list(settled.values())
-
-
-def _lacking(job: Job, shards: tuple[Shard, ...], fence: Fence, timeout: float) -> str:
-    """Why no iteration is whole: shards, nodes and what these say."""
-    text = (
-        f"no iteration is whole on the shadow nodes within {timeout:g} s: nobody has {target.names(shards)}"
-    )
-    said = [_failure(job, node, why) for node, why in sorted(fence.failures.items())]
-    for answer in sorted(fence.answers.values(), key=lambda answer: answer.node):
-        if answer.holds_nothing:
-            said.append(f"shadow node {answer.node} holds nothing")
-        said += [f"shadow node {answer.node}: {trouble}" for trouble in answer.trouble]
-        said += [
-            f"shadow node {answer.node}, {target.names([(hold.shard.group, hold.shard.shard)])}: "
-            f"{hold.trouble or _standing(hold)}"
-            for hold in answer.holds
-            if (hold.shard.group, hold.shard.shard) in shards
-        ]
-    return "; ".join([text, *said])
-
-
-def _standing(hold: pb.HoldStatus) -> str:
-    if not hold.seeded:
-        return "not seeded"
-    return f"stepped {hold.stepped}, in full {hold.in_full}"
-
-
-def _failure(job: Job, node: int, why: str) -> str:
-    return f"shadow node {node} ({job.node(node).mgmt}): {why}"
+    settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, SETTLE_SECONDS)
+    return {**fence.failures, **settled}

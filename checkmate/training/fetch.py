@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-import grpc
-import torch
-
-from checkmate import state
-from checkmate.consolidate.headers import Asked, check_header, most_parts, record_of
-from checkmate.layout import Layout, Parameter, from_json
+from checkmate.layout import Layout, Parameter
+from checkmate.nodes.headers import Asked, most_parts, record_of
+from checkmate.nodes.reader import Reading, States, read_shards
+from checkmate.nodes.shards import names
+from checkmate.nodes.standing import Lacking
+from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.client import Stubs, reason
-from checkmate.training.target import names, spread
-
-States = dict[int, tuple[torch.Tensor, dict[str, object]]]
-"""Parameters by number: the tensor, and the optimizer state."""
 
 
 class FetchError(RuntimeError):
@@ -52,15 +47,13 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
 
     Buffers may come with any shard. Before the first iteration they are what the script makes.
     """
-    deadline = time.monotonic() + timeout
-    with ThreadPoolExecutor(len(wanted.holders), thread_name_prefix="fetch") as threads:
-        jobs = [
-            threads.submit(_fetch_shard, wanted, shard, spread(holders, rank), layout, stubs, deadline)
-            for shard, holders in wanted.holders.items()
-        ]
-        shards = [job.result() for job in jobs]
-    states = {number: values for _, values_of in shards for number, values in values_of.items()}
-    headers = [header for header, _ in shards]
+    how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layout))
+    try:
+        shards = list(read_shards(stubs, _asked(wanted, rank), how).values())
+    except Lacking as error:
+        raise FetchError(str(error)) from None
+    states = {number: values for shard in shards for number, values in shard.states.items()}
+    headers = [shard.header for shard in shards]
     record, without = record_of(headers)
     if without and record.parts:
         shards_named = names((wanted.group, shard) for shard in sorted(wanted.holders))
@@ -68,35 +61,27 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
             f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
             f"{', '.join(without)}"
         )
-    same = all(from_json(header.layout).fingerprint == layout.fingerprint for header in headers)
+    same = all(shard.layout.fingerprint == layout.fingerprint for shard in shards)
     return Fetched(states, record, most_parts(headers).optimizer, same)
 
 
-def _fetch_shard(
-    wanted: Wanted, shard: int, holders: Sequence[int], layout: Layout, stubs: Stubs, deadline: float
-) -> tuple[pb.SeedHeader, States]:
-    """One shard, from the first of its holders that gives it."""
-    request = pb.FetchRequest(
-        job=wanted.job, shard=pb.Shard(group=wanted.group, shard=shard), iteration=wanted.iteration
-    )
-    troubles = []
-    for node in holders:
-        try:
-            stream = stubs.to(node).Fetch(request, timeout=max(deadline - time.monotonic(), 0.1))
-            reader = state.from_seeds(stream)
-            _check(reader.header, wanted, shard, layout)
-            return reader.header, reader.all()
-        except grpc.RpcError as error:
-            troubles.append(f"shadow node {node}: {reason(error)}")
-        except state.StateError as error:
-            troubles.append(f"shadow node {node}: {error}")
-    raise FetchError(f"shard {shard} of DP group {wanted.group}: {'; '.join(troubles)}")
+def _asked(wanted: Wanted, rank: int) -> dict[Asked, list[int]]:
+    """The shards to read, each with its holders in the order in which this rank tries them."""
+    return {
+        Asked(wanted.job, wanted.run, wanted.iteration, wanted.group, shard): spread(nodes, rank)
+        for shard, nodes in wanted.holders.items()
+    }
 
 
-def _check(header: pb.SeedHeader, wanted: Wanted, shard: int, layout: Layout) -> None:
-    """`StateError` where a stream is of something else; `FetchError` where the model is another one."""
-    theirs = check_header(header, Asked(wanted.job, wanted.run, wanted.iteration, wanted.group, shard))
-    difference = different(theirs, layout)
+def spread(holders: Sequence[int], rank: int) -> list[int]:
+    """A shard's holders in the order in which a rank tries them, so that ranks share them evenly."""
+    start = rank % len(holders) if holders else 0
+    return [*holders[start:], *holders[:start]]
+
+
+def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
+    """`FetchError` if the nodes hold another model."""
+    difference = different(theirs, ours)
     if difference:
         raise FetchError(f"the shadow nodes hold another model: {difference}; fresh=True starts anew")
 

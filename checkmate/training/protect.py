@@ -18,12 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout
+from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import ShadowNode
 from checkmate.training import restore, session
 from checkmate.training.checks import check_all_stepped, check_kept
-from checkmate.training.client import Line, Stubs
+from checkmate.training.client import Line
 from checkmate.training.hook import GradientHook
 from checkmate.training.publish import Author, Publisher
 from checkmate.training.ready import await_ready

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Final
 
-import grpc
-
+from checkmate.nodes.shards import node_name
+from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.client import Stubs, reason
 from checkmate.training.session import Session
 
 _POLL_SECONDS: Final = 0.1
@@ -28,11 +27,10 @@ def _lacking(place: Session, stubs: Stubs, incarnation: int) -> list[str]:
     """What keeps the group's nodes from following, if anything does."""
     found = []
     request = pb.StatusRequest(job=place.job.job)
-    for node in place.nodes:
-        try:
-            status = stubs.to(node.id).Status(request, timeout=_STATUS_SECONDS)
-        except grpc.RpcError as error:
-            found.append(f"shadow node {node.id} ({node.mgmt}): {reason(error)}")
+    nodes = {node.id: node for node in place.nodes}
+    for number, status in stubs.ask(nodes, lambda stub: stub.Status, request, _STATUS_SECONDS).items():
+        if isinstance(status, str):
+            found.append(f"{node_name(place.job, number)}: {status}")
             continue
         held = {
             hold.shard.shard: hold
@@ -40,8 +38,8 @@ def _lacking(place: Session, stubs: Stubs, incarnation: int) -> list[str]:
             if (hold.shard.group, hold.incarnation) == (place.group, incarnation)
         }
         for shard in range(place.shards):
-            if node in place.holders(shard) and (trouble := _not_ready(held.get(shard))):
-                found.append(f"shadow node {node.id}, shard {shard}: {trouble}")
+            if nodes[number] in place.holders(shard) and (trouble := _not_ready(held.get(shard))):
+                found.append(f"shadow node {number}, shard {shard}: {trouble}")
     return found
 
 

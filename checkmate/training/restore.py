@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
 from checkmate.training import disk, fence, session
-from checkmate.training.client import Stubs
 from checkmate.training.fence import Plan
 from checkmate.training.fetch import FetchError, Wanted, fetch
 from checkmate.training.install import (

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from checkmate import state
+from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.training.client import reason
 from checkmate.training.steps import Steps
 
 _log: Final = logging.getLogger("checkmate")

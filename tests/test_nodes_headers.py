@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkmate.consolidate.headers import Asked, check_header, record_of
 from checkmate.layout import Parameter, make_layout
+from checkmate.nodes.headers import Asked, check_header, record_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
 
@@ -32,6 +32,18 @@ def header(**changes: Any) -> pb.SeedHeader:
 def test_what_was_asked_for_is_taken() -> None:
     assert check_header(header(), ASKED).fingerprint == LAYOUT.fingerprint
     check_header(header(incarnation=4), replace(ASKED, incarnation=None))
+    check_header(header(start=b"one"), replace(ASKED, start=b"one"))
+    with pytest.raises(StateError, match="not of the start that was asked"):
+        check_header(header(start=b"another"), replace(ASKED, start=b"one"))
+
+
+def test_some_parameters_are_asked_for() -> None:
+    first, *others = LAYOUT.of_shard(0)
+    some = replace(ASKED, parameters=(first,))
+    check_header(header(parameters=[first]), some)
+    for parameters in (LAYOUT.of_shard(0), others):
+        with pytest.raises(StateError, match="other parameters than were asked for"):
+            check_header(header(parameters=parameters), some)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +56,8 @@ def test_what_was_asked_for_is_taken() -> None:
         ({"shard": pb.Shard(group=1, shard=1)}, "shard 1 of DP group 1"),
         ({"shard": pb.Shard(group=0, shard=0)}, "shard 0 of DP group 0"),
         ({"layout": "{}"}, "no layout"),
-        ({"parameters": LAYOUT.of_shard(1)}, "other parameters than the shard has"),
-        ({"parameters": [*LAYOUT.of_shard(0), *LAYOUT.of_shard(0)]}, "other parameters than the shard has"),
+        ({"parameters": LAYOUT.of_shard(1)}, "other parameters than were asked for"),
+        ({"parameters": [*LAYOUT.of_shard(0), *LAYOUT.of_shard(0)]}, "other parameters than were asked for"),
     ],
 )
 def test_what_was_not_asked_for_is_refused(changes: dict[str, Any], words: str) -> None:

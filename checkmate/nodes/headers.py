@@ -12,7 +12,10 @@ from checkmate.state import StateError
 
 @dataclass(frozen=True)
 class Asked:
-    """One shard of a job's DP group at an iteration of a run; in any incarnation where none is named."""
+    """One shard of a job's DP group at an iteration of a run; of any incarnation or start if none is named.
+
+    `parameters`: some of the shard's; all of them if none is named.
+    """
 
     job: str
     run: str
@@ -20,6 +23,8 @@ class Asked:
     group: int
     shard: int
     incarnation: int | None = None
+    start: bytes | None = None
+    parameters: tuple[int, ...] = ()
 
 
 def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
@@ -31,15 +36,18 @@ def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
         header.shard.group,
         header.shard.shard,
         None if asked.incarnation is None else header.incarnation,
+        None if asked.start is None else header.start,
+        asked.parameters,
     )
     if there != asked:
-        raise StateError(f"it sent {_shown(there)}, not {_shown(asked)}")
+        ours, theirs = _shown(asked), _shown(there)
+        raise StateError(f"it sent {theirs}, not {ours if ours != theirs else 'of the start that was asked'}")
     try:
         layout = from_json(header.layout)
     except LayoutError as error:
         raise StateError(str(error)) from None
-    if sorted(header.parameters) != sorted(layout.of_shard(asked.shard)):
-        raise StateError("it announced other parameters than the shard has")
+    if sorted(header.parameters) != sorted(asked.parameters or layout.of_shard(asked.shard)):
+        raise StateError("it announced other parameters than were asked for")
     return layout
 
 

@@ -1,0 +1,188 @@
+"""Reads a job's state from its shadow nodes at one iteration: all shards at once, verified; never fences.
+
+The iteration is reserved on every node before anything is read, so all of them serve the same one however
+training goes on meanwhile (design, section 7, *Commit*).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from checkmate import state
+from checkmate.layout import Layout
+from checkmate.nodes.headers import Asked, most_parts, record_of
+from checkmate.nodes.offers import LAB_HINT, Source, find_source
+from checkmate.nodes.reader import Reading, ShardState, States, read_shards
+from checkmate.nodes.reserve import NotReserved, Reservation, reserved
+from checkmate.nodes.shards import Shard, name
+from checkmate.nodes.standing import Lacking, NoAnswer, lacking
+from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.schema import Job
+
+STEP_SECONDS: Final = 10.0
+"""An iteration that isn't stepped so soon may never be: another one is named."""
+AGAIN_SECONDS: Final = 0.2
+
+
+class Missing(RuntimeError):
+    """No iteration could be had whole within the timeout; the message names shards and nodes."""
+
+    exit_code = 8
+
+
+class Unreachable(Missing):
+    """No shadow node answered within the timeout."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One DP group's state after an iteration, from all of its shards."""
+
+    layout: Layout
+    optimizer: pb.OptimizerSpec
+    record: pb.IterationRecord
+    names: Mapping[str, str]
+    states: States
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job's state after one iteration, all DP groups."""
+
+    job: Job
+    run: str
+    iteration: int
+    groups: tuple[GroupState, ...]
+
+
+class SnapshotReader:
+    """Reads snapshots from a job's shadow nodes. Context manager; `TlsError` for the job's files."""
+
+    def __init__(
+        self,
+        job: Job,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        """`progress` is told of bytes as they come, from several threads; `stopped` ends attempts early."""
+        self.job = job
+        self._stopped = stopped or threading.Event()
+        self._progress = progress
+        self._stubs = Stubs(job)
+
+    def __enter__(self) -> SnapshotReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stubs.close()
+
+    def read(self, timeout: float, at_least: int = 0) -> Snapshot:
+        """The newest iteration that all can give, not below `at_least` unless training ends before that.
+
+        `Missing` after `timeout` seconds, `Unreachable` where no node answers.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return self._attempt(deadline, at_least)
+            except Lacking as error:
+                left = deadline - time.monotonic() > AGAIN_SECONDS
+                if not left or self._stopped.wait(AGAIN_SECONDS):
+                    if isinstance(error, NoAnswer):
+                        raise Unreachable(
+                            f"no shadow node of job {self.job.job} can be reached within {timeout:g} s "
+                            f"({error}); {LAB_HINT}"
+                        ) from error
+                    raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from error
+
+    def source(self) -> Source:
+        """Where the nodes stand now; `Lacking` where some shard has no node."""
+        return self._source(time.monotonic() + ANSWER_SECONDS)
+
+    def _source(self, deadline: float) -> Source:
+        request = pb.StatusRequest(job=self.job.job)
+        timeout = max(min(ANSWER_SECONDS, deadline - time.monotonic()), 0.1)
+        nodes = [node.id for node in self.job.shadow_nodes]
+        answers = self._stubs.ask(nodes, lambda stub: stub.Status, request, timeout)
+        return find_source(self.job, answers)
+
+    def _attempt(self, deadline: float, at_least: int) -> Snapshot:
+        source = self._source(deadline)
+        going_on = [node for node in source.nodes if node not in source.fenced]
+        seconds = max(deadline - time.monotonic(), 0.1) + ANSWER_SECONDS
+        try:
+            with reserved(
+                self._stubs,
+                going_on,
+                seconds,
+                newest=source.stepped,
+                at_least=0 if source.ended else at_least,
+                enough=lambda granted: not _without(source, granted),
+            ) as reservation:
+                return self._read_all(source, reservation, deadline)
+        except NotReserved as error:
+            without = _without(source, set(going_on) - error.refused.keys())
+            said = {shard: [(n, error.refused[n]) for n in source.holders[shard]] for shard in without}
+            raise lacking(self.job, said) from None
+
+    def _read_all(self, source: Source, reservation: Reservation, deadline: float) -> Snapshot:
+        iteration, begun = reservation.iteration, source.beginning
+        wanted = {
+            Asked(self.job.job, begun.run, iteration, *shard, begun.incarnation): [
+                node for node in nodes if node not in reservation.refused
+            ]
+            for shard, nodes in source.holders.items()
+        }
+        accept = partial(_check_record, self.job, iteration)
+        found = read_shards(self._stubs, wanted, Reading(deadline, STEP_SECONDS, self._progress, accept))
+        groups = tuple(
+            one_group(group, [found[shard] for shard in sorted(found) if shard[0] == group])
+            for group in range(len(self.job.dp_groups))
+        )
+        return Snapshot(self.job, begun.run, iteration, groups)
+
+
+def _without(source: Source, granted: Collection[int]) -> list[Shard]:
+    """The shards that no node serves of those that have granted a reservation, or need none."""
+    return [
+        shard
+        for shard, nodes in source.holders.items()
+        if not any(node in granted or node in source.fenced for node in nodes)
+    ]
+
+
+def _check_record(job: Job, iteration: int, header: pb.SeedHeader, _: Layout) -> None:
+    """`StateError` if a shard doesn't come with the whole step record."""
+    ranks = len(job.dp_groups[header.shard.group].ranks)
+    parts = [(part.position, part.iteration) for part in header.record.parts]
+    if header.parameters and parts != [(position, iteration) for position in range(ranks)]:
+        raise state.StateError(f"it has no whole step record of iteration {iteration}")
+
+
+def one_group(group: int, shards: Sequence[ShardState]) -> GroupState:
+    """A DP group's shards together; `Lacking` where they are of different models."""
+    headers = [shard.header for shard in shards]
+    first = most_parts(headers)
+    for header in headers:
+        if (header.layout, header.optimizer) != (first.layout, first.optimizer):
+            here, there = ((group, one.shard.shard) for one in (header, first))
+            trouble = f"{name(here)} is of another model or optimizer than {name(there)}"
+            raise Lacking({here: [trouble]}, frozenset({here}))
+    states = {number: values for shard in shards for number, values in shard.states.items()}
+    record, without = record_of(headers)
+    if without:
+        raise Lacking({(group, first.shard.shard): [_not_come(without)]})
+    return GroupState(shards[0].layout, first.optimizer, record, first.names, states)
+
+
+def _not_come(buffers: Sequence[str]) -> str:
+    more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
+    return f"buffers or frozen parameters have not come yet: {buffers[0]}{more}"

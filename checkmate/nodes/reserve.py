@@ -1,0 +1,76 @@
+"""Reserves an iteration on shadow nodes, so that all of them serve the same one while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
+from checkmate.rpc import shadow_pb2 as pb
+
+_MARGINS: Final = (0, 1, 2, 4, 8)
+"""How far ahead of the newest iteration to name one, if training was faster."""
+_TOO_FAST: Final = "goes on faster than iterations can be reserved"
+
+
+@dataclass
+class NotReserved(Exception):
+    """No iteration could be reserved on enough of the nodes. `refused`: by node, why not."""
+
+    refused: Mapping[int, str]
+
+    def __str__(self) -> str:
+        return "; ".join(f"shadow node {node}: {why}" for node, why in sorted(self.refused.items()))
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """An iteration, and the nodes that keep it readable. `refused`: the others, and why not."""
+
+    iteration: int
+    granted: frozenset[int]
+    refused: Mapping[int, str]
+
+
+@contextmanager
+def reserved(
+    stubs: Stubs,
+    nodes: Collection[int],
+    seconds: float,
+    *,
+    newest: int | None = None,
+    at_least: int = 0,
+    enough: Callable[[Collection[int]], bool] | None = None,
+) -> Iterator[Reservation]:
+    """Reserve the newest iteration that `enough` of the nodes grant, by default all; release it in the end.
+
+    `newest`: the newest iteration that they have stepped; if `None`, they are asked. What is reserved is not
+    below `at_least`. `seconds`: after which the nodes release it by themselves. `NotReserved`.
+    """
+    refused: dict[int, str] = {}
+    stepped = -1 if newest is None else newest
+    for margin in _MARGINS if newest is not None else (0, *_MARGINS):
+        iteration = max(stepped + margin, at_least, 0)
+        request = pb.ReserveRequest(job=stubs.job.job, iteration=iteration, seconds=seconds)
+        answers = stubs.ask(nodes, lambda stub: stub.Reserve, request, min(seconds, ANSWER_SECONDS))
+        refused = {node: why for node, answer in answers.items() if (why := _refusal(answer))}
+        granted = frozenset(answers.keys() - refused.keys())
+        try:
+            if len(granted) == len(nodes) if enough is None else enough(granted):
+                yield Reservation(iteration, granted, refused)
+                return
+        finally:
+            release = pb.ReleaseRequest(job=stubs.job.job, iteration=iteration)
+            stubs.ask(granted, lambda stub: stub.Release, release)
+        stepped = max([stepped, *(a.stepped for a in answers.values() if not isinstance(a, str))])
+        if stepped < 0:
+            break  # nothing is live: no later iteration would be granted either
+    raise NotReserved(refused)
+
+
+def _refusal(answer: pb.ReserveReply | str) -> str:
+    if isinstance(answer, str):
+        return answer
+    return "" if answer.granted else _TOO_FAST

@@ -1,0 +1,34 @@
+"""A job's shards, the nodes that should hold them, and what messages call them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from checkmate.schema import Job
+
+Shard = tuple[int, int]
+"""A DP group's index, and a shadow id in it."""
+
+
+def holders_of(job: Job) -> dict[Shard, tuple[int, ...]]:
+    """Return each shard of a job and the ids of the nodes that should hold it, in order."""
+    return {
+        (group, shard): tuple(job.holder(group, shard, i + 1).id for i in range(job.replicas))
+        for group in range(len(job.dp_groups))
+        for shard in range(job.shards(group))
+    }
+
+
+def name(shard: Shard) -> str:
+    """Return what messages call a shard: `shard 0 of DP group 1`."""
+    return f"shard {shard[1]} of DP group {shard[0]}"
+
+
+def names(shards: Iterable[Shard]) -> str:
+    """Return what messages call shards: `shard 0 of DP group 1, ...`."""
+    return ", ".join(map(name, shards))
+
+
+def node_name(job: Job, node: int) -> str:
+    """Return what messages call a node: `shadow node 0 (10.0.0.1:7000)`."""
+    return f"shadow node {node} ({job.node(node).mgmt})"

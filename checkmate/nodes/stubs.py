@@ -1,0 +1,103 @@
+"""A job's shadow nodes as gRPC stubs; one call to many of them at once, and why a node gave no answer."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Final, TypeVar
+
+import grpc
+
+from checkmate.rpc.channels import client_context, open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.schema import Job
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+ANSWER_SECONDS: Final = 5.0
+"""A node that takes longer for a short answer is taken to be away."""
+
+_REFUSALS: Final = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+"""With these a shadow node refuses a call, in words of its own."""
+_PLAIN: Final = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "gave no answer in time",
+    grpc.StatusCode.UNIMPLEMENTED: "another service than a shadow node's is there",
+}
+_ROOT: Final = re.compile(
+    r"(?:ipv[46]|unix):\S+: (?:Failed to connect to remote host: )?(?:[a-z_]+: )?(?P<why>.+?)(?: \(\d+\))?$"
+)
+"""In gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
+
+
+class Stubs:
+    """A job's shadow nodes as gRPC stubs, each with one channel. Context manager."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._lock = threading.Lock()
+        self._channels: dict[int, grpc.Channel] = {}
+
+    def __enter__(self) -> Stubs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def to(self, node: int) -> ShadowStub:
+        """Return the stub of a node; it connects at the first call. `TlsError` for a file of the job's."""
+        with self._lock:
+            if node not in self._channels:
+                self._channels[node] = open_channel(self.job, node)
+            return ShadowStub(self._channels[node])
+
+    def ask(
+        self,
+        nodes: Iterable[int],
+        call: Callable[[ShadowStub], grpc.UnaryUnaryMultiCallable[Q, R]],
+        request: Q,
+        timeout: float = ANSWER_SECONDS,
+    ) -> dict[int, R | str]:
+        """Call nodes, all at once; return each one's answer, or why there is none. `timeout`: seconds."""
+        calls = {node: call(self.to(node)).future(request, timeout=timeout) for node in nodes}
+        found: dict[int, R | str] = {}
+        for node, answer in calls.items():
+            try:
+                found[node] = answer.result()
+            except grpc.RpcError as error:
+                found[node] = reason(error)
+        return found
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        """What step records are sent with, if the job has TLS. `TlsError` for its files."""
+        return None if self.job.mgmt_tls is None else client_context(self.job.mgmt_tls)
+
+    def close(self) -> None:
+        """Close all channels."""
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
+
+
+def reason(error: Exception) -> str:
+    """Return what went wrong with a node or with what it sent, in one line that follows the node's name."""
+    if not isinstance(error, grpc.Call):
+        return str(error) or type(error).__name__
+    code, detail = error.code(), str(error.details() or "").partition("\n")[0]
+    if code in _REFUSALS and detail:
+        return detail
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return f"can't be reached{unreached(detail)}"
+    return _PLAIN.get(code) or f"{code.name}{detail and ': '}{detail}"
+
+
+def unreached(detail: str) -> str:
+    """Return, of what gRPC says of a connection, only why, if that is found: ` (Connection refused)`."""
+    found = _ROOT.search(detail)
+    why = found["why"] if found else detail
+    return f" ({why})" if why else ""

@@ -1,0 +1,108 @@
+"""What shadow nodes say of themselves: one hold, one node, and hypothesis strategies for all of a job's."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from checkmate.nodes.shards import Shard, holders_of
+from checkmate.nodes.standing import Answers
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.schema import Job
+from tests.jobs_made import job
+
+JOB = job(nodes=3, replicas=2, ranks=2)
+SHARDS = list(holders_of(JOB))
+
+
+def hold(
+    shard: Shard = (0, 0),
+    stepped: int = 5,
+    in_full: int = 6,
+    *,
+    incarnation: int = 3,
+    first: int = 0,
+    run: str = "a",
+    seeded: bool = True,
+    live: bool = True,
+    offered: bool = True,
+    doubtful: bool = False,
+    lacks: int = 0,
+    last: bool = False,
+    trouble: str = "",
+) -> pb.HoldStatus:
+    return pb.HoldStatus(
+        shard=pb.Shard(group=shard[0], shard=shard[1]),
+        incarnation=incarnation,
+        stepped=stepped,
+        in_full=in_full,
+        seeded=seeded,
+        live=live,
+        offered=offered,
+        run=run,
+        first_iteration=first,
+        doubtful=doubtful,
+        lacks_buffers=lacks,
+        last=last,
+        trouble=trouble,
+    )
+
+
+def node(number: int, *holds: pb.HoldStatus) -> pb.NodeStatus:
+    incarnation = max((one.incarnation for one in holds), default=0)
+    return pb.NodeStatus(node=number, holds=holds, holds_nothing=not holds, incarnation=incarnation)
+
+
+STARTS = [(3, "a", 0), (3, "a", 7), (3, "b", 0), (2, "a", 0), (130, "b", 0), (4, "a", 7)]
+"""Incarnation, run, first iteration: the first ones have one number, the last ones are older and newer."""
+
+_USUALLY = [True] * 9 + [False]
+
+
+@st.composite
+def holds(draw: st.DrawFn, shard: Shard, starts: list[tuple[int, str, int]], around: int) -> pb.HoldStatus:
+    """A hold at about an iteration, usually good."""
+    stepped = around + draw(st.sampled_from([0, 0, 0, 1, 1, -1, 3]))
+    incarnation, run, first = draw(st.sampled_from(starts))
+    return hold(
+        shard,
+        stepped,
+        stepped + draw(st.integers(0, 2)),
+        incarnation=incarnation,
+        run=run,
+        first=first,
+        seeded=draw(st.sampled_from(_USUALLY)),
+        live=draw(st.sampled_from(_USUALLY)),
+        offered=draw(st.sampled_from(_USUALLY)),
+        doubtful=not draw(st.sampled_from(_USUALLY)),
+        lacks=draw(st.sampled_from([0, 0, 0, 1])),
+        last=draw(st.booleans()),
+    )
+
+
+@st.composite
+def answers(draw: st.DrawFn, made: Job = JOB) -> Answers:
+    """What all nodes of a job say; few starts of training, so that often all shards can be had."""
+    starts = draw(st.lists(st.sampled_from(STARTS), min_size=1, max_size=2))
+    around = draw(st.integers(-1, 7))
+    found: dict[int, pb.NodeStatus | str] = {}
+    for one in made.shadow_nodes:
+        if not draw(st.sampled_from(_USUALLY)):
+            found[one.id] = "can't be reached"
+            continue
+        has = [shard for shard in holders_of(made) if draw(st.sampled_from(_USUALLY))]
+        said = node(one.id, *(draw(holds(shard, starts, around)) for shard in has))
+        said.fenced = draw(st.booleans())
+        found[one.id] = said
+    return found
+
+
+def held(said: Answers, number: int, shard: Shard) -> pb.HoldStatus:
+    """What a node that answered says of a shard."""
+    answer = said[number]
+    assert isinstance(answer, pb.NodeStatus)
+    (found,) = [one for one in answer.holds if (one.shard.group, one.shard.shard) == shard]
+    return found
+
+
+def all_holds(said: Answers) -> list[pb.HoldStatus]:
+    return [one for answer in said.values() if not isinstance(answer, str) for one in answer.holds]
