@@ -39,7 +39,7 @@ from checkmate.schema import Job
 from tests.end_hosts import needs_buffers
 from tests.shadow_world import World
 from tests.small_training import RUN, Training
-from tests.test_disk import small_disk
+from tests.test_disk import half_way, hidden, small_disk
 from tests.waiting import wait_until
 
 pytestmark = needs_buffers
@@ -368,12 +368,16 @@ def test_the_command_writes_a_checkpoint(place: Callable[..., Place], kind: str,
     here = place(groups=2, nodes=2, ranks=2)
     here.iterate(2)
     out = tmp_path / "checkpoint"
+    with half_way(out, "torch", tmp_path) as killed:
+        killed.kill()
+    assert hidden(tmp_path)
     argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
     done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(done.stdout)
     assert (said["iteration"], said["shards"], said["path"]) == (1, 4, str(out))
     here.check(disk.load(out), 1)
+    assert hidden(tmp_path) == []
     again = subprocess.run(argv, capture_output=True, text=True, check=False)
     if kind == "dcp":
         assert again.returncode == 2

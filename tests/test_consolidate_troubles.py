@@ -8,20 +8,22 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from checkmate.cli.consolidate import _say, _waiting
-from checkmate.consolidate.follow import Saved, _Waiting, follow
+from checkmate.consolidate import disk
+from checkmate.consolidate.follow import Saved, _Waiting, follow, take
 from checkmate.consolidate.snapshot import SnapshotReader
 from checkmate.nodes.standing import Lacking, NoAnswer
 from tests.end_hosts import needs_buffers
 from tests.jobs_made import job, job_data
 from tests.shadow_world import going_on
 from tests.test_consolidate import CHECKMATE, Place
+from tests.test_disk import half_way, hidden, mounted
 from tests.waiting import wait_until
 
 pytestmark = needs_buffers
@@ -83,6 +85,59 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
     assert begun <= 2  # an attempt may have come between the two stops
     assert said[begun - 1].startswith("no shadow node of job demo can be reached: shadow node 0 (")
     assert said[begun - 1].count(": can't be reached") == 2
+
+
+@contextmanager
+def following(
+    here: Place, folder: Path, kind: disk.Format, keep: int = 5
+) -> Iterator[tuple[list[int], list[str]]]:
+    """`--every 1` in the background: the iterations that are saved, and what is told."""
+    stopped, saved, troubles = threading.Event(), list[int](), list[str]()
+    with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            follow,
+            *(nodes, folder, kind, 10.0, 1, keep, stopped),
+            lambda one: saved.append(one.iteration),
+            troubles.append,
+        )
+        try:
+            yield saved, troubles
+        finally:
+            stopped.set()
+            running.result()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
+    place: Callable[..., Place], tmp_path: Path
+) -> None:
+    """What a killed writer left, and an old checkpoint: something is mounted there."""
+    here = place(nodes=2, ranks=2)
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    with half_way(folder / "left", "torch", tmp_path) as killed:
+        killed.kill()
+    (left,) = hidden(folder)
+    here.iterate()
+    with ExitStack() as mounts:
+        mounts.enter_context(mounted(left))
+        with following(here, folder, "torch", keep=1) as (saved, troubles):
+            wait_until(lambda: saved == [0], "the first")
+            (first,) = disk.checkpoints(folder)
+            mounts.enter_context(mounted(first, "--bind", str(first)))
+            for iteration in (1, 2):
+                here.iterate()
+                wait_until(lambda: saved[-1] == iteration, "the next")  # noqa: B023
+        with SnapshotReader(here.job) as nodes:
+            once = list[str]()
+            assert take(nodes, folder / "once.pt", "torch", 10.0, once.append).iteration == 2
+    assert saved == [0, 1, 2]
+    assert once == [f"can't remove {left}: Device or resource busy"]
+    assert troubles.count(f"can't remove {left}: Device or resource busy") == 3
+    assert troubles.count(f"can't remove {first}: Device or resource busy") == 2
+    assert [path.name for path in disk.checkpoints(folder)] == [
+        disk.path_of(folder, iteration, "torch").name for iteration in (2, 0)
+    ]
 
 
 def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from checkmate.layout import Parameter, make_layout
 from checkmate.optimizers import options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from tests.jobs_made import job
+from tests.waiting import wait_until
 
 FORMATS: tuple[disk.Format, ...] = ("dcp", "torch")
 
@@ -200,11 +202,19 @@ def test_dcp_loads_in_place_as_pytorchs_own_tutorial_does(tmp_path: Path) -> Non
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "checkmate-test", str(folder)], check=True)
-    try:
+    with mounted(folder):
         yield folder
+
+
+@contextmanager
+def mounted(place: Path, *what: str) -> Iterator[None]:
+    """A disk of 1 MB, or something else, at a place that can be neither removed nor renamed meanwhile."""
+    options = what or ("-t", "tmpfs", "-o", "size=1m", "checkmate-test")
+    subprocess.run(["mount", *options, str(place)], check=True)
+    try:
+        yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", str(place)], check=True)
 
 
 def made(kilobytes: int) -> dict[str, Any]:
@@ -259,6 +269,84 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tm
         assert (loaded["model"]["w"] == loaded["iteration"]).all()
     disk.clear_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+BLOCKED = """
+import sys, time
+from pathlib import Path
+import torch
+from checkmate.consolidate import disk
+
+class Late:
+    # Pickled only once it may be: until then the checkpoint is half written.
+    def __reduce__(self):
+        Path(sys.argv[3], "writing").touch()
+        while not Path(sys.argv[3], "go").exists():
+            time.sleep(0.01)
+        return int, ()
+
+found = {"model": {"w": torch.ones(1000)}, "late": Late(), "optimizer": {"state": {}, "param_groups": []}}
+disk.save(found, Path(sys.argv[2]), sys.argv[1])
+"""
+
+
+@contextmanager
+def half_way(path: Path, kind: disk.Format, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has begun to write a checkpoint, and goes on once `folder` has a file `go`."""
+    with subprocess.Popen([sys.executable, "-c", BLOCKED, kind, str(path), str(folder)]) as process:
+        try:
+            wait_until((folder / "writing").exists, "half a checkpoint", 30)
+            yield process
+        finally:
+            process.kill()
+    (folder / "writing").unlink(missing_ok=True)
+
+
+def hidden(folder: Path) -> list[Path]:
+    return list(folder.glob(".unfinished-*"))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_only_what_dead_writers_left_is_cleared(kind: disk.Format, tmp_path: Path) -> None:
+    """A writer that lives, though it is slow, goes on."""
+    out, notes = tmp_path / "out", tmp_path / "notes"
+    out.mkdir()
+    notes.mkdir()
+    for _ in range(2):
+        with half_way(out / "first.pt", kind, notes) as process:
+            process.kill()
+    assert len(hidden(out)) == 2
+    with half_way(out / "second.pt", kind, notes) as process:
+        disk.clear_unfinished(out)
+        assert len(hidden(out)) == 1
+        (notes / "go").touch()
+        assert process.wait(30) == 0
+    assert disk.is_checkpoint(out / "second.pt")
+    assert hidden(out) == []
+
+
+def test_of_leftovers_without_a_lock_those_are_cleared_that_are_certain(tmp_path: Path) -> None:
+    """A writer died as it began, or as it ended, or while it removed; what else has something isn't ours."""
+    (tmp_path / ".unfinished-begun").mkdir()
+    (tmp_path / ".unfinished-other").mkdir()
+    (tmp_path / ".unfinished-other" / "thesis.tex").touch()
+    (tmp_path / ".removed-old").mkdir()
+    (tmp_path / ".removed-old" / "__0_0.distcp").touch()
+    disk.clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".unfinished-other"]
+    disk.clear_unfinished(tmp_path / "nothing")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_what_cant_be_removed_is_named_and_the_rest_is_removed(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        with half_way(tmp_path / name, "torch", tmp_path) as process:
+            process.kill()
+    stuck = sorted(hidden(tmp_path))[1]
+    with mounted(stuck):
+        with pytest.raises(disk.DiskError, match=f"can't remove {stuck}: "):
+            disk.clear_unfinished(tmp_path)
+        assert hidden(tmp_path) == [stuck]
 
 
 @pytest.mark.parametrize("kind", FORMATS)

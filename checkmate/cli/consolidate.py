@@ -70,7 +70,7 @@ def consolidate(
     with unwinding():
         if every is None:
             with _nodes(loaded) as nodes:
-                saved = follow.take(nodes, to, kind.value, timeout)
+                saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
         with stopping() as stopped, _quiet_nodes(loaded, stopped) as nodes:
@@ -115,6 +115,10 @@ def _quiet_nodes(job: Job, stopped: threading.Event) -> Iterator[SnapshotReader]
 
 def _data(saved: Saved) -> dict[str, object]:
     return {**asdict(saved), "path": str(saved.path), "seconds": round(saved.seconds, 3)}
+
+
+def _warning(text: str) -> None:
+    err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
 
 
 def _waiting(text: str) -> None:

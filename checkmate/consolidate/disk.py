@@ -6,14 +6,11 @@ interrupted or failed write, on a full disk say, leaves what was there before.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,13 +19,13 @@ from torch.distributed.checkpoint import default_planner, filesystem, state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkmate import state
+from checkmate.consolidate import unfinished
 
 Format = Literal["dcp", "torch"]
 """PyTorch Distributed Checkpoint, a folder; or one `torch.save` file."""
 
 _NAME: Final = re.compile(r"iteration-(\d{8,})(\.pt)?")
 _METADATA: Final = ".metadata"  # which DCP writes last
-_UNFINISHED: Final = ".unfinished-"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # renameat2(2): no moment without a checkpoint
 
@@ -54,7 +51,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
         path.parent.mkdir(parents=True, exist_ok=True)
         if not replace:
             _check_free(path, kind)
-        with _unfinished(path) as temporary:
+        with unfinished.unfinished(path) as temporary:
             if kind == "torch":
                 _save_file(checkpoint, temporary)
             else:
@@ -73,14 +70,17 @@ def newest(folder: Path) -> Path | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints that a following process has left in a folder, the newest first.
+    """The whole checkpoints that a following process has left in a folder, the newest first. `DiskError`.
 
     The newest is what was written last: training that began anew counts its iterations anew.
     """
-    found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_checkpoint(path)]
-    return sorted(found, key=lambda path: (_written(path), path.name), reverse=True)
+        return sorted(found, key=lambda path: (_written(path), path.name), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise DiskError(f"can't list {folder}: {_reason(error)}") from None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -115,16 +115,22 @@ def group_of(checkpoint: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def keep(folder: Path, count: int) -> None:
-    """Remove all but the newest `count` checkpoints of a folder."""
+    """Remove all but the newest `count` checkpoints of a folder. `DiskError`, once all else is removed."""
+    troubles = []
     for old in checkpoints(folder)[count:]:
-        _remove(old)
+        try:
+            unfinished.remove(old)
+        except OSError as error:
+            troubles.append(f"can't remove {old}: {_reason(error)}")
+    if troubles:
+        raise DiskError("; ".join(troubles))
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what writers that were killed have left in a folder. Nobody may be writing there."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.glob(f"{_UNFINISHED}*"):
-            _remove(path)
+    """Remove what writers that were killed have left in a folder. `DiskError`, once all else is removed."""
+    troubles = unfinished.clear(folder)
+    if troubles:
+        raise DiskError("; ".join(f"can't remove {left}: {_reason(error)}" for left, error in troubles))
 
 
 def _check_free(path: Path, kind: Format) -> None:
@@ -132,17 +138,6 @@ def _check_free(path: Path, kind: Format) -> None:
         raise OSError("there is a folder already; name another, or remove it")
     if path.exists() and not path.is_dir() and kind == "dcp":
         raise OSError("there is a file already; name another, or remove it")
-
-
-@contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    """A hidden name beside `path`; what is left there in the end is removed."""
-    temporary = path.with_name(f"{_UNFINISHED}{path.name}-{os.getpid()}")
-    _remove(temporary)
-    try:
-        yield temporary
-    finally:
-        _remove(temporary)
 
 
 def _put(temporary: Path, path: Path) -> None:
@@ -215,15 +210,6 @@ def _sync_folder(path: Path) -> None:
 def _written(path: Path) -> int:
     there = path / _METADATA if path.is_dir() else path
     return there.stat().st_mtime_ns
-
-
-def _remove(path: Path) -> None:
-    """A file or a folder; a folder first loses what makes it a checkpoint."""
-    if path.is_dir():
-        (path / _METADATA).unlink(missing_ok=True)
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec
 
 import torch
 
@@ -18,6 +19,8 @@ from checkmate.nodes.offers import LAB_HINT
 from checkmate.nodes.standing import Lacking, NoAnswer
 from checkmate.schema import Job
 from checkmate.state import StateError
+
+P = ParamSpec("P")
 
 POLL_SECONDS = 0.3
 AGAIN_SECONDS = 10.0
@@ -38,9 +41,15 @@ class Saved:
     seconds: float
 
 
-def take(nodes: SnapshotReader, path: Path, kind: disk.Format, timeout: float) -> Saved:
-    """Save the newest iteration as `path`. `Missing` where there is none in time, `DiskError`."""
+def take(
+    nodes: SnapshotReader, path: Path, kind: disk.Format, timeout: float, trouble: Callable[[str], None]
+) -> Saved:
+    """Save the newest iteration as `path`. `Missing` if there is none in time, `DiskError`.
+
+    `trouble` is told what can't be removed of what killed writers have left beside it.
+    """
     start = time.monotonic()
+    _try(trouble, disk.clear_unfinished, path.parent)
     return _write(nodes.read(timeout), path, kind, start, replace=False)
 
 
@@ -60,10 +69,9 @@ def follow(
     and the last one of all.
 
     The last `keep` stay in `folder`. Until `stopped`: what can't be had now is told to `trouble`, once, and
-    tried again; `over` is called once it can be had. What can't be written is told each time that it is due,
-    and the next one is tried.
+    tried again; `over` is called once it can be had. What can't be written or removed is told each time that
+    one is due, and the next one is tried.
     """
-    disk.clear_unfinished(folder)
     due, told, ended = -1, "", False
     waiting = _Waiting(nodes.job, trouble, over)
     newest = ("", -1)  # that is saved: its run and iteration
@@ -78,10 +86,11 @@ def follow(
             if stepped >= due - (not ended):
                 start = time.monotonic()
                 snapshot = nodes.read(timeout, at_least=due)
+                _try(trouble, disk.clear_unfinished, folder)
                 path = disk.path_of(folder, snapshot.iteration, kind)
                 saved(_write(snapshot, path, kind, start, replace=True))
                 newest = (snapshot.run, snapshot.iteration)
-                disk.keep(folder, keep)
+                _try(trouble, disk.keep, folder, keep)
                 due = next_due(snapshot.iteration + 1, every)
             told = ""
             waiting.end()
@@ -96,6 +105,14 @@ def follow(
         except (Lacking, Missing, StateError) as error:
             waiting.for_(error)
         stopped.wait(POLL_SECONDS)
+
+
+def _try(trouble: Callable[[str], None], do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Do what nothing else depends on; tell if it fails."""
+    try:
+        do(*args, **kwargs)
+    except disk.DiskError as error:
+        trouble(str(error))
 
 
 class _Waiting:
