@@ -22,6 +22,7 @@ def hold(
     incarnation: int = 3,
     first: int = 0,
     run: str = "a",
+    start: bytes = b"",
     seeded: bool = True,
     live: bool = True,
     offered: bool = True,
@@ -39,6 +40,7 @@ def hold(
         live=live,
         offered=offered,
         run=run,
+        start=start,
         first_iteration=first,
         doubtful=doubtful,
         lacks_buffers=lacks,
@@ -52,17 +54,26 @@ def node(number: int, *holds: pb.HoldStatus) -> pb.NodeStatus:
     return pb.NodeStatus(node=number, holds=holds, holds_nothing=not holds, incarnation=incarnation)
 
 
-STARTS = [(3, "a", 0), (3, "a", 7), (3, "b", 0), (2, "a", 0), (130, "b", 0), (4, "a", 7)]
-"""Incarnation, run, first iteration: the first ones have one number, the last ones are older and newer."""
+Start = tuple[int, str, int, bytes]
+STARTS: list[Start] = [
+    (3, "a", 0, b"1"),
+    (3, "a", 0, b"2"),
+    (3, "a", 7, b"3"),
+    (3, "b", 0, b"4"),
+    (2, "a", 0, b"5"),
+    (130, "b", 0, b"6"),
+    (4, "a", 7, b"7"),
+]
+"""Incarnation, run, first iteration, start: first those that have one number, then older and newer ones."""
 
 _USUALLY = [True] * 9 + [False]
 
 
 @st.composite
-def holds(draw: st.DrawFn, shard: Shard, starts: list[tuple[int, str, int]], around: int) -> pb.HoldStatus:
+def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb.HoldStatus:
     """A hold at about an iteration, usually good."""
     stepped = around + draw(st.sampled_from([0, 0, 0, 1, 1, -1, 3]))
-    incarnation, run, first = draw(st.sampled_from(starts))
+    incarnation, run, first, start = draw(st.sampled_from(starts))
     return hold(
         shard,
         stepped,
@@ -70,6 +81,7 @@ def holds(draw: st.DrawFn, shard: Shard, starts: list[tuple[int, str, int]], aro
         incarnation=incarnation,
         run=run,
         first=first,
+        start=start,
         seeded=draw(st.sampled_from(_USUALLY)),
         live=draw(st.sampled_from(_USUALLY)),
         offered=draw(st.sampled_from(_USUALLY)),

@@ -41,7 +41,9 @@ def test_all_is_of_one_start_and_good(said: Answers) -> None:
         return
     assert source.holders.keys() == holders_of(JOB).keys()
     asked = [held(said, number, shard) for shard, nodes in source.holders.items() for number in nodes]
-    assert {Beginning(one.incarnation, one.run, one.first_iteration) for one in asked} == {source.beginning}
+    assert {Beginning(one.incarnation, one.run, one.first_iteration, one.start) for one in asked} == {
+        source.beginning
+    }
     assert not any(one.doubtful for one in asked)
     assert all((one.seeded and one.live) or one.offered for one in asked)
     assert source.stepped == max(one.stepped for one in asked)
@@ -75,7 +77,7 @@ def test_who_is_asked() -> None:
     both = status((0, 0), (0, 1))
     source = find_source(made, {0: both, 1: both})
     assert dict(source.holders) == {(0, 0): (0, 1), (0, 1): (1, 0)}
-    assert (source.beginning, source.stepped, source.nodes) == (Beginning(3, "a", 0), 7, (0, 1))
+    assert (source.beginning, source.stepped, source.nodes) == (Beginning(3, "a", 0, b""), 7, (0, 1))
     source = find_source(made, {0: both, 1: "gone"})
     assert dict(source.holders) == {(0, 0): (0,), (0, 1): (0,)}
 

@@ -29,7 +29,7 @@ def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
     """For each of the newest starts: what each hold can be settled at, by node and shard, from and to."""
     newest = newest_incarnation(one.incarnation for one in all_holds(said))
     starts = {
-        Beginning(one.incarnation, one.run, one.first_iteration)
+        Beginning(one.incarnation, one.run, one.first_iteration, one.start)
         for one in all_holds(said)
         if one.incarnation == newest
     }
@@ -42,7 +42,7 @@ def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
                 shard = (one.shard.group, one.shard.shard)
                 if one.doubtful or not one.seeded or one.run != start.run:
                     continue
-                if (one.incarnation, one.first_iteration) == (start.incarnation, start.first_iteration):
+                if (one.incarnation, one.start) == (start.incarnation, start.start):
                     reach.append((number, shard, one.stepped, one.in_full))
                 elif one.incarnation != newest and one.stepped <= origin <= one.in_full:
                     reach.append((number, shard, one.stepped, origin))
@@ -212,6 +212,9 @@ def test_starts_of_one_number_are_not_put_together() -> None:
     said = {0: node(0, hold((0, 0), 6, 6, first=5)), 1: node(1, hold((0, 1), 6, 6))}
     with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
         find_target(TWO, said)
+    twin = {0: node(0, hold((0, 0), 6, 6, start=b"1")), 1: node(1, hold((0, 1), 6, 6, start=b"2"))}
+    with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
+        find_target(TWO, twin)
     said[1].holds.append(hold((0, 0), 6, 6))
     assert find_target(TWO, said).holders == {(0, 0): (1,), (0, 1): (1,)}
 

@@ -136,7 +136,7 @@ class SnapshotReader:
     def _read_all(self, source: Source, reservation: Reservation, deadline: float) -> Snapshot:
         iteration, begun = reservation.iteration, source.beginning
         wanted = {
-            Asked(self.job.job, begun.run, iteration, *shard, begun.incarnation): [
+            Asked(self.job.job, begun.run, iteration, *shard, begun.incarnation, begun.start): [
                 node for node in nodes if node not in reservation.refused
             ]
             for shard, nodes in source.holders.items()

@@ -29,6 +29,7 @@ class Beginning:
     incarnation: int
     run: str
     first_iteration: int
+    start: bytes
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _why_none(answer: pb.NodeStatus | str) -> str:
 
 def newest_beginnings(holds: Iterable[pb.HoldStatus]) -> list[Beginning]:
     """Return the starts that have the newest number: one, unless numbers have come round."""
-    begun = {Beginning(hold.incarnation, hold.run, hold.first_iteration) for hold in holds}
+    begun = {beginning_of(hold) for hold in holds}
     incarnation = newest_incarnation(one.incarnation for one in begun)
     return sorted(one for one in begun if one.incarnation == incarnation)
 
@@ -168,14 +169,14 @@ def newest_incarnation(incarnations: Iterable[int]) -> int | None:
     return min(seen, key=lambda i: ahead[i], default=None)
 
 
-def belongs(hold: pb.HoldStatus, beginning: Beginning) -> bool:
-    """Return whether a hold is of a start of training."""
-    return Beginning(hold.incarnation, hold.run, hold.first_iteration) == beginning
+def beginning_of(hold: pb.HoldStatus) -> Beginning:
+    """Return the start of training that a hold is of."""
+    return Beginning(hold.incarnation, hold.run, hold.first_iteration, hold.start)
 
 
 def stranger(hold: pb.HoldStatus, beginning: Beginning) -> str:
     """Return how a hold's start of training differs; empty if it is of this one."""
-    if belongs(hold, beginning):
+    if beginning_of(hold) == beginning:
         return ""
     if hold.incarnation != beginning.incarnation:
         return f"is still in incarnation {hold.incarnation}, not {beginning.incarnation}"

@@ -13,7 +13,7 @@ from checkmate.nodes.standing import (
     Standing,
     Standings,
     all_able,
-    belongs,
+    beginning_of,
     decide,
     most_complete,
     newest_incarnation,
@@ -121,7 +121,7 @@ def _reach(standing: Standing, shard: Shard, beginning: Beginning) -> _Reach | N
     hold, origin = standing.hold, beginning.first_iteration - 1
     if hold is None or unfit(hold):
         return None
-    if belongs(hold, beginning):
+    if beginning_of(hold) == beginning:
         return _Reach(standing, shard, hold.stepped, hold.in_full, hold.lacks_buffers)
     if _older(hold, beginning) and hold.stepped <= origin <= hold.in_full:
         return _Reach(standing, shard, hold.stepped, origin, hold.lacks_buffers)

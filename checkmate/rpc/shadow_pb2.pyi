@@ -507,6 +507,7 @@ class HoldStatus(google.protobuf.message.Message):
     DOUBTFUL_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     LACKS_BUFFERS_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last iteration that it stepped; -1 none"""
@@ -536,6 +537,8 @@ class HoldStatus(google.protobuf.message.Message):
     """training has come to its end: no iteration follows `stepped`"""
     lacks_buffers: builtins.int
     """so many of BeginRequest's buffers have not come; another node may have them"""
+    start: builtins.bytes
+    """as in BeginRequest: incarnations come round"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -558,10 +561,11 @@ class HoldStatus(google.protobuf.message.Message):
         doubtful: builtins.bool = ...,
         last: builtins.bool = ...,
         lacks_buffers: builtins.int = ...,
+        start: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus

@@ -64,6 +64,7 @@ def hold_status(group: Group, hold: HoldState) -> pb.HoldStatus:
         receiving=hold.receiving,
         bytes=sum(stream.received for stream in hold.streams),
         run=begin.run,
+        start=begin.start,
         first_iteration=begin.first_iteration,
         doubtful=hold.doubtful,
         lacks_buffers=lacks,
