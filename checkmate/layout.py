@@ -27,13 +27,52 @@ class LayoutError(ValueError):
     """Parameters that can't be laid out."""
 
 
+def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a tensor from the outermost in memory to the innermost; empty if that is row-major.
+
+    Dimensions of size 1 come first: equal memory gives equal orders. `LayoutError` if elements overlap or
+    have gaps between them.
+    """
+    if 0 in shape:
+        return ()
+    wide = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
+    nearer = 1
+    for dimension in reversed(wide):
+        if strides[dimension] != nearer:
+            said = f"shape {tuple(shape)}, strides {tuple(strides)}"
+            raise LayoutError(f"its elements overlap or have gaps between them: {said}")
+        nearer *= shape[dimension]
+    if wide == sorted(wide):
+        return ()
+    return (*(d for d in range(len(shape)) if shape[d] == 1), *wide)
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter that training reduces: its name in the model (without DDP's prefix), shape and type."""
+    """A parameter that training reduces: its name in the model (without DDP's prefix), shape and type.
+
+    Its gradient, and all that a shadow node holds of it, stands in memory order: as the contiguous tensor
+    `parameter.permute(dim_order)`.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    dim_order: tuple[int, ...] = ()
+    """Its dimensions from the outermost in memory to the innermost; empty: row-major."""
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
+        """The parameter that lies in memory so. `LayoutError` if it isn't dense."""
+        try:
+            return cls(name, tuple(shape), dtype, dim_order(shape, strides))
+        except LayoutError as error:
+            raise LayoutError(f"{name} can't be protected: {error}; make it contiguous()") from None
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The shape of the contiguous tensor that it is in memory."""
+        return tuple(self.shape[d] for d in self.dim_order) if self.dim_order else self.shape
 
     @property
     def elements(self) -> int:
@@ -48,7 +87,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements [start, stop) of a bucket are parameter number `parameter`, flat."""
+    """Elements [start, stop) of a bucket are parameter number `parameter`, flat, in memory order."""
 
     parameter: int
     start: int
@@ -113,7 +152,10 @@ def from_json(text: str) -> Layout:
     """The layout that `Layout.to_json` describes; `LayoutError` where it describes none."""
     try:
         said = json.loads(text)
-        parameters = [Parameter(p["name"], tuple(p["shape"]), p["dtype"]) for p in said["parameters"]]
+        parameters = [
+            Parameter(p["name"], tuple(p["shape"]), p["dtype"], tuple(p["dim_order"]))
+            for p in said["parameters"]
+        ]
         return make_layout(parameters, int(said["shards"]), int(said["bucket_bytes"]))
     except (KeyError, TypeError, ValueError) as error:
         raise LayoutError(f"no layout: {error}") from None
@@ -130,6 +172,11 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
         if parameter.dtype not in ITEMSIZES:
             types = ", ".join(ITEMSIZES)
             raise LayoutError(f"{parameter.name} has type {parameter.dtype}; gradients may be {types}")
+        dimensions = range(len(parameter.shape))
+        if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
+            raise LayoutError(
+                f"{parameter.name} has no dimensions {parameter.dim_order}, but {[*dimensions]}"
+            )
     if shards < 1 or bucket_bytes < 1:
         raise LayoutError(f"{shards} shards with buckets of {bucket_bytes} bytes; each is 1 or more")
     order = [i for i in reversed(range(len(parameters))) if parameters[i].elements]

@@ -32,7 +32,10 @@ def status(job: Job, node: int) -> pb.NodeStatus:
 
 
 class Training:
-    """One DP group: parameters, optimizer, and a connection for records of each rank to each node."""
+    """One DP group: parameters, optimizer, and a connection for records of each rank to each node.
+
+    Of each four parameters the third has its columns one after another in memory.
+    """
 
     def __init__(
         self,
@@ -47,10 +50,14 @@ class Training:
         self.job, self.copies, self.group = job, copies, group
         self.ranks = len(job.dp_groups[group].ranks)
         generator = torch.Generator().manual_seed(seed)
-        self.parameters = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        weights = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.parameters = [
+            torch.nn.Parameter(weight.t().contiguous().t() if number % 4 == 2 else weight)
+            for number, weight in enumerate(weights)
+        ]
         self.optimizer = (make or (lambda ps: torch.optim.AdamW(ps, lr=0.01)))(self.parameters)
         self.layout: Layout = make_layout(
-            [Parameter(f"p{i}", tuple(p.shape), "float32") for i, p in enumerate(self.parameters)],
+            [Parameter.of(f"p{i}", p.shape, p.stride(), "float32") for i, p in enumerate(self.parameters)],
             job.shards(group),
             6000,
         )
@@ -65,6 +72,7 @@ class Training:
         self.first = 0
         self.iteration = -1
         self.states: dict[int, dict[int, tuple[torch.Tensor, dict[str, Any]]]] = {}
+        """After each iteration, as shadow nodes hold it."""
         self._note()
         self.stubs = {n.id: ShadowStub(self._channel(n.id)) for n in job.shadow_nodes}
         self.lines: dict[tuple[int, int], RecordLine] = {}
@@ -129,8 +137,7 @@ class Training:
             iteration=self.iteration,
             parameters=numbers,
         )
-        now = self.states[self.iteration]
-        seeds = state.to_seeds(header, ((n, *now[n]) for n in numbers))
+        seeds = state.to_seeds(header, ((n, *self.states[self.iteration][n]) for n in numbers))
         return list(self.stubs[node].Seed(seeds, timeout=10).again)
 
     def seed_all(self) -> None:
@@ -184,7 +191,7 @@ class Training:
                 part.buffers = state.dumps({name: self.buffers[name] for name in self.saying})
             part.step.options.extend(optimizers.options_of(g) for g in self.optimizer.param_groups)
             number = self.iteration % len(self.parameters)
-            piece = bytes(state.bytes_of(self.parameters[number].detach().contiguous()))[:256]
+            piece = bytes(state.bytes_of(self.states[self.iteration][number][0]))[:256]
             part.step.slices.add(parameter=number, offset=0, data=piece)
         return part
 
@@ -207,12 +214,15 @@ class Training:
             found[index] = flat
             for place in bucket.places:
                 parameter = self.parameters[place.parameter]
-                parameter.grad = flat[place.start : place.stop].view(parameter.shape).clone()
+                known = self.layout.parameters[place.parameter]
+                run = flat[place.start : place.stop].view(known.memory_shape).clone()
+                parameter.grad, _ = state.from_held(known, run, {})
         return found
 
     def _note(self) -> None:
         self.states[self.iteration] = {
-            number: (
+            number: state.to_held(
+                self.layout.parameters[number],
                 parameter.detach().clone(),
                 {
                     name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout, Parameter, make_layout
 from checkmate.ring import Place, Ring, RingError, connect_ring
+from checkmate.state import dtype_name, from_held, in_memory_order
 from checkmate.training import hook as hook_module
 from checkmate.training.hook import GradientHook
 from tests.rank_processes import RankProcesses
@@ -35,12 +36,14 @@ def ranks() -> Iterator[RankProcesses]:
 
 
 class Net(nn.Module):
-    """Parameters of several types, one in channels_last, one empty, one frozen, and maybe unused ones."""
+    """Parameters of several types and memory formats, one empty, one frozen, and maybe unused ones."""
 
     def __init__(self, dtype: torch.dtype, unused: bool) -> None:
         super().__init__()
         self.first = nn.Linear(33, 65)
-        self.conv = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.conv = nn.Conv2d(5, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.deep = nn.Conv3d(2, 3, 2).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        self.turned = nn.Parameter(torch.randn(9, 13).t())
         self.scale = nn.Parameter(torch.ones(7, dtype=torch.float64))
         self.empty = nn.Parameter(torch.zeros(0))
         self.middle = nn.Linear(65, 129).to(dtype)
@@ -50,7 +53,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
-        image = self.conv(hidden.view(-1, 1, 5, 13)).mean()
+        image = self.conv(hidden[:, :60].reshape(-1, 5, 4, 3)).tanh().mean()
+        image = image + self.deep(hidden[:, :60].reshape(-1, 2, 2, 3, 5)).tanh().mean()
+        image = image + (hidden.view(-1, 13) @ self.turned).tanh().mean()
         hidden = torch.tanh(self.middle(hidden.to(self.middle.weight.dtype))).float()
         out: torch.Tensor = (self.last(hidden) * self.frozen).sum() * image
         return out + self.scale.sum() + self.empty.sum()
@@ -71,7 +76,7 @@ class Case:
 
 def layout_of(model: nn.Module, shards: int) -> tuple[Layout, list[nn.Parameter]]:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    described = [Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained]
+    described = [Parameter.of(name, p.shape, p.stride(), dtype_name(p.dtype)) for name, p in trained]
     return make_layout(described, shards, bucket_bytes=9000), [p for _, p in trained]
 
 
@@ -102,16 +107,21 @@ def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[
     for bucket in layout.buckets:
         own = torch.cat(
             [
-                (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).cpu()
-                for p in (parameters[place.parameter] for place in bucket.places)
+                in_memory_order(
+                    torch.zeros_like(p) if p.grad is None else p.grad, layout.parameters[number].dim_order
+                )
+                .reshape(-1)
+                .cpu()
+                for number, p in ((place.parameter, parameters[place.parameter]) for place in bucket.places)
             ]
         )
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
         mean = averaged(everyone, channels)
         for place in bucket.places:
-            shape = layout.parameters[place.parameter].shape
-            found[place.parameter] = mean[place.start : place.stop].view(shape)
+            known = layout.parameters[place.parameter]
+            run = mean[place.start : place.stop].view(known.memory_shape)
+            found[place.parameter], _ = from_held(known, run, {})
     return found
 
 
@@ -148,7 +158,8 @@ def train(rank: int, count: int, port: int, case: Case) -> list[int]:
             for number, parameter in enumerate(parameters):
                 if parameter.grad is not None and parameter.numel():
                     assert torch.equal(parameter.grad.cpu(), expected[number]), (iteration, number)
-                    assert same_bits(hook._flats[number].flatten(), expected[number].flatten())
+                    run = in_memory_order(expected[number], layout.parameters[number].dim_order)
+                    assert same_bits(hook._flats[number], run.flatten())
             t, at_callback = reduced[-1]
             assert t == hook.iteration and len(reduced) == iteration + 1
             for parameter, gradient in zip(parameters, at_callback, strict=True):
@@ -255,6 +266,38 @@ def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
     error, raised = ranks.run(2, close_under_way, free_port())[0]
     assert re.fullmatch(r"rank 0: closed with \d buckets under way", error)
     assert error in raised
+
+
+def change_format(rank: int, count: int, port: int, what: str, views: bool) -> str:
+    """What backward says if a memory format differs from the one that DDP's buckets have."""
+    convolution = nn.Conv2d(3, 4, 3)
+    model = nn.Sequential(convolution, nn.Linear(2, 2))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    weight = convolution.weight
+    if what == "parameter":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif what == "gradient":
+        weight.grad = torch.zeros_like(weight, memory_format=torch.channels_last)
+    with hooked(ddp, Case(shards=1), rank, count, port):
+        said = ""
+        try:
+            ddp(torch.randn(2, 3, 4, 4)).sum().backward()
+        except RuntimeError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("what", ["parameter", "gradient", ""])
+def test_a_gradient_in_another_memory_format_is_refused(ranks: RankProcesses, what: str, views: bool) -> None:
+    """The format was changed after DDP was built, or the script's own .grad has another one."""
+    for said in ranks.run(2, change_format, free_port(), what, views):
+        if not what or (what == "gradient" and views):  # then DDP has put its own in place
+            assert said == ""
+        else:
+            assert "the gradient of 0.weight has another memory format than the parameter" in said
+            assert "before DistributedDataParallel is built" in said
 
 
 def refuse(rank: int, count: int, port: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from checkmate.optimizers import SUPPORTED, options_of, spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import blocks
 from checkmate.shadow.replica import Gone, NotStepped, Replica, ReplicaError
-from checkmate.state import bytes_of, dtype_name
+from checkmate.state import bytes_of, dtype_name, to_held
 
 SHAPES: list[tuple[int, ...]] = [(40, 30), (), (1,), (7,), (300,), (13, 5, 3), (1000,), (36, 36)]
 State = dict[int, tuple[torch.Tensor, dict[str, object]]]
@@ -38,12 +39,17 @@ class Trainer:
         groups: int = 2,
         seed: int = 0,
         bucket_bytes: int = 4000,
+        turned: bool = False,
     ) -> None:
+        """`turned`: the second of each two parameters has its first dimension innermost in memory."""
         self.random = torch.Generator().manual_seed(seed)
         kinds = itertools.cycle(dtypes)
-        self.parameters = [nn.Parameter(self.noise(shape, next(kinds))) for shape in shapes]
+        self.parameters = [
+            nn.Parameter(turn(self.noise(shape, next(kinds)), turned and bool(i % 2)))
+            for i, shape in enumerate(shapes)
+        ]
         known = [
-            Parameter(f"layer{i}.weight", tuple(p.shape), dtype_name(p.dtype))
+            Parameter.of(f"layer{i}.weight", p.shape, p.stride(), dtype_name(p.dtype))
             for i, p in enumerate(self.parameters)
         ]
         self.layout = make_layout(known, shards, bucket_bytes)
@@ -64,9 +70,11 @@ class Trainer:
             found[index] = torch.empty(bucket.elements, dtype=getattr(torch, bucket.dtype))
             for place in bucket.places:
                 parameter = self.parameters[place.parameter]
-                gradient = self.noise(tuple(parameter.shape), parameter.dtype)
+                gradient = torch.empty_like(parameter, requires_grad=False)
+                gradient.copy_(self.noise(tuple(parameter.shape), parameter.dtype))
                 parameter.grad = None if place.parameter in without else gradient
-                found[index][place.start : place.stop] = gradient.reshape(-1)
+                held, _ = to_held(self.layout.parameters[place.parameter], gradient, {})
+                found[index][place.start : place.stop] = held.reshape(-1)
         self.step = pb.Step(without_gradient=without)
         return found
 
@@ -75,14 +83,18 @@ class Trainer:
         self.step.options.extend(options_of(group) for group in self.optimizer.param_groups)
         if not self.step.skipped:
             self.optimizer.step()
-        for number, parameter in enumerate(self.parameters):
+        for number, (parameter, _) in self.state().items():
             self.step.slices.add(parameter=number, data=bytes(bytes_of(parameter)[:4096]))
         return self.step
 
     def state(self) -> State:
         """What each shadow node should have."""
         return {
-            number: (parameter.detach().clone(), _copied(self.optimizer.state.get(parameter, {})))
+            number: to_held(
+                self.layout.parameters[number],
+                parameter.detach().clone(),
+                _copied(self.optimizer.state.get(parameter, {})),
+            )
             for number, parameter in enumerate(self.parameters)
         }
 
@@ -96,6 +108,11 @@ class Trainer:
         state = self.state()
         for number in numbers:
             replica.load(number, *state[number], self.iteration)
+
+
+def turn(tensor: torch.Tensor, really: bool = True) -> torch.Tensor:
+    """The same values, with the first dimension innermost in memory."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if really and tensor.dim() > 1 else tensor
 
 
 def _copied(state: Mapping[str, object]) -> dict[str, object]:
@@ -184,6 +201,37 @@ def clip(trainer: Trainer, most: float) -> None:
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     assert factor < 1
     trainer.step.scalings.add(kind=pb.Scaling.CLIP, factor=factor.item(), dtype=dtype_name(factor.dtype))
+
+
+MOMENTUM = ("torch.optim.SGD", "torch.optim.RMSprop")
+DEEP: list[tuple[int, ...]] = [
+    (40, 30),
+    (13, 5, 3, 3),
+    (7,),
+    (6, 4, 2, 3, 3),
+    (36, 36),
+    (36, 36),
+    (3, 1, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+def test_parameters_in_any_memory_format(name: str, flags: str, dtype: torch.dtype) -> None:
+    """Some row-major, some not: matrices, a convolution's weights of two and of three dimensions."""
+    kind: Any = SUPPORTED[name]
+    options = {**({"momentum": 0.9} if name in MOMENTUM else {}), **FLAGS[flags]}
+    if flags == "fused" and "fused" not in inspect.signature(kind).parameters:
+        pytest.skip("torch has no fused step of it")
+    if flags == "fused" and name == "torch.optim.SGD" and dtype == torch.bfloat16:
+        pytest.skip("refused, see spec_of")
+    trainer = Trainer(lambda groups: kind(groups, **options), shapes=DEEP, dtypes=(dtype,), turned=True)
+    replicas = [trainer.replica(shard) for shard in range(2)]
+    for iteration in range(6):
+        gradients = trainer.backward(without={3} if iteration == 4 and flags != "fused" else set())
+        clip(trainer, 3.0)
+        follow(trainer, replicas, gradients)
 
 
 @pytest.mark.parametrize("foreach", [False, True])

@@ -37,9 +37,13 @@ PLACE = session.place(JOB, 0, 2, [0, 1])
 class Script:
     """A model with what trains it, in some state."""
 
-    def __init__(self, seed: int, width: int = 6) -> None:
+    def __init__(self, seed: int, width: int = 6, turned: bool = True) -> None:
+        """`turned`: the first weight has its columns one after another in memory."""
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        first = nn.Linear(width, 5)
+        if turned:
+            first.weight.data = first.weight.data.t().contiguous().t()
+        self.model = nn.Sequential(first, nn.BatchNorm1d(5), nn.Linear(5, 1))
         self.model.register_buffer("scratch", torch.randn(3), persistent=False)
         self.model[2].bias.requires_grad_(False)
         self.ddp = DistributedDataParallel(self.model)
@@ -86,9 +90,13 @@ class Script:
         """What shadow nodes have of it."""
         parameters = list(session.trained(self.ddp).values())
         numbers = {p: i for i, p in enumerate(parameters)}
-        states = {i: (p.detach().clone(), dict(self.optimizer.state[p])) for p, i in numbers.items()}
+        layout = session.lay_out(self.ddp, 1)
+        states = {
+            i: state.to_held(layout.parameters[i], p.detach().clone(), self.optimizer.state[p])
+            for p, i in numbers.items()
+        }
         spec = spec_of(self.optimizer, numbers)
-        group = GroupState(session.lay_out(self.ddp, 1), spec, record, state_names(self.ddp), states)
+        group = GroupState(layout, spec, record, state_names(self.ddp), states)
         return Snapshot(JOB, "run", record.iteration, (group,))
 
     def everything(self) -> dict[str, Any]:
@@ -133,6 +141,34 @@ def test_a_new_process_goes_on_from_the_newest(
     assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)
     assert set(again.buffers) == set(record.buffers)
     assert [part.position for part in again.parts] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
+    kind: on_disk.Format, turned: bool, tmp_path: Path
+) -> None:
+    """Torch's fused steps take tensors for runs of memory: in other formats they would mix elements up."""
+    script = Script(1)
+    record = script.train(3)
+    on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
+    other = Script(2, turned=turned)
+    disk.resume(tmp_path / "c.pt", PLACE, other.watched)
+    ours, theirs = (next(iter(one.model.parameters())) for one in (other, script))
+    assert ours.stride() == ((1, 5) if turned else (6, 1))
+    for name in ("exp_avg", "exp_avg_sq"):
+        found = other.optimizer.state[ours][name]
+        assert torch.equal(found, script.optimizer.state[theirs][name])
+        assert found.stride() == ours.stride()
+
+
+def test_a_checkpoint_file_keeps_memory_formats(tmp_path: Path) -> None:
+    """So plain PyTorch, which loads state as it lies, steps it right."""
+    script = Script(1)
+    on_disk.save(checkpoint(script.snapshot(script.train(2))), tmp_path / "c.pt", "torch")
+    found = torch.load(tmp_path / "c.pt", weights_only=True)
+    lies = [found["model"]["0.weight"], found["optimizer"]["state"][0]["exp_avg"]]
+    assert [tensor.stride() for tensor in lies] == [(1, 5), (1, 5)]
 
 
 def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,27 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
 
 @pytest.mark.parametrize("topology", [TWO_RANKS, pytest.param("single_tor", marks=pytest.mark.slow)])
 def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
+    """Parameters in channels_last, channels_last_3d and transposed are held as they lie."""
     with training_lab(topology) as lab:
-        kill_and_resume(lab, tmp_path, 4, iterations=8)
+        kill_and_resume(lab, tmp_path, 4, iterations=8, turned=("flat", "deep", "weight"))
+
+
+@pytest.mark.slow
+def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None:
+    """The nodes' state goes into parameters and optimizer as these lie now; the nodes are seeded anew."""
+    with training_lab(TWO_RANKS) as lab:
+        orders = Orders(
+            str(tmp_path), iterations=4, turned=("flat", "weight"), batch_norm=False, keep_each=True
+        )
+        first = lab.train(orders)
+        again = lab.train(replace(orders, iterations=7, turned=("deep",), seed=99))
+        assert again.resumed() == 4
+        assert equal(again.states("restored."), first.states("after3."))
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+        assert equal(torch.load(file, weights_only=True)["model"], again.state(0)["model"])
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
 
 
 def optimizer(kind: str, implementation: str) -> dict[str, Any]:

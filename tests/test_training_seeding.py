@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from checkmate import state
+from checkmate.layout import Parameter, make_layout
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -31,11 +32,17 @@ class Training:
     """Parameters that an optimizer steps on, and what they were after each step."""
 
     def __init__(self) -> None:
-        self.parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(8)]
+        weights = [torch.randn(100, 100) for _ in range(8)]
+        self.parameters = [nn.Parameter(w.t() if i % 2 else w) for i, w in enumerate(weights)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
         self.steps = Steps(0)
         self.history: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self.note(-1)
+
+    @property
+    def source(self) -> Source:
+        known = [Parameter.of(f"p{i}", p.shape, p.stride(), "float32") for i, p in enumerate(self.parameters)]
+        return Source(make_layout(known, 1), self.parameters, self.optimizer, self.steps)
 
     def note(self, iteration: int) -> None:
         averages = [self.optimizer.state.get(p, {}).get("exp_avg") for p in self.parameters]
@@ -56,12 +63,14 @@ class Training:
         assert sorted(header.parameters) == sorted(found)
         for number, seeds in found.items():
             assert isinstance(seeds, tuple)
-            tensor, values = seeds
+            tensor, values = state.from_held(self.source.layout.parameters[number], *seeds)
             expected, average = self.history[header.iteration][number]
             assert torch.equal(tensor, expected), (header.iteration, number)
             assert (average is None) == ("exp_avg" not in values)
             if average is not None:
-                assert torch.equal(values["exp_avg"], average)
+                found_average = values["exp_avg"]
+                assert isinstance(found_average, torch.Tensor)
+                assert torch.equal(found_average, average)
 
 
 def header(shard: int, iteration: int) -> pb.SeedHeader:
@@ -73,7 +82,7 @@ def test_seeds_are_of_the_iteration_that_they_name_while_training_goes_on(
 ) -> None:
     monkeypatch.setattr("checkmate.training.seeding.BATCH_BYTES", 300_000)  # two or three parameters
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     node.again = lambda head: list(head.parameters)[:1] if head.iteration < 30 else []
     seeder.want(0, range(8))
     iteration = 0
@@ -92,7 +101,7 @@ def test_seeds_are_of_the_iteration_that_they_name_while_training_goes_on(
 
 def test_seeds_before_the_first_step(node: RecordingNode, stub: ShadowStub) -> None:
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     seeder.want(1, [3, 4])
     wait_until(lambda: seeder.idle)
     seeder.close()
@@ -111,7 +120,7 @@ def test_records_are_given_after_parameters(
     """Also after those that are wanted while there are records left."""
     monkeypatch.setattr("checkmate.training.seeding.BATCH_BYTES", 1)
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     assert seeder.given.is_set()
 
     def wanting(head: pb.SeedHeader) -> list[int]:
@@ -147,7 +156,7 @@ def test_records_that_are_given_while_others_are_sent_are_not_passed_over(
     node: RecordingNode, stub: ShadowStub
 ) -> None:
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     seeder.given = SlowEvent()
     seeder.want(0, [1])
     time.sleep(0.1)
@@ -160,7 +169,7 @@ def test_records_that_are_given_while_others_are_sent_are_not_passed_over(
 def test_records_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
     node.stop()
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     seeder.give(0, records("a") * 100)
     assert seeder.given.wait(SECONDS)
     seeder.close()
@@ -189,7 +198,7 @@ def test_nodes_that_are_not_given_all_buffers_are_named(
     done = threading.Event()
     slow.again = lambda head: list(range(not done.wait(SECONDS)))
     training = Training()
-    source = Source(training.parameters, training.optimizer, training.steps)
+    source = training.source
     buffers, start = one_buffer(), start_with()
     place = Session(job(nodes=3), 0, 0, 0)
     with (
@@ -225,7 +234,7 @@ def test_buffers_that_a_checkpoint_lacks_are_given(
     node: RecordingNode, stub: ShadowStub, restored: tuple[str, ...], given: bool
 ) -> None:
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     deadline = time.monotonic() + SECONDS
     give_buffers(Session(job(), 0, 0, 0), one_buffer(), start_with(*restored), {0: seeder}, deadline)
     seeder.close()
@@ -235,7 +244,7 @@ def test_buffers_that_a_checkpoint_lacks_are_given(
 def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: ShadowStub) -> None:
     node.stop()
     training = Training()
-    seeder = Seeder(0, stub, Source(training.parameters, training.optimizer, training.steps), header)
+    seeder = Seeder(0, stub, training.source, header)
     seeder.want(0, range(8))
     wait_until(lambda: seeder.idle)
     node.start()

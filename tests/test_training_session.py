@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.layout import LayoutError
 from checkmate.training import session
 from checkmate.training.session import SessionError
 from tests.jobs_made import job, job_data
@@ -97,3 +98,11 @@ def test_the_layout_has_what_ddp_averages() -> None:
         assert [p.name for p in layout.parameters] == list(session.trained(ddp))
         assert layout.bucket_bytes == 3 << 20
         assert layout.parameters[0].dtype == str(torch.get_default_dtype()).removeprefix("torch.")
+
+
+def test_a_parameter_that_is_not_dense_is_refused_by_name() -> None:
+    """DDP's buckets don't follow its strides, and no optimizer lays its state out so."""
+    model = nn.Linear(5, 4)
+    model.weight.data = torch.zeros(4, 6)[:, :5]
+    with alone(), pytest.raises(LayoutError, match=r"^weight can't be protected: .* gaps .*: shape \(4, 5\)"):
+        session.lay_out(DistributedDataParallel(model), 2)

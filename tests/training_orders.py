@@ -16,6 +16,7 @@ class Orders:
     `keep_each`: it saves what it has after each iteration, and what it has restored. `plain`: it leaves the
     closing of the protection to the interpreter's exit. `fail_at`: it raises as that iteration begins.
     `workers`: a DataLoader forks so many in each iteration. `frozen_mb`: of a parameter without gradient.
+    `turned`: `OddShapes` beside the layers, in the memory formats that it names.
     """
 
     folder: str
@@ -48,6 +49,7 @@ class Orders:
     restore: bool = True
     workers: int = 0
     frozen_mb: int = 0
+    turned: tuple[str, ...] = ()
     open_end: bool = False
 
     def write(self, file: Path) -> Path:

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,29 @@ from checkmate import Restored
 from tests.training_orders import Orders
 
 
+class OddShapes(nn.Module):
+    """Dense parameters of which the named ones don't stand row by row in memory."""
+
+    def __init__(self, turned: Sequence[str]) -> None:
+        super().__init__()
+        formats = [torch.channels_last if "flat" in turned else torch.contiguous_format]
+        formats.append(torch.channels_last_3d if "deep" in turned else torch.contiguous_format)
+        flat, deep = nn.Conv2d(4, 6, 3), nn.Conv3d(2, 3, 2)
+        self.flat, self.deep = (
+            module.to(memory_format=one)  # type: ignore[call-overload]
+            for module, one in zip((flat, deep), formats, strict=True)
+        )
+        weight = torch.randn(24, 5)
+        self.weight = nn.Parameter(weight.t().contiguous().t() if "weight" in turned else weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each row, of its first 64 values."""
+        flat = self.flat(x[:, :64].view(-1, 4, 4, 4)).flatten(1)
+        deep = self.deep(x[:, :64].view(-1, 2, 2, 4, 4)).flatten(1)
+        result: torch.Tensor = (flat @ self.weight).tanh().sum(1) + deep.tanh().sum(1)
+        return result
+
+
 class Model(nn.Module):
     """Linear layers; BatchNorm and dropout between them where asked for."""
 
@@ -45,6 +69,7 @@ class Model(nn.Module):
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(orders.width, 1)
         self.unused = nn.Parameter(torch.ones(3))
+        self.odd = OddShapes(orders.turned) if orders.turned else None
         for number in range(orders.frozen_mb):
             frozen = nn.Parameter(torch.randn(1 << 18), requires_grad=False)
             self.register_parameter(f"frozen{number}", frozen)
@@ -52,7 +77,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A number for each row."""
         result: torch.Tensor = self.head(self.body(x)).squeeze(1)
-        return result
+        return result if self.odd is None else result + self.odd(x)
 
 
 def collect(worker: int) -> None:

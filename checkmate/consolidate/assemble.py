@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
     parts = {ranks[part.position]: part for part in group.record.parts}
     step = next((part.step for part in group.record.parts if part.position == 0), pb.Step())
     buffers = {name: state.loads(data) for name, data in group.record.buffers.items()}
+    states = {n: state.from_held(group.layout.parameters[n], *held) for n, held in group.states.items()}
+    group = replace(group, states=states)
     # Where ranks don't share buffers each part has the rank's own; the first rank's are in `buffers` already.
     own = {rank: state.loads(part.buffers) for rank, part in parts.items() if part.position and part.buffers}
     small = {

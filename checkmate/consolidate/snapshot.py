@@ -51,6 +51,7 @@ class GroupState:
     record: pb.IterationRecord
     names: Mapping[str, str]
     states: States
+    """In the layout's memory order."""
 
 
 @dataclass(frozen=True)

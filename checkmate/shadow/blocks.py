@@ -124,9 +124,9 @@ class Held:
                 if value is piece.views.get(name) or not _like(value, piece.tensor):
                     continue
                 if len(self.pieces) == 1:
-                    self.whole[name] = value.reshape(self.parameter.shape)
+                    self.whole[name] = value.reshape(self.parameter.memory_shape)
                 elif name not in self.whole:
-                    self.whole[name] = torch.empty(self.parameter.shape, dtype=value.dtype)
+                    self.whole[name] = torch.empty(self.parameter.memory_shape, dtype=value.dtype)
                 view = self._run(self.whole[name], piece)
                 if len(self.pieces) > 1:
                     view.copy_(value)

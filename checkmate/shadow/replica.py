@@ -1,4 +1,4 @@
-"""A shard's replica: parameters and optimizer state, stepped as training steps its own.
+"""A shard's replica: parameters and optimizer state in memory order, stepped as training steps its own.
 
 No sockets, no gRPC. One thread steps and loads; any number of threads read at the same time. A reader never
 waits for a step, nor a step for a reader: what a step would overwrite before it was read stays with its
@@ -103,9 +103,9 @@ class Replica:
         if held is None:
             raise ReplicaError(f"shard {self.shard} has no parameter {parameter}")
         known = held.parameter
-        if (tuple(tensor.shape), tensor.dtype) != (known.shape, held.dtype):
+        if (tuple(tensor.shape), tensor.dtype) != (known.memory_shape, held.dtype):
             raise ReplicaError(
-                f"{known.name} has shape {known.shape} and type {known.dtype}, and what came has "
+                f"{known.name} has shape {known.memory_shape} and type {known.dtype}, and what came has "
                 f"{tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
             )
         ours = {name: _plain(value) for name, value in state.items()}

@@ -1,6 +1,7 @@
 """State of training as messages and bytes, and back, bit for bit: all that others need of this folder."""
 
 from checkmate.state.generators import dump_generators, load_generators
+from checkmate.state.order import from_held, in_memory_order, to_held
 from checkmate.state.plain import dumps, loads
 from checkmate.state.seeds import PIECE_BYTES, Checksum, SeedReader, from_seeds, to_pieces, to_seeds
 from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
@@ -15,9 +16,12 @@ __all__ = [
     "dtype_name",
     "dump_generators",
     "dumps",
+    "from_held",
     "from_seeds",
+    "in_memory_order",
     "load_generators",
     "loads",
+    "to_held",
     "to_pieces",
     "to_seeds",
 ]

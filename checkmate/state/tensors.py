@@ -39,5 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return memoryview(bytearray())
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and `view` wants 1
     data: Any = flat.view(torch.uint8).numpy()  # a buffer, as NumPy's types don't say
     return memoryview(data)

@@ -13,7 +13,7 @@ from checkmate.consolidate import disk
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
-from checkmate.training.install import InstallError, install_buffers, put_types_back
+from checkmate.training.install import InstallError, install_buffers, load_optimizer
 from checkmate.training.records import Watched
 from checkmate.training.session import Session, trained
 
@@ -62,9 +62,7 @@ def _install(found: dict[str, Any], place: Session, watched: Watched) -> None:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
     install_buffers(watched.ddp, found["buffers"])
     install_buffers(watched.ddp, found.get("rank_buffers", {}).get(place.rank, {}))
-    watched.optimizer.load_state_dict(found["optimizer"])
-    flat = [p for group in watched.optimizer.param_groups for p in group["params"]]
-    put_types_back(watched.optimizer, flat, found["optimizer"]["state"])
+    load_optimizer(watched.optimizer, found["optimizer"])
     for name, thing in (("scheduler", watched.scheduler), ("scaler", watched.scaler)):
         if found[name] is not None:
             if thing is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from checkmate.layout import Layout, Parameter
@@ -35,11 +35,13 @@ class Wanted:
 class Fetched:
     """A DP group's whole state, the record of its iteration, and the optimizer that it is of."""
 
+    layout: Layout
+    """Theirs: the state stands in its memory order, which may differ from ours."""
     states: States
     record: pb.IterationRecord
     optimizer: pb.OptimizerSpec
     same_buckets: bool
-    """Whether the buckets were the same too, so that the nodes may go on with what they have."""
+    """Whether buckets and memory order were the same too, so that the nodes may go on with what they have."""
 
 
 def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: float) -> Fetched:
@@ -62,7 +64,7 @@ def fetch(wanted: Wanted, layout: Layout, stubs: Stubs, rank: int, timeout: floa
             f"{', '.join(without)}"
         )
     same = all(shard.layout.fingerprint == layout.fingerprint for shard in shards)
-    return Fetched(states, record, most_parts(headers).optimizer, same)
+    return Fetched(shards[0].layout, states, record, most_parts(headers).optimizer, same)
 
 
 def _asked(wanted: Wanted, rank: int) -> dict[Asked, list[int]]:
@@ -87,11 +89,11 @@ def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
 
 
 def different(theirs: Layout, ours: Layout) -> str:
-    """How a stored model differs from ours, in words; empty where it doesn't. Buckets may differ."""
+    """How a stored model differs from ours, in words; empty if it doesn't. Buckets and memory may differ."""
     if theirs.shards != ours.shards:
         return f"it is cut into {theirs.shards} shards, ours into {ours.shards}"
     for old, new in zip(theirs.parameters, ours.parameters, strict=False):
-        if old != new:
+        if replace(old, dim_order=()) != replace(new, dim_order=()):
             return f"{_shown(old)} stands where ours has {_shown(new)}"
     if len(theirs.parameters) != len(ours.parameters):
         return f"it has {len(theirs.parameters)} trained parameters, ours {len(ours.parameters)}"

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout
 from checkmate.ring import AllReduce, Ring, RingError
+from checkmate.training.formats import check_format
 from checkmate.training.staging import Gradients, Staging, staging_for
 
 _log = logging.getLogger("checkmate")
@@ -69,11 +70,13 @@ class GradientHook:
         first_iteration: int,
     ) -> None:
         self.iteration = first_iteration - 1
+        self._first_iteration = first_iteration
         self.on_reduced = lambda iteration: None
         self.error = None
         self._told = False
         self._ddp = ddp
         self._layout = layout
+        self._parameters = parameters
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(parameters)
         }
@@ -83,7 +86,7 @@ class GradientHook:
             for bucket in layout.buckets
         ]
         self._flats = {
-            number: self.tensors[index][place.start : place.stop].view(layout.parameters[number].shape)
+            number: self.tensors[index][place.start : place.stop]
             for number, (index, place) in layout.where.items()
         }
         self._lock = threading.RLock()
@@ -120,6 +123,9 @@ class GradientHook:
             return pending.future
         if not self._missing:
             self._begin()
+        if self.iteration == self._first_iteration:
+            for number, gradient in gradients.items():
+                check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
         with self._lock:
             if twice := gradients.keys() & self._lent.keys():
                 name = self._layout.parameters[min(twice)].name
@@ -153,7 +159,10 @@ class GradientHook:
         self._finisher.join()
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
-        """The bucket's gradients by parameter, in place, without those of empty parameters."""
+        """The bucket's gradients by parameter, in place and in memory order, without those of empty ones.
+
+        DDP lays a gradient into its bucket by the parameter's strides, but gives it with the shape alone.
+        """
         if bucket.buffer().layout != torch.strided:
             raise RuntimeError("sparse gradients can't be protected; build the Embedding with sparse=False")
         gradients = {}
@@ -168,7 +177,7 @@ class GradientHook:
             if gradient.dtype != self._flats[number].dtype:
                 told = f"{self._layout.parameters[number].name} has gradients of {gradient.dtype}"
                 raise RuntimeError(f"{told}, not of {self._flats[number].dtype}, which was protected")
-            gradients[number] = gradient
+            gradients[number] = gradient.view(-1)
         return gradients
 
     def _begin(self) -> None:

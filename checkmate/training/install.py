@@ -13,9 +13,11 @@ from checkmate import state
 from checkmate.optimizers import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
+from checkmate.training.formats import lay_out_state
 from checkmate.training.records import Watched
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
+"""Parameters and their optimizer state by number, with the shapes that the script's own have."""
 
 
 class InstallError(RuntimeError):
@@ -48,7 +50,7 @@ def install_optimizer(
     states: States,
     options: Sequence[str],
 ) -> None:
-    """Optimizer state as `load_state_dict` leaves it, and each group's options (none: they stay)."""
+    """Optimizer state as the optimizer itself makes it, and each group's options (none: they stay)."""
     whole = optimizer.state_dict()
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     whole["state"] = {
@@ -56,24 +58,25 @@ def install_optimizer(
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
     }
-    optimizer.load_state_dict(whole)
-    put_types_back(optimizer, flat, whole["state"])
+    load_optimizer(optimizer, whole)
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
         apply_options(group, text)
 
 
-def put_types_back(
-    optimizer: torch.optim.Optimizer,
-    flat: Sequence[nn.Parameter],
-    stored: Mapping[int, Mapping[str, object]],
-) -> None:
-    """State of another type than its parameter (NAdam's products, say), which `load_state_dict` has cast."""
-    for index, entries in stored.items():
+def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
+    """`load_state_dict`, and then types and memory formats as the optimizer itself would have made them.
+
+    `load_state_dict` casts state to its parameter's type (NAdam's products, say), and keeps strides.
+    """
+    optimizer.load_state_dict(whole)
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in whole["state"].items():
         ours = optimizer.state[flat[index]]
         for name, value in entries.items():
             there = ours.get(name)
             if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
                 ours[name] = value.to(there.device)
+    lay_out_state(optimizer)
 
 
 def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Tensor]) -> None:

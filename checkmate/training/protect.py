@@ -25,6 +25,7 @@ from checkmate.schema import ShadowNode
 from checkmate.training import restore, session
 from checkmate.training.checks import check_all_stepped, check_kept
 from checkmate.training.client import Line
+from checkmate.training.formats import lay_out_state
 from checkmate.training.hook import GradientHook
 from checkmate.training.publish import Author, Publisher
 from checkmate.training.ready import await_ready
@@ -104,13 +105,14 @@ class Protection:
             self._layout: Layout = session.lay_out(watched.ddp, place.shards)
             self._spec = spec_of(watched.optimizer, numbers)
             check_all_stepped(self._spec, list(names))
+            lay_out_state(watched.optimizer)
             self._device = parameters[0].device.type
             self._steps = Steps(start.next_iteration)
             ring = connect(place, self._layout, start, undo)
             self._hook = GradientHook(watched.ddp, self._layout, parameters, ring, start.next_iteration)
             undo.callback(self._hook.close)
             self._lines = [self._new_line(node, undo) for node in place.nodes]
-            source = Source(parameters, watched.optimizer, self._steps)
+            source = Source(self._layout, parameters, watched.optimizer, self._steps)
             self._seeders = {node.id: self._new_seeder(node, source, undo) for node in place.nodes}
             undo.callback(self._finish_lines)
             self._publisher = Publisher(self._author(), self._lines, self._hook.passed, self._fault)

@@ -17,7 +17,7 @@ from checkmate.consolidate.disk import DiskError
 from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import StateError
+from checkmate.state import StateError, from_held
 from checkmate.training import disk, fence, session
 from checkmate.training.fence import Plan
 from checkmate.training.fetch import FetchError, Wanted, fetch
@@ -190,12 +190,13 @@ def _from_nodes(place: Session, watched: Watched, stubs: Stubs, start: Start, ti
     check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
-    install_parameters(parameters, got.states)
+    states = {n: from_held(got.layout.parameters[n], *values) for n, values in got.states.items()}
+    install_parameters(parameters, states)
     options = next(
         (list(part.step.next_options) for part in got.record.parts if part.position == 0),
         [group.options for group in got.optimizer.groups],
     )
-    install_optimizer(watched.optimizer, numbers, got.states, options)
+    install_optimizer(watched.optimizer, numbers, states, options)
     start.keep = got.same_buckets
     start.record = got.record
     start.own_buffers = own_buffers(got.record, place.position)

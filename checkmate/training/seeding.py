@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from checkmate import state
+from checkmate.layout import Layout
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -31,6 +32,7 @@ _PAUSE_SECONDS: Final = 0.2
 class Source:
     """Where seeds come from: this rank's parameters by number, and its optimizer's state of them."""
 
+    layout: Layout
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
     steps: Steps
@@ -41,6 +43,7 @@ class Source:
         """The iteration, and copies of the first of `wanted` as after it; `None` once `ended` is set.
 
         Each is copied between two steps; where a step comes between two of them, only those before it count.
+        They stand in memory order.
         """
         copies: list[tuple[int, torch.Tensor, Mapping[str, object]]] = []
         at: int | None = None
@@ -57,7 +60,7 @@ class Source:
                     name: _copy(value) for name, value in self.optimizer.state.get(parameter, {}).items()
                 }
                 tensor = parameter.detach().to("cpu", copy=True)
-            copies.append((number, tensor, values))
+            copies.append((number, *state.to_held(self.layout.parameters[number], tensor, values)))
             nbytes += sum(
                 value.nbytes for value in [tensor, *values.values()] if isinstance(value, torch.Tensor)
             )

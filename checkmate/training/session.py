@@ -160,9 +160,12 @@ def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 def lay_out(ddp: DistributedDataParallel, shards: int) -> Layout:
-    """The layout of a model's trained parameters; buckets are as large as DDP's own (`bucket_cap_mb`)."""
+    """The layout of a model's trained parameters; buckets are as large as DDP's own (`bucket_cap_mb`).
+
+    `LayoutError` names a parameter that isn't dense in memory.
+    """
     parameters = [
-        Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))
         for name, p in trained(ddp).items()
     ]
     return make_layout(parameters, shards, ddp.bucket_bytes_cap)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import bytes_of
+from checkmate.state import bytes_of, in_memory_order
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -49,7 +49,7 @@ def copied(tensor: torch.Tensor) -> Later:
 
 @dataclass(frozen=True)
 class Window:
-    """Elements [start, stop) of a parameter, flat."""
+    """Elements [start, stop) of a parameter, flat, in memory order."""
 
     parameter: int
     start: int
@@ -85,6 +85,7 @@ class Slices:
 
     def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
+        self._orders = [known.dim_order for known in layout.parameters]
         self._rotations = [
             Rotation([(i, parameters[i].numel(), parameters[i].element_size()) for i in layout.of_shard(s)])
             for s in range(layout.shards)
@@ -93,13 +94,13 @@ class Slices:
     def take(self) -> list[tuple[Window, Later]]:
         """Copies of the next windows."""
         return [
-            (
-                window,
-                copied(self._parameters[window.parameter].detach().reshape(-1)[window.start : window.stop]),
-            )
+            (window, copied(self._flat(window.parameter)[window.start : window.stop]))
             for rotation in self._rotations
             for window in rotation.next()
         ]
+
+    def _flat(self, number: int) -> torch.Tensor:
+        return in_memory_order(self._parameters[number].detach(), self._orders[number]).reshape(-1)
 
 
 def to_message(window: Window, data: torch.Tensor) -> pb.Slice:

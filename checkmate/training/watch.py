@@ -13,7 +13,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from checkmate.state import bytes_of
+from checkmate.layout import dim_order
+from checkmate.state import bytes_of, in_memory_order
 
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
@@ -102,7 +103,7 @@ class _Sample:
             return b""
         where = (gradient.data_ptr(), gradient.stride())
         if self._seen is not gradient or self._where != where:
-            flat = _flat(gradient)
+            flat = _flat(self._parameter, gradient)
             self._bytes = bytes_of(self._window(flat))
             self._seen = gradient if flat.data_ptr() == gradient.data_ptr() else None  # a copy never changes
             self._where = where
@@ -113,7 +114,7 @@ class _Sample:
         gradient = self._parameter.grad
         if gradient is None or not gradient.numel():
             return torch.zeros((), dtype=torch.int64, device=self._parameter.device)
-        window = self._window(_flat(gradient))
+        window = self._window(_flat(self._parameter, gradient))
         return window.view(_WORDS[window.element_size()]).sum()
 
     def _window(self, flat: torch.Tensor) -> torch.Tensor:
@@ -127,9 +128,9 @@ def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
     return [name for name, changed in zip(names, differs.tolist(), strict=True) if changed]
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient in the order of their memory where it has no holes, else a copy."""
-    last = gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
-    if last or gradient.is_contiguous():  # dimensions of size 1 may have any stride
-        return gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
-    return gradient.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient in its parameter's memory order: in place if the gradient lies so too."""
+    ordered = in_memory_order(gradient.detach(), dim_order(parameter.shape, parameter.stride()))
+    if ordered.is_contiguous():  # dimensions of size 1 may have any stride
+        return ordered.as_strided((ordered.numel(),), (1,))
+    return ordered.clone(memory_format=torch.contiguous_format).reshape(-1)
