@@ -132,9 +132,15 @@ class Layout:
         """Each parameter's bucket and place."""
         return {p.parameter: (i, p) for i, bucket in enumerate(self.buckets) for p in bucket.places}
 
+    @cached_property
+    def empty(self) -> tuple[int, ...]:
+        """Parameters without elements: they stand in no bucket, but may have optimizer state."""
+        return tuple(number for number, known in enumerate(self.parameters) if not known.elements)
+
     def of_shard(self, shard: int) -> list[int]:
-        """The parameters of a shard, in their order in its buckets."""
-        return [place.parameter for b in self.buckets if b.shard == shard for place in b.places]
+        """The parameters of a shard, in their order in its buckets; the first bucket's has empty ones too."""
+        placed = [place.parameter for b in self.buckets if b.shard == shard for place in b.places]
+        return [*placed, *self.empty] if shard == self.buckets[0].shard else placed
 
     def to_json(self) -> str:
         """What the other side makes the same layout from."""
@@ -165,8 +171,8 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
     """Lay out a model's trained parameters, given in registration order.
 
     They are taken in reverse, as backward makes their gradients ready; cut into `shards` runs balanced by
-    bytes; and each run into buckets. Empty parameters stand nowhere. `LayoutError` where there are none, or
-    one has a type that gradients can't have.
+    bytes; and each run into buckets. Empty ones stand in no bucket. `LayoutError` where there are no others,
+    or one has a type that gradients can't have.
     """
     for parameter in parameters:
         if parameter.dtype not in ITEMSIZES:

@@ -65,16 +65,15 @@ class Trainer:
     def backward(self, without: set[int] = frozenset()) -> dict[int, torch.Tensor]:  # type: ignore[assignment]
         """Random gradients, in `.grad` and in buckets."""
         self.iteration += 1
-        found = {}
+        flat, found = {}, {}
+        for number, parameter in enumerate(self.parameters):
+            gradient = torch.empty_like(parameter, requires_grad=False)
+            gradient.copy_(self.noise(tuple(parameter.shape), parameter.dtype))
+            parameter.grad = None if number in without else gradient
+            held, _ = to_held(self.layout.parameters[number], gradient, {})
+            flat[number] = held.reshape(-1)
         for index, bucket in enumerate(self.layout.buckets):
-            found[index] = torch.empty(bucket.elements, dtype=getattr(torch, bucket.dtype))
-            for place in bucket.places:
-                parameter = self.parameters[place.parameter]
-                gradient = torch.empty_like(parameter, requires_grad=False)
-                gradient.copy_(self.noise(tuple(parameter.shape), parameter.dtype))
-                parameter.grad = None if place.parameter in without else gradient
-                held, _ = to_held(self.layout.parameters[place.parameter], gradient, {})
-                found[index][place.start : place.stop] = held.reshape(-1)
+            found[index] = torch.cat([flat[place.parameter] for place in bucket.places])
         self.step = pb.Step(without_gradient=without)
         return found
 
@@ -212,6 +211,7 @@ DEEP: list[tuple[int, ...]] = [
     (36, 36),
     (36, 36),
     (3, 1, 1),
+    (0, 4),
 ]
 
 

@@ -33,7 +33,7 @@ from tests.training_orders import Orders
 
 
 class OddShapes(nn.Module):
-    """Dense parameters of which the named ones don't stand row by row in memory."""
+    """Dense parameters of which the named ones don't stand row by row in memory; and one without elements."""
 
     def __init__(self, turned: Sequence[str]) -> None:
         super().__init__()
@@ -45,13 +45,14 @@ class OddShapes(nn.Module):
             for module, one in zip((flat, deep), formats, strict=True)
         )
         weight = torch.randn(24, 5)
+        self.empty = nn.Parameter(torch.zeros(0))
         self.weight = nn.Parameter(weight.t().contiguous().t() if "weight" in turned else weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A number for each row, of its first 64 values."""
         flat = self.flat(x[:, :64].view(-1, 4, 4, 4)).flatten(1)
         deep = self.deep(x[:, :64].view(-1, 2, 2, 4, 4)).flatten(1)
-        result: torch.Tensor = (flat @ self.weight).tanh().sum(1) + deep.tanh().sum(1)
+        result: torch.Tensor = (flat @ self.weight).tanh().sum(1) + deep.tanh().sum(1) + self.empty.sum()
         return result
 
 

@@ -66,9 +66,7 @@ def _model(group: GroupState, buffers: Mapping[str, torch.Tensor]) -> dict[str, 
     """The model's `state_dict()`: what it calls tensors, tied ones as often as it does."""
     tensors = dict(buffers)
     for number, parameter in enumerate(group.layout.parameters):
-        there = group.states.get(number)
-        dtype = state.DTYPES[parameter.dtype]
-        tensors[parameter.name] = there[0] if there is not None else torch.empty(parameter.shape, dtype=dtype)
+        tensors[parameter.name], _ = group.states[number]
     keys = group.names or {name: name for name in tensors}
     return {key: tensors[name] for key, name in sorted(keys.items()) if name in tensors}
 
@@ -86,8 +84,7 @@ def optimizer_state(group: GroupState, step: pb.Step, by_name: bool) -> dict[str
             known = group.layout.parameters[number].name if number != FROZEN else f"(not trained {count})"
             keys.append(known if by_name else count)
             count += 1
-            values = group.states.get(number, (None, {}))[1]
-            if values:
+            if number != FROZEN and (values := group.states[number][1]):
                 states[keys[-1]] = dict(values)
         made = {**plain(parse_options(text)), "params": keys}
         groups.append({**made, "param_names": list(described.names)} if described.names else made)

@@ -75,10 +75,11 @@ class Held:
         """Of a parameter that no optimizer steps: state as it came."""
         short = self.dtype.itemsize < SURE_ITEMSIZE
         self.threads = threads if short else 0
-        step = block if block and (threads <= 1 or not short) else parameter.elements
+        elements = parameter.elements
+        step = block if block and (threads <= 1 or not short) else elements
         self.pieces = [
-            Piece(start, min(start + step, parameter.elements), torch.empty(0, dtype=self.dtype))
-            for start in range(0, parameter.elements, step)
+            Piece(start, min(start + step, elements), torch.empty(0, dtype=self.dtype))
+            for start in (range(0, elements, step) if elements else [0])
         ]
 
     @property

@@ -208,15 +208,17 @@ class Replica:
         return [parse_options(text) for text in step.options]
 
     def _gradients(self, numbers: set[int], buckets: Mapping[int, torch.Tensor]) -> Gradients:
-        """Each parameter's gradient, in its bucket."""
-        where = {number: self.layout.where[number] for number in numbers}
+        """Each parameter's gradient, in its bucket; one without elements stands in none."""
+        where = {number: self.layout.where[number] for number in numbers.difference(self.layout.empty)}
         for index in {index for index, _ in where.values()}:
             bucket, known = buckets.get(index), self.layout.buckets[index]
             if bucket is None or (bucket.shape, bucket.dtype) != ((known.elements,), DTYPES[known.dtype]):
                 raise ReplicaError(
                     f"bucket {index} of shard {self.shard} is missing, or has another size or type"
                 )
-        return {number: (buckets[index], place.start) for number, (index, place) in where.items()}
+        found = {number: (buckets[index], place.start) for number, (index, place) in where.items()}
+        nothing = {n: (torch.empty(0, dtype=self._held[n].dtype), 0) for n in numbers - where.keys()}
+        return found | nothing
 
     def _advance(
         self,

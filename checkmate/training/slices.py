@@ -87,7 +87,13 @@ class Slices:
         self._parameters = parameters
         self._orders = [known.dim_order for known in layout.parameters]
         self._rotations = [
-            Rotation([(i, parameters[i].numel(), parameters[i].element_size()) for i in layout.of_shard(s)])
+            Rotation(
+                [
+                    (i, parameters[i].numel(), parameters[i].element_size())
+                    for i in layout.of_shard(s)
+                    if parameters[i].numel()
+                ]
+            )
             for s in range(layout.shards)
         ]
 
