@@ -23,8 +23,11 @@ from checkmate.state import (
     dump_generators,
     dumps,
     from_seeds,
+    frozen_states,
+    is_frozen_state,
     load_generators,
     loads,
+    name_frozen,
     to_pieces,
     to_seeds,
 )
@@ -269,3 +272,28 @@ def test_every_gradient_type_is_there() -> None:
 
     assert set(ITEMSIZES) <= set(module.DTYPES)
     assert {name: module.DTYPES[name].itemsize for name in ITEMSIZES} == ITEMSIZES
+
+
+@given(st.dictionaries(st.integers(0, 1000), ENTRIES.filter(bool), max_size=3))
+def test_state_of_frozen_parameters_comes_back_from_among_the_buffers(
+    states: dict[int, dict[str, object]],
+) -> None:
+    found = {
+        "body.0.running_mean": torch.ones(3),
+        "optimizer": torch.ones(2),
+        "optimizer.state": torch.ones(1),
+    }
+    assert not any(map(is_frozen_state, found))
+    for index, entries in states.items():
+        found.update((name, loads(dumps(tensor))) for name, tensor in name_frozen(index, entries))
+    assert sum(map(is_frozen_state, found)) == sum(map(len, states.values()))
+    back = frozen_states(found)
+    assert back.keys() == states.keys()
+    for index, entries in states.items():
+        assert back[index].keys() == entries.keys()
+        assert all(same(back[index][name], value) for name, value in entries.items())
+
+
+def test_state_of_frozen_parameters_that_is_no_number_is_refused() -> None:
+    with pytest.raises(StateError, match="history of the optimizer state is neither .* but a list"):
+        list(name_frozen(3, {"history": [1, 2]}))

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 TWO_RANKS = on_one_switch(2, (1, 1))
+TURNED = ("flat", "deep", "weight")
 PIPELINE: dict[str, Any] = {
     "title": "two stages of two ranks on two switches, each with a shadow node of its own",
     "switches": ["tor0", "tor1"],
@@ -72,7 +73,7 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
 def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
     """Parameters in channels_last, channels_last_3d and transposed are held as they lie."""
     with training_lab(topology) as lab:
-        kill_and_resume(lab, tmp_path, 4, iterations=8, turned=("flat", "deep", "weight"))
+        kill_and_resume(lab, tmp_path, 4, iterations=8, turned=TURNED)
 
 
 @pytest.mark.slow
@@ -121,7 +122,7 @@ class Case:
 
 
 CASES = [
-    Case(2, 2, 2, "Adam", "fused", {"accumulate": 2}),
+    Case(2, 2, 2, "Adam", "fused", {"accumulate": 2, "turned": TURNED}),
     Case(3, 2, 3, "Adam", "fused", {"accumulate": 2}),
     Case(2, 1, 1, "SGD", "foreach", {"amp": True, "infinite": (2,)}),
     Case(2, 2, 2, "AdamW", "neither", {"batch_norm": False}),

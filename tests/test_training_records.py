@@ -24,7 +24,15 @@ from checkmate.training import session
 from checkmate.training.checks import check_kept
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Noted, Recorder, RefusedError, Watched
-from checkmate.training.slices import EXACT_BYTES, Buffers, Rotation, Slices, fitting, kept_beside
+from checkmate.training.slices import (
+    EXACT_BYTES,
+    Buffers,
+    Rotation,
+    Slices,
+    fitting,
+    frozen_state,
+    kept_beside,
+)
 from checkmate.training.steps import Steps
 from tests.training_alone import alone
 
@@ -464,6 +472,28 @@ def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
     dict(model.named_buffers())["once"].add_(1)
     assert set(buffers.take()) == {"before", "number", "once"}
     assert set(buffers.take()) == {"before", "number", "once"}
+
+
+def test_state_of_frozen_parameters_is_said_when_it_changes() -> None:
+    """By version, but for what is as small as a number."""
+    frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adagrad([trained, frozen])
+    buffers = Buffers(lambda: frozen_state(optimizer, {trained}), everything=True)
+    total, count = "optimizer.state[1].sum (tensor)", "optimizer.state[1].step (tensor)"
+    assert buffers.names == {total, count}
+    assert set(buffers.take()) == {total, count}
+    assert set(buffers.take()) == set()
+    optimizer.state[frozen]["sum"].add_(1)
+    assert set(buffers.take()) == {total}
+    optimizer.state[frozen]["step"].data.add_(1)
+    assert set(buffers.take()) == {count}
+    optimizer.state[frozen]["step"] = 7  # as torch once had it
+    now = buffers.take()
+    assert {name: later().item() for name, later in now.items()} == {"optimizer.state[1].step (int)": 7}
+    assert buffers.names == {total, "optimizer.state[1].step (int)"}
+    optimizer.state[frozen]["step"] = None
+    assert set(buffers.take()) == {"optimizer.state[1].step (NoneType)"}
+    assert set(buffers.take()) == set()
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([2, 4, 8])), max_size=6), st.integers(8, 100))

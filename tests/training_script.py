@@ -33,7 +33,10 @@ from tests.training_orders import Orders
 
 
 class OddShapes(nn.Module):
-    """Dense parameters of which the named ones don't stand row by row in memory; and one without elements."""
+    """Dense parameters of which the named ones don't stand row by row in memory.
+
+    One has no elements; `earlier` is frozen, and the optimizer has state of it.
+    """
 
     def __init__(self, turned: Sequence[str]) -> None:
         super().__init__()
@@ -46,12 +49,14 @@ class OddShapes(nn.Module):
         )
         weight = torch.randn(24, 5)
         self.empty = nn.Parameter(torch.zeros(0))
+        self.earlier = nn.Parameter(torch.randn(4), requires_grad=False)
         self.weight = nn.Parameter(weight.t().contiguous().t() if "weight" in turned else weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A number for each row, of its first 64 values."""
-        flat = self.flat(x[:, :64].view(-1, 4, 4, 4)).flatten(1)
-        deep = self.deep(x[:, :64].view(-1, 2, 2, 4, 4)).flatten(1)
+        x = nn.functional.pad(x, (0, 64 - x.shape[1]))
+        flat = self.flat(x.view(-1, 4, 4, 4)).flatten(1)
+        deep = self.deep(x.view(-1, 2, 2, 4, 4)).flatten(1)
         result: torch.Tensor = (flat @ self.weight).tanh().sum(1) + deep.tanh().sum(1) + self.empty.sum()
         return result
 
@@ -114,6 +119,10 @@ class Rank:
         )
         kind = getattr(torch.optim, orders.optimizer)
         self.optimizer = kind(self._groups(), **orders.options)
+        if self.model.odd is not None:
+            self.model.odd.earlier.grad = torch.randn(4)
+            self.optimizer.step()
+            self.model.odd.earlier.grad = None
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.97**step)
         self.scaler = (
             torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if orders.amp else None

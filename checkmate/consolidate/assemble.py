@@ -34,7 +34,8 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
     ranks = [rank.rank for rank in snapshot.job.dp_groups[index].ranks]
     parts = {ranks[part.position]: part for part in group.record.parts}
     step = next((part.step for part in group.record.parts if part.position == 0), pb.Step())
-    buffers = {name: state.loads(data) for name, data in group.record.buffers.items()}
+    everything = {name: state.loads(data) for name, data in group.record.buffers.items()}
+    buffers = {name: tensor for name, tensor in everything.items() if not state.is_frozen_state(name)}
     states = {n: state.from_held(group.layout.parameters[n], *held) for n, held in group.states.items()}
     group = replace(group, states=states)
     # Where ranks don't share buffers each part has the rank's own; the first rank's are in `buffers` already.
@@ -51,7 +52,7 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
         "group": index,
         "iteration": snapshot.iteration,
         "model": _model(group, buffers),
-        "optimizer": optimizer_state(group, step, by_name),
+        "optimizer": optimizer_state(group, step, state.frozen_states(everything), by_name),
         "buffers": buffers,
         **small,
     }
@@ -71,8 +72,13 @@ def _model(group: GroupState, buffers: Mapping[str, torch.Tensor]) -> dict[str, 
     return {key: tensors[name] for key, name in sorted(keys.items()) if name in tensors}
 
 
-def optimizer_state(group: GroupState, step: pb.Step, by_name: bool) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes; hyperparameters are those of the next step."""
+def optimizer_state(
+    group: GroupState, step: pb.Step, frozen: Mapping[int, Mapping[str, object]], by_name: bool
+) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes; hyperparameters are those of the next step.
+
+    `frozen`: state of parameters that training doesn't reduce.
+    """
     spec = group.optimizer
     texts = list(step.next_options) or list(step.options) or [one.options for one in spec.groups]
     states: dict[int | str, dict[str, object]] = {}
@@ -83,8 +89,9 @@ def optimizer_state(group: GroupState, step: pb.Step, by_name: bool) -> dict[str
         for number in described.parameters:
             known = group.layout.parameters[number].name if number != FROZEN else f"(not trained {count})"
             keys.append(known if by_name else count)
+            values = frozen.get(count, {}) if number == FROZEN else group.states[number][1]
             count += 1
-            if number != FROZEN and (values := group.states[number][1]):
+            if values:
                 states[keys[-1]] = dict(values)
         made = {**plain(parse_options(text)), "params": keys}
         groups.append({**made, "param_names": list(described.names)} if described.names else made)

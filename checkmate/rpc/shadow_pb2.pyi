@@ -812,7 +812,9 @@ class BeginRequest(google.protobuf.message.Message):
 
     @property
     def buffers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What records bring in time: buffers and frozen parameters, a few at a time, by name."""
+        """What records bring in time, a few at a time, by name: buffers, frozen parameters, and the optimizer's state of
+        parameters that aren't reduced.
+        """
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """State of training as messages and bytes, and back, bit for bit: all that others need of this folder."""
 
+from checkmate.state.frozen import frozen_states, is_frozen_state, name_frozen
 from checkmate.state.generators import dump_generators, load_generators
 from checkmate.state.order import from_held, in_memory_order, to_held
 from checkmate.state.plain import dumps, loads
@@ -18,9 +19,12 @@ __all__ = [
     "dumps",
     "from_held",
     "from_seeds",
+    "frozen_states",
     "in_memory_order",
+    "is_frozen_state",
     "load_generators",
     "loads",
+    "name_frozen",
     "to_held",
     "to_pieces",
     "to_seeds",

@@ -49,15 +49,20 @@ def install_optimizer(
     numbers: Mapping[nn.Parameter, int],
     states: States,
     options: Sequence[str],
+    record: pb.IterationRecord,
 ) -> None:
-    """Optimizer state as the optimizer itself makes it, and each group's options (none: they stay)."""
+    """Optimizer state as the optimizer itself makes it, and each group's options (none: they stay).
+
+    `record` has that of parameters that training doesn't reduce.
+    """
+    frozen = {name: data for name, data in record.buffers.items() if state.is_frozen_state(name)}
     whole = optimizer.state_dict()
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     whole["state"] = {
         index: dict(states[number][1])
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
-    }
+    } | state.frozen_states({name: state.loads(data) for name, data in frozen.items()})
     load_optimizer(optimizer, whole)
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
         apply_options(group, text)
@@ -88,6 +93,8 @@ def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Te
     with torch.no_grad():
         for name, tensor in buffers.items():
             there = ours.get(name)
+            if state.is_frozen_state(name):
+                continue  # the optimizer's
             if there is None:
                 raise InstallError(f"the state has a buffer {name}, which the model lacks")
             if there.shape == tensor.shape:

@@ -33,7 +33,7 @@ from checkmate.training.records import Recorder, Watched
 from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.session import Session
-from checkmate.training.slices import Buffers, Slices, kept_beside, state_names, synchronised
+from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, state_names, synchronised
 from checkmate.training.start_seeds import give_buffers, seed_at_start
 from checkmate.training.steps import Steps
 from checkmate.training.wiring import connect
@@ -117,7 +117,7 @@ class Protection:
             undo.callback(self._finish_lines)
             self._publisher = Publisher(self._author(), self._lines, self._hook.passed, self._fault)
             undo.callback(lambda: self._publisher.close(self._patience))
-            self._buffers = self._new_buffers()
+            self._buffers = self._new_buffers(set(parameters))
             self._recorder = self._new_recorder(names)
             undo.callback(lambda: self._recorder.close(self._last))
             self._hook.on_reduced = self._recorder.reduced
@@ -199,11 +199,14 @@ class Protection:
             buffers=self._buffers,
         )
 
-    def _new_buffers(self) -> Buffers | None:
-        ddp, place = self._watched.ddp, self.session
-        if not place.first and synchronised(ddp):
+    def _new_buffers(self, trained: set[nn.Parameter]) -> Buffers | None:
+        """What is kept beside trained parameters; only the first rank says what all ranks have alike."""
+        ddp, optimizer = self._watched.ddp, self._watched.optimizer
+        if self.session.first:
+            return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, trained), everything=True)
+        if synchronised(ddp):
             return None
-        return Buffers(lambda: kept_beside(ddp), everything=place.first, changed=self._start.own_buffers)
+        return Buffers(lambda: kept_beside(ddp), everything=False, changed=self._start.own_buffers)
 
     def _bring_up(self, deadline: float) -> None:
         """Begin at the nodes, seed them, and wait for both until the deadline."""

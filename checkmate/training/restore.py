@@ -196,7 +196,7 @@ def _from_nodes(place: Session, watched: Watched, stubs: Stubs, start: Start, ti
         (list(part.step.next_options) for part in got.record.parts if part.position == 0),
         [group.options for group in got.optimizer.groups],
     )
-    install_optimizer(watched.optimizer, numbers, states, options)
+    install_optimizer(watched.optimizer, numbers, states, options, got.record)
     start.keep = got.same_buckets
     start.record = got.record
     start.own_buffers = own_buffers(got.record, place.position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import bytes_of, in_memory_order
+from checkmate.state import bytes_of, in_memory_order, is_frozen_state, name_frozen
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -123,6 +123,19 @@ def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in every.items() if name not in ignored}
 
 
+def frozen_state(
+    optimizer: torch.optim.Optimizer, trained: Collection[nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state of parameters that training doesn't reduce, by names of its own."""
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        name: tensor
+        for index, parameter in enumerate(flat)
+        if parameter not in trained and parameter in optimizer.state
+        for name, tensor in name_frozen(index, optimizer.state[parameter])
+    }
+
+
 def state_names(ddp: DistributedDataParallel) -> dict[str, str]:
     """Each key of the model's `state_dict()`, and the name of its tensor among parameters and buffers."""
     tensors = [*ddp.module.named_parameters(), *ddp.module.named_buffers()]
@@ -174,7 +187,7 @@ class Buffers:
     ) -> None:
         self._find = fitting(find)
         self._everything = everything
-        self._seen = {name: _Seen(tensor) for name, tensor in self._find().items()}
+        self._seen = {name: _seen(name, tensor) for name, tensor in self._find().items()}
         self._ever = set(changed) | {name for name, seen in self._seen.items() if seen.small}
         self._unsent = list(self._seen) if everything else []
 
@@ -213,7 +226,7 @@ class Buffers:
         for name, tensor in now.items():
             seen = self._seen.get(name)
             if seen is None or seen.differs(tensor):
-                self._seen[name] = _Seen(tensor)
+                self._seen[name] = _seen(name, tensor)
                 changed.add(name)
         if self._everything:
             changed |= self._first(now)
@@ -235,12 +248,17 @@ class Buffers:
         return chosen
 
 
-class _Seen:
-    """A buffer as it was: its bytes where it is small and on the CPU, else only its version."""
+def _seen(name: str, tensor: torch.Tensor) -> _Seen:
+    counted = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
+    return _Seen(tensor, small=not counted and tensor.nbytes <= EXACT_BYTES)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+
+class _Seen:
+    """A buffer as it was: its bytes if it is `small` and on the CPU, else only its version."""
+
+    def __init__(self, tensor: torch.Tensor, *, small: bool) -> None:
         self._place = (tensor.data_ptr(), tensor._version, tensor.shape)
-        self.small = not isinstance(tensor, nn.Parameter) and tensor.nbytes <= EXACT_BYTES
+        self.small = small
         # To compare on a CUDA device would wait for it: there a small one is always sent.
         self._copy = tensor.detach().clone() if self.small and not tensor.is_cuda else None
 

@@ -1,0 +1,54 @@
+"""Optimizer state of parameters that training doesn't reduce: tensors by name, kept with the buffers. Pure.
+
+The optimizer has it from before they were frozen, or (Adagrad) from the start, and seldom changes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from checkmate.state.tensors import StateError
+
+_TENSOR: Final = "tensor"
+_NAME: Final = re.compile(r"optimizer\.state\[(?P<index>\d+)\]\.(?P<entry>.+) \((?P<kind>\w+)\)", re.DOTALL)
+"""No attribute of a module has such a name."""
+_NUMBERS: Final = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
+
+
+def is_frozen_state(name: str) -> bool:
+    """Whether a tensor among the buffers is such state."""
+    return _NAME.fullmatch(name) is not None
+
+
+def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """State of the parameter with this number in `optimizer.state_dict()`, by names of its own.
+
+    `StateError` for an entry that is neither a tensor nor a number.
+    """
+    for entry, value in entries.items():
+        kind = _TENSOR if isinstance(value, torch.Tensor) else type(value).__name__
+        if isinstance(value, torch.Tensor):
+            tensor = value
+        elif value is None:
+            tensor = torch.empty(0)
+        elif kind in _NUMBERS:
+            tensor = torch.tensor(value, dtype=_NUMBERS[kind])
+        else:
+            raise StateError(f"{entry} of the optimizer state is neither a tensor nor a number, but a {kind}")
+        yield f"optimizer.state[{index}].{entry} ({kind})", tensor
+
+
+def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:
+    """The state of each such parameter, by its number; what else is found counts for nothing."""
+    states: dict[int, dict[str, object]] = {}
+    for name, tensor in found.items():
+        if (match := _NAME.fullmatch(name)) is not None:
+            value: object = tensor
+            if match["kind"] != _TENSOR:
+                value = tensor.item() if tensor.numel() else None
+            states.setdefault(int(match["index"]), {})[match["entry"]] = value
+    return states
