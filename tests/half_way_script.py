@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from checkmate.ring.connections import DEFAULT_PORT
-from checkmate.training import clip, session
+from checkmate.training.attached import attached
+from checkmate.training.clip import Listener
+from checkmate.training.standing import Standing
 
 
 class NoScaler:
@@ -51,8 +53,8 @@ def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict
             thread.name for thread in threading.enumerate() if not thread.name.startswith("Main")
         ),
         "hooks": len(ddp._forward_pre_hooks) + len(optimizer._optimizer_step_pre_hooks),
-        "clipped": len(clip._listeners),
-        "protected": len(session.protected),
+        "clipped": sum(attached(p, Listener) is not None for p in ddp.parameters()),
+        "protected": Standing.protected is not None,
         "tagger": sum("bpf" in link for _, link in links),
         "ring": sum(is_of_the_ring(number) for number, link in links if link.startswith("socket:")),
         "interval": sys.getswitchinterval(),

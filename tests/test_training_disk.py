@@ -23,7 +23,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import disk, session
 from checkmate.training.install import InstallError
 from checkmate.training.publish import Author, to_part
-from checkmate.training.records import Recorder, Watched
+from checkmate.training.records import Fault, Recorder, Watched
 from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, state_names
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
@@ -69,6 +69,7 @@ class Script:
             Steps(0),
             emitted.append,
             lambda _: {},
+            Fault(),
             slices=Slices(layout, list(names.values())),
             buffers=Buffers(
                 lambda: kept_beside(self.ddp) | frozen_state(self.optimizer, set(names.values())),

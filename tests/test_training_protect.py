@@ -192,7 +192,7 @@ def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path
     nothing = {
         "hooks": 0,
         "clipped": 0,
-        "protected": 0,
+        "protected": False,
         "tagger": 0,
         "ring": 0,
         "interval": 0.005,

@@ -23,7 +23,7 @@ from checkmate.shadow.replica import Replica
 from checkmate.training import session
 from checkmate.training.checks import check_kept
 from checkmate.training.publish import Author, to_part
-from checkmate.training.records import Noted, Recorder, RefusedError, Watched
+from checkmate.training.records import Fault, Noted, Recorder, RefusedError, Watched
 from checkmate.training.slices import (
     EXACT_BYTES,
     Buffers,
@@ -75,12 +75,14 @@ class Loop:
             watched.get(name, lambda _: None)(self.optimizer) for name in ("scheduler", "scaler")
         )
         self.scheduler, self.scaler = scheduler, scaler
+        self.fault = Fault()
         self.recorder = Recorder(
             Watched(self.ddp, self.optimizer, scheduler, scaler, watched.get("extra")),
             self.names,
             self.steps,
             self.emitted.append,
             lambda iteration: {(0, 0): 100 * iteration},
+            self.fault,
             slices=Slices(self.layout, self.parameters),
             buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
         )
@@ -366,7 +368,7 @@ def test_a_second_step_on_the_same_gradients() -> None:
 
 def test_what_the_background_finds_is_raised_in_the_script() -> None:
     loop = Loop(adamw)
-    loop.recorder.fault = state.StateError("extra: a generator can't be kept")
+    loop.fault.set(state.StateError("extra: a generator can't be kept"))
     loop.backward()
     with pytest.raises(state.StateError, match="a generator"):
         loop.optimizer.step()

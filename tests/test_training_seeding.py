@@ -17,10 +17,10 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.fence import plan_anew
-from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.session import Session
 from checkmate.training.slices import Buffers
+from checkmate.training.standing import Start
 from checkmate.training.start_seeds import give_buffers
 from checkmate.training.steps import Steps
 from tests.jobs_made import job

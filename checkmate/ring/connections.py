@@ -7,6 +7,7 @@ the ring, or one from an earlier start of training, is told apart before any gra
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -89,7 +90,8 @@ class Ring:
         self.place = place
         self.senders = senders
         self.receivers = receivers
-        _open_rings.add(self)
+        # A handler can't be taken back: it holds the ring no longer than others do.
+        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def barrier(self) -> None:
         """Return when all ranks have called it: a token goes round twice on channel 0, untagged."""
@@ -137,18 +139,12 @@ class Ring:
         return [*(sender.socket for sender in self.senders), *self.receivers]
 
 
-_open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
+def _close_in_child(ring: weakref.ref[Ring]) -> None:
     """A forked child, such as a DataLoader's worker, must not keep a connection open that its parent's end
     would close: the other ranks would wait for a rank that is dead.
     """
-    for ring in _open_rings:
-        ring.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    if (here := ring()) is not None:
+        here.close()
 
 
 def connect_ring(place: Place, tagger: Tagger | None = None, timeout: float = 30) -> Ring:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 import torch
 from torch import nn
 
+from checkmate.training.attached import Attachment, attach, attached, detach
+
 Noted = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 """Told which parameters' gradients were multiplied, and by what."""
 
-_listeners: Final[dict[int, tuple[Callable[[], None], Noted]]] = {}  # by id; whoever listens holds it
 
+class Listener(Attachment):
+    """Kept at parameters until `close`. `before` is called ahead of each clipping, `noted` after it."""
 
-def listen(parameters: Iterable[nn.Parameter], before: Callable[[], None], noted: Noted) -> None:
-    """Have `before` called ahead of each clipping of these parameters, and `noted` after it.
+    def __init__(self, parameters: Sequence[nn.Parameter], before: Callable[[], None], noted: Noted) -> None:
+        self.before = before
+        self.noted = noted
+        self._parameters = parameters
+        for parameter in parameters:
+            attach(parameter, self)
 
-    Hold the parameters until `forget`.
-    """
-    for parameter in parameters:
-        _listeners[id(parameter)] = (before, noted)
-
-
-def forget(parameters: Iterable[nn.Parameter]) -> None:
-    """Take `listen` back."""
-    for parameter in parameters:
-        _listeners.pop(id(parameter), None)
+    def close(self) -> None:
+        """Listen no more."""
+        for parameter in self._parameters:
+            detach(parameter, self)
 
 
 def clip_grad_norm_(
@@ -41,13 +41,13 @@ def clip_grad_norm_(
     The same arguments, result and bits; without `checkmate.protect` it is torch's and nothing else.
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    found = {listener[0]: listener for p in chosen if (listener := _listeners.get(id(p)))}
-    for before, _ in found.values():
-        before()
+    found = {id(listener): listener for p in chosen if (listener := attached(p, Listener))}
+    for listener in found.values():
+        listener.before()
     norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     if found and any(p.grad is not None for p in chosen):
         # torch's own expression: its clip_grad_norm_ returns the norm alone
         coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        for _, noted in found.values():
-            noted(chosen, coefficient)
+        for listener in found.values():
+            listener.noted(chosen, coefficient)
     return norm

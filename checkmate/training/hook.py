@@ -108,8 +108,9 @@ class GradientHook:
             undo.callback(self._allreduce.close)
             self._undo = undo.pop_all()
 
-    def register(self) -> None:
+    def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
         """Have DDP call it from now on, for good. RuntimeError where DDP has another hook."""
+        self.on_reduced = on_reduced
         self._ddp.register_comm_hook(self, GradientHook.run)
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -7,13 +7,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,20 +20,18 @@ from checkmate.layout import Layout
 from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import ShadowNode
 from checkmate.training import restore, session
 from checkmate.training.checks import check_all_stepped, check_kept
-from checkmate.training.client import Line
+from checkmate.training.followers import Followers
 from checkmate.training.formats import lay_out_state
 from checkmate.training.hook import GradientHook
-from checkmate.training.publish import Author, Publisher
-from checkmate.training.ready import await_ready
-from checkmate.training.records import Recorder, Watched
-from checkmate.training.restore import Start
-from checkmate.training.seeding import Seeder, Source
+from checkmate.training.opening import Opening
+from checkmate.training.publish import Publisher
+from checkmate.training.records import Fault, Recorder, Watched
+from checkmate.training.seeding import Source
 from checkmate.training.session import Session
-from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, state_names, synchronised
-from checkmate.training.start_seeds import give_buffers, seed_at_start
+from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, synchronised
+from checkmate.training.standing import Standing, Start
 from checkmate.training.steps import Steps
 from checkmate.training.wiring import connect
 
@@ -43,8 +40,6 @@ _log: Final = logging.getLogger("checkmate")
 WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
 """How long `close` waits until the shadow nodes have the last record."""
-AWAY_SECONDS: Final = 3.0
-"""In the end, a node whose connection is broken is waited for so long: it may be coming back."""
 HASTE_SECONDS: Final = 0.5
 
 
@@ -67,67 +62,110 @@ def protect(
     """
     deadline = time.monotonic() + wait
     place = session.join(ddp)
+    standing = Standing.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_kept(watched)
+    layout, spec = _describe(place, watched)
     with ExitStack() as undo:
         stubs = Stubs(place.job)
         undo.callback(stubs.close)
-        start = restore.take_start()
-        if start is None:
-            start = Start(restore.plan_fresh(place, stubs, min(wait, restore.FRESH_SECONDS)))
-            if start.plan.trouble and place.rank == 0:
-                _log.warning(
-                    "%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble
-                )
-        protection = Protection(place, watched, stubs, start, deadline)
-        undo.pop_all()
-        return protection
+        start = standing.take_start() or _begin_anew(place, stubs, min(wait, restore.FRESH_SECONDS))
+        standing.hold()
+        undo.callback(standing.release)
+        return _assemble(place, watched, layout, spec, stubs, start, deadline, undo)
+
+
+def _describe(place: Session, watched: Watched) -> tuple[Layout, pb.OptimizerSpec]:
+    """What shadow nodes have to know of model and optimizer, once it is found that they can follow these."""
+    names = session.trained(watched.ddp)
+    layout = session.lay_out(watched.ddp, place.shards)
+    spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
+    check_all_stepped(spec, list(names))
+    lay_out_state(watched.optimizer)
+    return layout, spec
+
+
+def _begin_anew(place: Session, stubs: Stubs, timeout: float) -> Start:
+    """The start of training that no `restore` came before."""
+    start = Start(restore.plan_fresh(place, stubs, timeout))
+    if start.plan.trouble and place.rank == 0:
+        _log.warning("%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble)
+    return start
+
+
+def _assemble(
+    place: Session,
+    watched: Watched,
+    layout: Layout,
+    spec: pb.OptimizerSpec,
+    stubs: Stubs,
+    start: Start,
+    deadline: float,
+    undo: ExitStack,
+) -> Protection:
+    """Make all parts, each finished before the next, and bring the nodes up.
+
+    `undo` closes those that there are; the protection takes it over.
+    """
+    names = session.trained(watched.ddp)
+    parameters = list(names.values())
+    ring = connect(place, layout, start, undo)
+    hook = GradientHook(watched.ddp, layout, parameters, ring, start.next_iteration)
+    undo.callback(hook.close)
+    steps, buffers, fault = Steps(start.next_iteration), _buffers(place, watched, parameters, start), Fault()
+    device = parameters[0].device.type
+    opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
+    followers = Followers(opening, stubs, Source(layout, parameters, watched.optimizer, steps))
+    undo.callback(followers.close)
+    publisher = Publisher(opening.author(), followers.lines, hook.passed, fault.set)
+    undo.callback(publisher.close, 0.0)
+    slices = Slices(layout, parameters) if place.first else None
+    recorder = Recorder(
+        watched, names, steps, publisher.put, hook.stream_ends, fault, slices=slices, buffers=buffers
+    )
+    undo.callback(recorder.close, last=False)
+    followers.bring_up(deadline)
+    hook.register(recorder.reduced)  # last: nothing takes it back, and without us backward is DDP's own
+    return Protection(place, start, hook, recorder, publisher, followers, undo)
+
+
+def _buffers(
+    place: Session, watched: Watched, trained: Sequence[nn.Parameter], start: Start
+) -> Buffers | None:
+    """What this rank says beside trained parameters; only the first one says what all ranks have alike."""
+    ddp, optimizer = watched.ddp, watched.optimizer
+    if place.first:
+        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(trained)), everything=True)
+    if synchronised(ddp):
+        return None
+    return Buffers(lambda: kept_beside(ddp), everything=False, changed=start.own_buffers)
 
 
 class Protection:
     """A protected run. A context manager; `close` ends it, as does the end of the script."""
 
-    def __init__(self, place: Session, watched: Watched, stubs: Stubs, start: Start, deadline: float) -> None:
+    def __init__(
+        self,
+        place: Session,
+        start: Start,
+        hook: GradientHook,
+        recorder: Recorder,
+        publisher: Publisher,
+        followers: Followers,
+        undo: ExitStack,
+    ) -> None:
+        """`undo` closes all parts, whatever they are at; it is taken over."""
         self.session = place
-        self._watched = watched
-        self._stubs = stubs
-        self._start = start
-        self._troubles: dict[int, str] = {}
+        self._incarnation = start.plan.incarnation
+        self._hook = hook
+        self._recorder = recorder
+        self._publisher = publisher
+        self._followers = followers
         self._closed = False
-        # Of `close`: where we don't come to be, nothing is waited for.
-        self._last, self._patience, self._deadline = False, 0.0, 0.0
         self._pid = os.getpid()
-        with ExitStack() as undo:
-            undo.callback(stubs.close)
-            names = session.trained(watched.ddp)
-            parameters = list(names.values())
-            numbers = {parameter: number for number, parameter in enumerate(parameters)}
-            self._layout: Layout = session.lay_out(watched.ddp, place.shards)
-            self._spec = spec_of(watched.optimizer, numbers)
-            check_all_stepped(self._spec, list(names))
-            lay_out_state(watched.optimizer)
-            self._device = parameters[0].device.type
-            self._steps = Steps(start.next_iteration)
-            ring = connect(place, self._layout, start, undo)
-            self._hook = GradientHook(watched.ddp, self._layout, parameters, ring, start.next_iteration)
-            undo.callback(self._hook.close)
-            self._lines = [self._new_line(node, undo) for node in place.nodes]
-            source = Source(self._layout, parameters, watched.optimizer, self._steps)
-            self._seeders = {node.id: self._new_seeder(node, source, undo) for node in place.nodes}
-            undo.callback(self._finish_lines)
-            self._publisher = Publisher(self._author(), self._lines, self._hook.passed, self._fault)
-            undo.callback(lambda: self._publisher.close(self._patience))
-            self._buffers = self._new_buffers(set(parameters))
-            self._recorder = self._new_recorder(names)
-            undo.callback(lambda: self._recorder.close(self._last))
-            self._hook.on_reduced = self._recorder.reduced
-            session.protected.add(id(watched.ddp))
-            undo.callback(session.protected.discard, id(watched.ddp))
-            atexit.register(self._at_exit)
-            undo.callback(atexit.unregister, self._at_exit)
-            self._bring_up(deadline)
-            self._hook.register()  # last: nothing takes it back, and without us backward is DDP's own
-            self._undo = undo.pop_all()
+        atexit.register(self._at_exit)
+        undo.callback(atexit.unregister, self._at_exit)
+        self._undo = undo.pop_all()
 
     @property
     def iteration(self) -> int:
@@ -137,7 +175,7 @@ class Protection:
     @property
     def incarnation(self) -> int:
         """The number of this start of training."""
-        return self._start.plan.incarnation
+        return self._incarnation
 
     def close(self, last: bool = True) -> None:
         """End the protection; backward fails from then on. `last`: training has come to its end.
@@ -148,10 +186,13 @@ class Protection:
         if self._closed:
             return
         self._closed = True
-        self._last = last and _ends_well(sys.exc_info()[1])
-        self._patience = FLUSH_SECONDS if self._last and self._hook.error is None else HASTE_SECONDS
-        self._deadline = time.monotonic() + self._patience
-        self._undo.close()
+        last = last and _ends_well(sys.exc_info()[1])
+        patience = FLUSH_SECONDS if last and self._hook.error is None else HASTE_SECONDS
+        deadline = time.monotonic() + patience
+        with self._undo:
+            self._recorder.close(last)
+            self._publisher.close(patience)
+            self._drain(deadline)
 
     def __enter__(self) -> Protection:
         return self
@@ -161,134 +202,9 @@ class Protection:
     ) -> None:
         self.close(last=_ends_well(error))
 
-    def _author(self) -> Author:
-        place, plan = self.session, self._start.plan
-        return Author(
-            place.job.job, plan.incarnation, plan.run, plan.start, place.group, place.position, place.side
-        )
-
-    def _new_line(self, node: ShadowNode, undo: ExitStack) -> Line:
-        begin = self._begin_request if self.session.first else None
-        line = Line(node, self._stubs.to(node.id), begin, self._replied, self._begun, tls=self._stubs.tls)
-        undo.callback(line.close)
-        return line
-
-    def _new_seeder(self, node: ShadowNode, source: Source, undo: ExitStack) -> Seeder:
-        seeder = Seeder(node.id, self._stubs.to(node.id), source, self._seed_header)
-        undo.callback(seeder.close)
-        return seeder
-
-    def _finish_lines(self) -> None:
-        """Nothing follows. A node that is away may be coming back: it isn't waited for as long."""
-        for line in self._lines:
-            line.finish(0)
-        away = time.monotonic() + AWAY_SECONDS
-        for line in self._lines:
-            if line.begun.is_set():
-                until = self._deadline if line.connected else min(away, self._deadline)
-                line.finish(until - time.monotonic())
-
-    def _new_recorder(self, names: Mapping[str, nn.Parameter]) -> Recorder:
-        return Recorder(
-            self._watched,
-            names,
-            self._steps,
-            self._publisher.put,
-            self._hook.stream_ends,
-            slices=Slices(self._layout, list(names.values())) if self.session.first else None,
-            buffers=self._buffers,
-        )
-
-    def _new_buffers(self, trained: set[nn.Parameter]) -> Buffers | None:
-        """What is kept beside trained parameters; only the first rank says what all ranks have alike."""
-        ddp, optimizer = self._watched.ddp, self._watched.optimizer
-        if self.session.first:
-            return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, trained), everything=True)
-        if synchronised(ddp):
-            return None
-        return Buffers(lambda: kept_beside(ddp), everything=False, changed=self._start.own_buffers)
-
-    def _bring_up(self, deadline: float) -> None:
-        """Begin at the nodes, seed them, and wait for both until the deadline."""
-        place = self.session
-        for line in self._lines:
-            line.start()
-        box: list[list[int]] = [[]]
-        if place.first:
-            for line in self._lines:
-                line.begun.wait(max(deadline - time.monotonic(), 0))
-            box = [[line.node.id for line in self._lines if line.begun.is_set()]]
-        dist.broadcast_object_list(box, src=place.spokesman, group=self._watched.ddp.process_group)
-        seeders = {node: self._seeders[node] for node in box[0]}
-        seed_at_start(place, self._layout, self._start, seeders)
-        if place.first and self._buffers is not None:
-            give_buffers(place, self._buffers, self._start, seeders, deadline)
-        waiting = [""]
-        if place.first:
-            waiting = [await_ready(place, self._stubs, self.incarnation, deadline)]
-        dist.broadcast_object_list(waiting, src=place.spokesman, group=self._watched.ddp.process_group)
-        if place.first and waiting[0]:
-            _log.warning("training begins without all shadow nodes: %s", waiting[0])
-
-    def _begin_request(self) -> pb.BeginRequest:
-        """What the group's first rank says to a node, at connect and at every reconnect."""
-        start = self._start
-        return pb.BeginRequest(
-            job=self.session.job.job,
-            group=self.session.group,
-            incarnation=self.incarnation,
-            first_iteration=start.next_iteration,
-            next_iteration=self._hook.iteration + 1,
-            layout=self._layout.to_json(),
-            optimizer=self._spec,
-            keep=start.keep,
-            torch=torch.__version__,
-            capability=torch.backends.cpu.get_cpu_capability(),
-            device=self._device,
-            ranks=self.session.ranks,
-            run=start.plan.run,
-            start=start.plan.start,
-            names=self._names(),
-            buffers=sorted(self._buffers.names) if self._buffers is not None else (),
-        )
-
-    def _names(self) -> dict[str, str]:
-        """The keys of the model's `state_dict()` whose tensors the nodes are given."""
-        given = {parameter.name for parameter in self._layout.parameters}
-        given |= self._buffers.names if self._buffers is not None else set()
-        return {key: name for key, name in state_names(self._watched.ddp).items() if name in given}
-
-    def _begun(self, request: pb.BeginRequest) -> None:
-        """A node has come late, or come back: it lacks what is sent only once."""
-        if self._buffers is not None and request.next_iteration > request.first_iteration:
-            self._buffers.again()
-
-    def _seed_header(self, shard: int, iteration: int) -> pb.SeedHeader:
-        record = self._start.record if iteration == self._start.next_iteration - 1 else None
-        return pb.SeedHeader(
-            job=self.session.job.job,
-            incarnation=self.incarnation,
-            run=self._start.plan.run,
-            start=self._start.plan.start,
-            shard=pb.Shard(group=self.session.group, shard=shard),
-            iteration=iteration,
-            record=record,
-        )
-
-    def _replied(self, node: int, reply: pb.RecordReply) -> None:
-        """A node's answer to a record: it may want seeds of shards that are ours to send."""
-        for wanted in reply.wanted:
-            if wanted.shard % self.session.ranks == self.session.position:
-                numbers = wanted.parameters or self._layout.of_shard(wanted.shard)
-                self._seeders[node].want(wanted.shard, numbers)
-        if reply.buffers and self._buffers is not None:
-            self._buffers.again()
-        if reply.trouble != self._troubles.get(node, ""):
-            self._troubles[node] = reply.trouble
-            _log.warning("shadow node %d: %s", node, reply.trouble or "all is well again")
-
-    def _fault(self, error: Exception) -> None:
-        self._recorder.fault = error
+    def _drain(self, deadline: float) -> None:
+        """Wait until the shadow nodes have what was recorded, but not beyond the deadline."""
+        self._followers.finish(deadline)
 
     def _at_exit(self) -> None:
         """The script ends: the last iteration, unless it ends by an error. A forked child's end is not it."""

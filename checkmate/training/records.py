@@ -30,6 +30,22 @@ class RefusedError(RuntimeError):
     """A training script did what shadow nodes can't repeat: the message says what to do instead."""
 
 
+class Fault:
+    """What a background thread has found; the script's next step raises it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def set(self, error: Exception) -> None:
+        """From any thread."""
+        self.error = error
+
+    def check(self) -> None:
+        """Raise what was found."""
+        if self.error is not None:
+            raise self.error
+
+
 @dataclass
 class Scaled:
     """Gradients were multiplied (or divided, by a fused optimizer) by a factor."""
@@ -88,6 +104,7 @@ class Recorder:
         steps: Steps,
         emit: Callable[[Noted], None],
         stream_ends: Callable[[int], Mapping[tuple[int, int], int]],
+        fault: Fault,
         slices: Slices | None = None,
         buffers: Buffers | None = None,
     ) -> None:
@@ -95,6 +112,7 @@ class Recorder:
         self._steps = steps
         self._emit = emit
         self._stream_ends = stream_ends
+        self._fault = fault
         self._slices = slices
         self._buffers = buffers
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
@@ -103,8 +121,6 @@ class Recorder:
         self._gradients = GradientWatch(list(names.items()))
         self._open: Noted | None = None
         self._accumulated = False
-        self.fault: Exception | None = None
-        """Set by another thread: raised at the next step."""
         self._parameters = list(names.values())
         # First: a thing that is no scaler is an error, and leaves no hook behind.
         self._scaler = (
@@ -115,7 +131,7 @@ class Recorder:
             watched.optimizer.register_step_post_hook(self._after_step),
             watched.ddp.register_forward_pre_hook(self._before_forward),
         ]
-        clip.listen(self._parameters, self._before_scaling, self._clipped)
+        self._clipping = clip.Listener(self._parameters, self._before_scaling, self._clipped)
 
     def reduced(self, iteration: int) -> None:
         """DDP has finished an iteration's backward: gradients are what shadow nodes get."""
@@ -127,7 +143,8 @@ class Recorder:
     def close(self, last: bool) -> None:
         """Note no more. `last`: the iteration that is open is over, if its optimizer has stepped or skipped.
 
-        After an error it may lack its step, or the scheduler's: then nobody may resume from it.
+        After an error it may lack its step, or the scheduler's: then nobody may resume from it. Calling it
+        again does nothing.
         """
         if self._open is not None and last and not self._lacks_step(self._open):
             self._open.last = True
@@ -136,9 +153,10 @@ class Recorder:
         self._gradients.forget()
         for handle in self._handles:
             handle.remove()
-        clip.forget(self._parameters)
+        self._clipping.close()
         if self._scaler is not None:
             self._scaler.remove()
+            self._scaler = None
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
         """The scaler has unscaled all gradients."""
@@ -181,8 +199,7 @@ class Recorder:
             self._finish(self._open)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        if self.fault is not None:
-            raise self.fault
+        self._fault.check()
         if len(arguments) > 1 or keywords.get("closure") is not None:
             raise RefusedError("optimizer.step(closure) can't be followed: call backward() before step()")
         noted = self._open

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.consolidate.disk import DiskError
 from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
-from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError, from_held
 from checkmate.training import disk, fence, session
 from checkmate.training.fence import Plan
@@ -31,6 +29,7 @@ from checkmate.training.install import (
 )
 from checkmate.training.records import Watched
 from checkmate.training.session import Session
+from checkmate.training.standing import Standing, Start
 
 T = TypeVar("T")
 
@@ -52,25 +51,6 @@ class Restored(NamedTuple):
     extra: Any = None
 
 
-@dataclass
-class Start:
-    """How this start of training began, kept from `restore` for `protect`."""
-
-    plan: Plan
-    next_iteration: int = 0
-    keep: bool = False
-    record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
-    own_buffers: list[str] = field(default_factory=list)
-
-
-_starts: Final[list[Start]] = []  # at most one: of the last `restore`
-
-
-def take_start() -> Start | None:
-    """The last `restore`'s outcome, once."""
-    return _starts.pop() if _starts else None
-
-
 def restore(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
@@ -89,13 +69,14 @@ def restore(
     (by default $CHECKMATE_CHECKPOINTS), else `RestoreError`.
     """
     place = session.join(ddp)
+    standing = Standing.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     stubs = Stubs(place.job)
     try:
         start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)
     finally:
         stubs.close()
-    _starts[:] = [start]
+    standing.start = start
     return Restored(start.next_iteration, extra)
 
 

@@ -20,9 +20,6 @@ from checkmate.training.slices import synchronised
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
-protected: Final[set[int]] = set()
-"""The ids of DDP modules that a Protection has."""
-
 
 class SessionError(RuntimeError):
     """Job, environment and process groups don't fit together: the message says what would."""
@@ -141,10 +138,6 @@ def _checked(module: object) -> DistributedDataParallel:
         raise SessionError(
             f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model, then pass that"
         )
-    if id(module) in protected:
-        raise SessionError("this model is protected already: close that Protection first")
-    if protected:
-        raise SessionError("another model of this process is protected: a job has one; close that first")
     if not dist.is_initialized():
         raise SessionError("torch.distributed.init_process_group() comes first")
     if module.mixed_precision is not None:

@@ -10,10 +10,10 @@ from typing import Final
 from checkmate import state
 from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.restore import Start
 from checkmate.training.seeding import Seeder
 from checkmate.training.session import Session
 from checkmate.training.slices import FIRST_BYTES, Buffers
+from checkmate.training.standing import Start
 
 _log: Final = logging.getLogger("checkmate")
 

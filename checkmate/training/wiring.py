@@ -10,8 +10,8 @@ import torch.distributed as dist
 from checkmate.layout import Layout
 from checkmate.ring import Place, Ring, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
-from checkmate.training.restore import Start
 from checkmate.training.session import Session
+from checkmate.training.standing import Start
 
 
 def connect(place: Session, layout: Layout, start: Start, undo: ExitStack) -> Ring:
