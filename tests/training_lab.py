@@ -111,17 +111,22 @@ class TrainingLab:
         )
 
     def start(self, orders: Orders) -> Run:
-        """Start all ranks."""
+        """Start all ranks of a training script."""
         folder = Path(orders.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        ranks = self.topology.ranks
         groups = tuple(tuple(rank.number for rank in group.ranks) for group in self.topology.groups)
         file = replace(orders, groups=groups).write(folder / "orders.json")
+        self.start_script("tests.training_script", file)
+        return Run(folder, len(self.ranks))
+
+    def start_script(self, module: str, *arguments: str | Path) -> None:
+        """Start all ranks of any script."""
+        ranks = self.topology.ranks
         self.ranks = [
             self.crew.start(
                 rank.name,
                 rank.name,
-                [sys.executable, "-m", "tests.training_script", file],
+                [sys.executable, "-m", module, *arguments],
                 environment={
                     "RANK": str(rank.number),
                     "WORLD_SIZE": str(len(ranks)),
@@ -133,7 +138,6 @@ class TrainingLab:
             )
             for rank in ranks
         ]
-        return Run(folder, len(ranks))
 
     def train(self, orders: Orders, *, kill_at: int | None = None) -> Run:
         """Train to the end; or until rank 0 is through with iteration `kill_at`, and kill all ranks."""

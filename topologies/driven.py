@@ -59,7 +59,7 @@ class Driven:
         protect: Callable[..., Any] = checkmate.protect
         if self._orders.reduce != "checkmate":
             restore = substitutes.nothing_to_restore
-            protect = substitutes.Untagged if self._orders.reduce == "untagged" else substitutes.unprotected
+            protect = substitutes.Untagged if self._orders.reduce == "untagged" else substitutes.Unprotected
 
         def restoring(*arguments: Any, **options: Any) -> Any:
             self.note("group_ready")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,19 +13,35 @@ from checkmate.ring.connections import Place
 from checkmate.training.hook import GradientHook
 from checkmate.training.session import join, lay_out, trained
 
+Batch = TypeVar("Batch")
+
 
 def nothing_to_restore(*_: Any, **__: Any) -> Restored:
     """For `checkmate.restore`: training begins with iteration 0."""
     return Restored(0, None)
 
 
-@contextlib.contextmanager
-def unprotected(*_: Any, **__: Any) -> Iterator[None]:
+class Unprotected:
     """For `checkmate.protect`: gradients stay with DDP's own AllReduce."""
-    yield
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches."""
+        return iter(batches)
+
+    def mark(self) -> None:
+        """Nobody asks where iterations end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
-class Untagged:
+class Untagged(Unprotected):
     """For `checkmate.protect`: the same ring and the same bits, without tags, records and shadow nodes."""
 
     def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
@@ -36,9 +51,6 @@ class Untagged:
         self._ring = connect_ring(place)
         self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
         self._hook.register()
-
-    def __enter__(self) -> Untagged:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._hook.close()

@@ -864,7 +864,7 @@ Global___BeginReply: typing_extensions.TypeAlias = BeginReply
 
 @typing.final
 class Generators(google.protobuf.message.Message):
-    """A rank's random generators when its optimizer's step returned. Words are native uint32."""
+    """A rank's random generators when an iteration ended. Words are native uint32."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -872,9 +872,12 @@ class Generators(google.protobuf.message.Message):
     CUDA_FIELD_NUMBER: builtins.int
     PYTHON_FIELD_NUMBER: builtins.int
     NUMPY_FIELD_NUMBER: builtins.int
+    IN_LOOP_FIELD_NUMBER: builtins.int
     torch: builtins.bytes
     cuda: builtins.bytes
     """of the rank's device; empty: none"""
+    in_loop: builtins.bool
+    """between two batches of one iterator: making that anew, in a resumed run, must not move them"""
     @property
     def python(self) -> Global___PythonGenerator: ...
     @property
@@ -886,10 +889,11 @@ class Generators(google.protobuf.message.Message):
         cuda: builtins.bytes = ...,
         python: Global___PythonGenerator | None = ...,
         numpy: Global___NumpyGenerator | None = ...,
+        in_loop: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["numpy", b"numpy", "python", b"python"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "numpy", b"numpy", "python", b"python", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cuda", b"cuda", "in_loop", b"in_loop", "numpy", b"numpy", "python", b"python", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Generators: typing_extensions.TypeAlias = Generators

@@ -19,12 +19,14 @@ from checkmate.state.tensors import StateError, bytes_of
 def dump_generators(found: Mapping[str, Any]) -> bytes:
     """`torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as generators give their states.
 
-    Words may be native uint32 in bytes already, which is how `load_generators` gives them.
+    `in_loop`, if it is there: whether they were captured between two batches of one iterator. Words may be
+    native uint32 in bytes already, which is how `load_generators` gives them.
     """
     message = pb.Generators()
     for name in ("torch", "cuda"):
         if found.get(name) is not None:
             setattr(message, name, bytes(bytes_of(found[name])))
+    message.in_loop = bool(found.get("in_loop"))
     if "python" in found:
         version, words, gauss = found["python"]
         message.python.version = version
@@ -48,6 +50,8 @@ def load_generators(data: bytes) -> dict[str, Any]:
     except DecodeError as error:
         raise StateError(f"unreadable states of random generators: {error}") from None
     found: dict[str, Any] = {"cuda": None}
+    if message.in_loop:
+        found["in_loop"] = True
     for name in ("torch", "cuda"):
         if state := getattr(message, name):
             found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)

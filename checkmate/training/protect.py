@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final
@@ -25,6 +25,7 @@ from checkmate.training.checks import check_all_stepped, check_kept
 from checkmate.training.followers import Followers
 from checkmate.training.formats import lay_out_state
 from checkmate.training.hook import GradientHook
+from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.opening import Opening
 from checkmate.training.publish import Publisher
 from checkmate.training.records import Fault, Recorder, Watched
@@ -54,11 +55,11 @@ def protect(
 ) -> Protection:
     """Have the job's shadow nodes follow this run. All ranks call it, before the first backward.
 
-    `scheduler`, `scaler`: what the script uses with `optimizer`; they are restored with it. `extra()` is
-    called after each step and gives what else is to be restored: plain values and tensors. It waits up to
-    `wait` seconds until the nodes are connected and seeded, and goes on in any case. Nothing later waits for
-    a node. `SessionError`, `UnsupportedOptimizer`, `LayoutError`, `TaggerUnavailable` and `RingError` say
-    what is wrong.
+    `scheduler`, `scaler`: what the script uses with `optimizer`; they are restored with it. `extra()` gives
+    what else is to be restored, plain values and tensors, as of now; it is called several times an iteration.
+    It waits up to `wait` seconds until the nodes are connected and seeded, and goes on in any case. Nothing
+    later waits for a node. `SessionError`, `UnsupportedOptimizer`, `LayoutError`, `TaggerUnavailable` and
+    `RingError` say what is wrong.
     """
     deadline = time.monotonic() + wait
     place = session.join(ddp)
@@ -126,7 +127,8 @@ def _assemble(
     undo.callback(recorder.close, last=False)
     followers.bring_up(deadline)
     hook.register(recorder.reduced)  # last: nothing takes it back, and without us backward is DDP's own
-    return Protection(place, start, hook, recorder, publisher, followers, undo)
+    loop = Loop(recorder, resumed_in(place, start), lambda: hook.iteration >= start.next_iteration)
+    return Protection(place, start, hook, recorder, loop, publisher, followers, undo)
 
 
 def _buffers(
@@ -150,6 +152,7 @@ class Protection:
         start: Start,
         hook: GradientHook,
         recorder: Recorder,
+        loop: Loop,
         publisher: Publisher,
         followers: Followers,
         undo: ExitStack,
@@ -159,6 +162,7 @@ class Protection:
         self._incarnation = start.plan.incarnation
         self._hook = hook
         self._recorder = recorder
+        self._loop = loop
         self._publisher = publisher
         self._followers = followers
         self._closed = False
@@ -176,6 +180,24 @@ class Protection:
     def incarnation(self) -> int:
         """The number of this start of training."""
         return self._incarnation
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, one after another: `for batch in protection.steps(loader)`.
+
+        An iteration ends as the next batch is asked for, before it is drawn. All that a resumed run needs is
+        captured there, so everything that the loop's body does belongs to the iteration. A run that resumes
+        within such a loop enters it again; that the iterator is made anew leaves random generators as they
+        were. Batches that are used up already the script has to leave out.
+        """
+        return self._loop.steps(batches)
+
+    def mark(self) -> None:
+        """The iteration ends here: what `steps` does, as the last statement of a loop's body.
+
+        Once called, it is called at the end of each iteration. A later mark before the next forward counts
+        instead.
+        """
+        self._recorder.mark()
 
     def close(self, last: bool = True) -> None:
         """End the protection; backward fails from then on. `last`: training has come to its end.

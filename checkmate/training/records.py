@@ -5,23 +5,27 @@ Hooks on DDP, the optimizer and the scaler only note; a thread of `publish` make
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training import clip, rng
+from checkmate.training import clip
+from checkmate.training.capture import Capture, Watched
+from checkmate.training.drift import DriftWatch
+from checkmate.training.noted import Noted, Scaled
 from checkmate.training.scaling import ScalerWatch
-from checkmate.training.slices import Buffers, Later, Slices, Window
+from checkmate.training.scheduling import SchedulerWatch
+from checkmate.training.slices import Buffers, Slices
 from checkmate.training.steps import Steps
 from checkmate.training.watch import GradientWatch
+
+__all__ = ["Fault", "Noted", "Recorder", "RefusedError", "Scaled", "Watched"]
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -46,53 +50,11 @@ class Fault:
             raise self.error
 
 
-@dataclass
-class Scaled:
-    """Gradients were multiplied (or divided, by a fused optimizer) by a factor."""
-
-    kind: pb.Scaling.Kind.ValueType
-    factor: torch.Tensor
-    parameters: Sequence[int] = ()
-
-
-@dataclass
-class Noted:
-    """One iteration of one rank. What only the group's first rank says is empty on others."""
-
-    iteration: int
-    ends: Mapping[tuple[int, int], int]
-    rng: dict[str, Any]
-    extra: Any
-    stepped: bool = False
-    last: bool = False
-    infinite: Sequence[torch.Tensor] = ()  # not zero: the scaler made the optimizer skip
-    options: list[str] = field(default_factory=list)
-    next_options: list[str] = field(default_factory=list)
-    without_gradient: list[int] = field(default_factory=list)
-    scaled: list[Scaled] = field(default_factory=list)
-    scheduler: dict[str, Any] | None = None
-    scaler: dict[str, Any] | None = None
-    slices: list[tuple[Window, Later]] = field(default_factory=list)
-    buffers: dict[str, Later] = field(default_factory=dict)
-
-    def skipped(self) -> bool:
-        """Whether parameters are what they were; waits for a CUDA device."""
-        return not self.stepped or any(bool(found.item()) for found in self.infinite)
-
-
-@dataclass(frozen=True)
-class Watched:
-    """The objects of a training script that a rank's records are about."""
-
-    ddp: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    scheduler: Any = None
-    scaler: Any = None
-    extra: Callable[[], Any] | None = None
-
-
 class Recorder:
     """Notes iterations, from hooks that it registers; `emit` gets each once the next forward has begun.
+
+    All that an iteration ends with is captured at one moment: where the script says so, by `mark`. If it
+    never does, at the end of the optimizer's step, and again of what scaler and scheduler do after that.
 
     `slices`: the group's first rank's, which also says what the optimizer does; `None` on others.
     """
@@ -114,49 +76,75 @@ class Recorder:
         self._stream_ends = stream_ends
         self._fault = fault
         self._slices = slices
-        self._buffers = buffers
+        self._capture = Capture(watched, buffers, first=slices is not None)
+        self._drift = DriftWatch(watched) if slices is not None else None
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._groups = [[id(p) for p in group["params"]] for group in watched.optimizer.param_groups]
         self._stepped_ids = {i for group in self._groups for i in group}
         self._gradients = GradientWatch(list(names.items()))
         self._open: Noted | None = None
-        self._accumulated = False
+        self._marking = self._missed = self._accumulated = False
         self._parameters = list(names.values())
-        # First: a thing that is no scaler is an error, and leaves no hook behind.
-        self._scaler = (
-            ScalerWatch(watched.scaler, watched.optimizer, self) if watched.scaler is not None else None
-        )
-        self._handles = [
+        with ExitStack() as undo:
+            self._register(undo)
+            self._undo = undo.pop_all()
+
+    def _register(self, undo: ExitStack) -> None:
+        """Have the script's objects tell us what becomes of them; `undo` takes that back."""
+        watched = self._watched
+        if watched.scaler is not None:
+            undo.callback(ScalerWatch(watched.scaler, watched.optimizer, self).remove)
+        if watched.scheduler is not None:
+            undo.callback(SchedulerWatch(watched.scheduler, self.moved_on).remove)
+        for handle in (
             watched.optimizer.register_step_pre_hook(self._before_step),
             watched.optimizer.register_step_post_hook(self._after_step),
             watched.ddp.register_forward_pre_hook(self._before_forward),
-        ]
-        self._clipping = clip.Listener(self._parameters, self._before_scaling, self._clipped)
+        ):
+            undo.callback(handle.remove)
+        undo.callback(clip.Listener(self._parameters, self.check_gradients, self._clipped).close)
 
     def reduced(self, iteration: int) -> None:
         """DDP has finished an iteration's backward: gradients are what shadow nodes get."""
         if self._open is not None:
             self._finish(self._open)
-        self._open = Noted(iteration, self._stream_ends(iteration), rng.capture(), self._extra())
+        end = self._capture.take()  # of an iteration that gets neither step nor mark
+        self._open = Noted(iteration, self._stream_ends(iteration), end.rng, end.extra)
+        self._open.ends_with(end)
         self._gradients.start()
+
+    def marks(self) -> None:
+        """The script says from now on, by `mark`, where its iterations end."""
+        self._marking = True
+        if self._drift is not None:
+            self._drift.forget()
+
+    def mark(self, *, in_loop: bool = False, settled: bool = True) -> None:
+        """The open iteration ends here, if there is one; a later mark before the next forward counts instead.
+
+        `in_loop`: as in `Capture.take`. `settled`: false where the script may have left it half-way.
+        """
+        self.marks()
+        noted = self._open
+        if noted is not None and (settled or not noted.settled):
+            noted.marked, noted.settled = True, settled
+            self._end_here(noted, in_loop=in_loop)
 
     def close(self, last: bool) -> None:
         """Note no more. `last`: the iteration that is open is over, if its optimizer has stepped or skipped.
 
-        After an error it may lack its step, or the scheduler's: then nobody may resume from it. Calling it
-        again does nothing.
+        After an error it may lack its step, or what follows that: then nobody may resume from it, unless the
+        script had come to its end. Calling it again does nothing.
         """
-        if self._open is not None and last and not self._lacks_step(self._open):
-            self._open.last = True
-            self._finish(self._open)
+        noted = self._open
+        if noted is not None and (last or noted.settled) and not self._lacks_step(noted):
+            noted.last = last
+            if self._marking and not noted.marked:
+                self.mark()
+            self._finish(noted)
         self._open = None
         self._gradients.forget()
-        for handle in self._handles:
-            handle.remove()
-        self._clipping.close()
-        if self._scaler is not None:
-            self._scaler.remove()
-            self._scaler = None
+        self._undo.close()
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
         """The scaler has unscaled all gradients."""
@@ -168,7 +156,12 @@ class Recorder:
         """`scaler.step()` has returned; where it found an infinity, the optimizer has skipped."""
         if self._open is not None:
             self._open.infinite = infinite
-            self._take_stock(self._open)
+        self.moved_on()
+
+    def moved_on(self) -> None:
+        """Scaler or scheduler have done something that may be the last of the open iteration."""
+        if self._open is not None and not self._marking:
+            self._end_here(self._open)
 
     def check_gradients(self) -> None:
         """`RefusedError` where gradients were changed by what the record can't say."""
@@ -181,8 +174,6 @@ class Recorder:
                 "in the loss or by Tensor.register_hook on parameters"
             )
 
-    _before_scaling = check_gradients
-
     def _clipped(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> None:
         if self._open is None:
             return
@@ -194,9 +185,17 @@ class Recorder:
         self._gradients.note()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        """A forward that trains ends the iteration before it: schedulers and the scaler have moved on."""
-        if self._open is not None and module.training and torch.is_grad_enabled():
-            self._finish(self._open)
+        """A forward that trains ends the iteration before it, unless a mark may come still."""
+        noted = self._open
+        if noted is None or not (module.training and torch.is_grad_enabled()):
+            return
+        if self._marking and noted.over and not noted.marked:
+            if noted.buffers is None:
+                self._end_here(noted)
+            return
+        if self._drift is not None:
+            self._drift.check(noted.iteration)
+        self._finish(noted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         self._fault.check()
@@ -228,14 +227,16 @@ class Recorder:
             self._gradients.forget()
             if self._slices is not None:
                 noted.slices = self._slices.take()
-            self._take_stock(noted)
+            self.moved_on()
             self._steps.end(noted.iteration)
 
-    def _take_stock(self, noted: Noted) -> None:
-        noted.rng, noted.extra = rng.capture(), self._extra()
-
-    def _extra(self) -> Any:
-        return None if self._watched.extra is None else copy.deepcopy(self._watched.extra())
+    def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
+        """Capture what the iteration ends with, in place of what was captured earlier."""
+        end = self._capture.take(in_loop=in_loop)
+        noted.ends_with(end)
+        noted.buffers = self._capture.buffers(noted.buffers)
+        if self._drift is not None:
+            self._drift.note(end)
 
     def _check_groups(self) -> None:
         if [
@@ -251,14 +252,25 @@ class Recorder:
         self._gradients.forget()
         if not noted.stepped:
             self._passed_over(noted)
-        if self._slices is not None:
-            watched = self._watched
-            noted.next_options = [options_of(group) for group in watched.optimizer.param_groups]
-            noted.scheduler = _state_of(watched.scheduler)
-            noted.scaler = _state_of(watched.scaler)
-        if self._buffers is not None:
-            noted.buffers = self._buffers.take()
+        if self._marking and noted.over and not noted.marked:
+            self._mark_missed(noted)
+        if noted.buffers is None:
+            noted.buffers = self._capture.buffers(None)
         self._emit(noted)
+
+    def _mark_missed(self, noted: Noted) -> None:
+        """What there was at the forward that followed counts; until the next mark, the optimizer's step."""
+        if noted.buffers is None:
+            self._end_here(noted)
+        self._marking = False
+        if not self._missed:
+            self._missed = True
+            _log.warning(
+                "iteration %d ended without protection.mark(), though an earlier one had it: a run resumed "
+                "here may differ. Call it at the end of every iteration, or use protection.steps(loader) "
+                "around the loop of which each pass is an iteration",
+                noted.iteration,
+            )
 
     def _passed_over(self, noted: Noted) -> None:
         """No step came. Gradients that stay would be lost to a run that resumes here."""
@@ -273,10 +285,4 @@ class Recorder:
 
     def _lacks_step(self, noted: Noted) -> bool:
         """Whether gradients wait for a step that hasn't come."""
-        waiting = not noted.stepped and not noted.infinite
-        return waiting and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
-
-
-def _state_of(thing: Any) -> dict[str, Any] | None:
-    """A scheduler's or scaler's state as it is now."""
-    return None if thing is None else copy.deepcopy(thing.state_dict())
+        return not noted.over and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)

@@ -1,4 +1,4 @@
-"""The random generators of a rank: what they were when a step returned, and how they are set again."""
+"""The random generators of a rank: what they were when an iteration ended, and how they are set again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import numpy as np
 import torch
 
 
-def capture() -> dict[str, Any]:
-    """The state of torch's, the CUDA device's, Python's and NumPy's generators, as they give it."""
+def capture(*, in_loop: bool = False) -> dict[str, Any]:
+    """The state of torch's, the CUDA device's, Python's and NumPy's generators, as they give it.
+
+    `in_loop`: an iterator over batches is there already. One that is made anew must not move them.
+    """
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
+        "in_loop": in_loop,
     }
 
 

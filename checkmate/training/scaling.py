@@ -22,21 +22,24 @@ class Listener(Protocol):
     def scaler_stepped(self, infinite: Sequence[torch.Tensor]) -> None:
         """`step` has returned; an infinity was found where one of these isn't zero."""
 
+    def moved_on(self) -> None:
+        """`update` has returned."""
+
 
 class ScalerWatch:
-    """Wraps `unscale_` and `step` of one GradScaler; it has no hooks of its own."""
+    """Wraps `unscale_`, `step` and `update` of one GradScaler; it has no hooks of its own."""
 
     def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer, listener: Listener) -> None:
         self._scaler = scaler
         self._optimizer = optimizer
         self._listener = listener
-        self._unscale, self._step = scaler.unscale_, scaler.step
+        self._unscale, self._step, self._update = scaler.unscale_, scaler.step, scaler.update
         self._unscaled = False
-        scaler.unscale_, scaler.step = self.unscale_, self.step
+        scaler.unscale_, scaler.step, scaler.update = self.unscale_, self.step, self.update
 
     def remove(self) -> None:
         """Give the scaler its own methods back."""
-        del self._scaler.unscale_, self._scaler.step
+        del self._scaler.unscale_, self._scaler.step, self._scaler.update
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """`GradScaler.unscale_`, noted."""
@@ -62,6 +65,11 @@ class ScalerWatch:
         # Cloned, for update() adds other optimizers' findings to the first of these.
         self._listener.scaler_stepped([one.clone() for one in found.values()])
         return self._passed(result)
+
+    def update(self, *arguments: Any, **keywords: Any) -> None:
+        """`GradScaler.update`, noted."""
+        self._update(*arguments, **keywords)
+        self._listener.moved_on()
 
     @staticmethod
     def _passed(result: Any) -> float | None:

@@ -220,6 +220,23 @@ class Buffers:
     def take(self) -> dict[str, Later]:
         """Copies of those that the record has to say."""
         now = self._find()
+        changed = self._look(now)
+        if self._everything:
+            changed |= self._first(now)
+        else:
+            self._ever |= changed
+            changed = self._ever & now.keys()
+        return {name: copied(now[name]) for name in sorted(changed)}
+
+    def changes(self) -> dict[str, Later]:
+        """Copies of those that have changed since the last look, and of all small ones on a CUDA device."""
+        now = self._find()
+        changed = self._look(now)
+        self._ever |= changed
+        return {name: copied(now[name]) for name in sorted(changed)}
+
+    def _look(self, now: Mapping[str, torch.Tensor]) -> set[str]:
+        """The names of those that have changed since the last look."""
         for gone in self._seen.keys() - now.keys():
             del self._seen[gone]
         changed = set()
@@ -228,12 +245,7 @@ class Buffers:
             if seen is None or seen.differs(tensor):
                 self._seen[name] = _seen(name, tensor)
                 changed.add(name)
-        if self._everything:
-            changed |= self._first(now)
-        else:
-            self._ever |= changed
-            changed = self._ever & now.keys()
-        return {name: copied(now[name]) for name in sorted(changed)}
+        return changed
 
     def _first(self, now: Mapping[str, torch.Tensor]) -> set[str]:
         """Some of those that were never sent."""

@@ -38,7 +38,7 @@ def main() -> None:
     protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
 
     with protection, Path(options.out, f"rank{rank}.jsonl").open("a") as log:
-        for iteration in range(start, options.iterations):
+        for iteration in protection.steps(range(start, options.iterations)):
             loss = ddp(*data.batch(options.batch, options.context))
             loss.backward()
             checkmate.clip_grad_norm_(ddp.parameters(), 1.0)

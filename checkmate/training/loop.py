@@ -1,0 +1,52 @@
+"""A script's loop over batches: it says where iterations end, and is entered again where a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from checkmate import state
+from checkmate.training import rng
+from checkmate.training.records import Recorder
+from checkmate.training.session import Session
+from checkmate.training.standing import Start
+
+Batch = TypeVar("Batch")
+
+
+class Loop:
+    """`generators`: those to which making an iterator anew must not matter; see `resumed_in`."""
+
+    def __init__(
+        self, recorder: Recorder, generators: Mapping[str, Any] | None, begun: Callable[[], bool]
+    ) -> None:
+        """`begun`: whether an iteration has begun since the start."""
+        self._recorder = recorder
+        self._generators = generators
+        self._begun = begun
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches. An iteration ends as the next one is asked for, before it is drawn."""
+        self._recorder.marks()
+        iterator = iter(batches)
+        if self._generators is not None and not self._begun():
+            rng.install(dict(self._generators))
+        try:
+            for batch in iterator:
+                try:
+                    yield batch
+                except GeneratorExit:  # left by `break`, or by an error
+                    self._recorder.mark(in_loop=True, settled=False)
+                    raise
+                self._recorder.mark(in_loop=True)
+        finally:
+            self._generators = None  # the next loop is a new one
+
+
+def resumed_in(place: Session, start: Start) -> Mapping[str, Any] | None:
+    """This rank's random generators, if the run resumes between two batches of one iterator."""
+    for part in start.record.parts:
+        if part.position == place.position and part.rng:
+            found = state.load_generators(part.rng)
+            return found if found.get("in_loop") else None
+    return None
