@@ -37,8 +37,17 @@ class NoScaler:
 
 
 def with_a_hook_of_its_own(ddp: DistributedDataParallel) -> None:
-    """DDP takes one hook: all else is made by then."""
+    """DDP takes one hook."""
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def that_takes_no_hook(ddp: DistributedDataParallel) -> None:
+    """All else is made by the time that this is seen."""
+
+    def refuse(state: object, hook: object) -> None:
+        raise RuntimeError("no hook")
+
+    ddp.register_comm_hook = refuse  # type: ignore[method-assign]
 
 
 def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -106,6 +115,7 @@ def main() -> None:
     rank = dist.get_rank()
     found = {
         "hook": failing(with_a_hook_of_its_own),
+        "late": failing(that_takes_no_hook),
         "scaler": failing(lambda ddp: None, scaler=NoScaler()),
     }
     if rank == 0:

@@ -3,21 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.optimizers import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.records import Watched
+from checkmate.training.capture import Watched
+from checkmate.training.errors import RefusedError
+from checkmate.training.hook import GradientHook
 from checkmate.training.slices import kept_beside
+from checkmate.wording import counted
+
+_SCHEDULER: Final = ("step", "state_dict", "load_state_dict")
+_SCALER: Final = ("unscale_", "step", "update", "state_dict", "load_state_dict")
+
+
+def check_script(watched: Watched) -> None:
+    """`RefusedError` if `scheduler=` or `scaler=` is something else."""
+    if isinstance(watched.scheduler, list | tuple):
+        raise RefusedError(
+            f"scheduler= is a {type(watched.scheduler).__name__}: give one scheduler. Of several that follow "
+            "one another that is SequentialLR(optimizer, [first, second], milestones=[...]), of several that "
+            "act at once ChainedScheduler([first, second])"
+        )
+    for name, thing, methods in (
+        ("scheduler", watched.scheduler, _SCHEDULER),
+        ("scaler", watched.scaler, _SCALER),
+    ):
+        if isinstance(thing, type):
+            raise RefusedError(f"{name}= is the class {thing.__name__}: give an object of it")
+        lacking = [f"{method}()" for method in methods if not callable(getattr(thing, method, None))]
+        if thing is not None and lacking:
+            raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
+
+
+def check_ddp(ddp: DistributedDataParallel) -> None:
+    """`RefusedError` if gradients go another way than DDP's own, or not all ranks train each iteration."""
+    hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    if hook == GradientHook.run.__qualname__:
+        raise RefusedError(
+            "this DistributedDataParallel was protected before, and keeps its communication hook: wrap the "
+            "model anew"
+        )
+    if hook:
+        raise RefusedError(
+            f"DDP has the communication hook {hook} already, and takes only one. Checkmate's hook reduces "
+            "gradients as they are: leave it out"
+        )
+    check_even(ddp)
+
+
+def check_even(ddp: DistributedDataParallel) -> None:
+    """`RefusedError` within `ddp.join()`, and after it: DDP stays prepared for ranks without a batch."""
+    if ddp._join_config.enable:
+        raise RefusedError(
+            "ddp.join() is for ranks that run out of batches, but each rank of a protected model trains in "
+            "every iteration: give all ranks as many batches (DistributedSampler does), and leave it out"
+        )
 
 
 def check_kept(watched: Watched) -> None:
     """`StateError` where something can't be kept."""
     for name, give in (
-        ("scheduler", watched.scheduler and watched.scheduler.state_dict),
-        ("scaler", watched.scaler and watched.scaler.state_dict),
+        ("scheduler", None if watched.scheduler is None else watched.scheduler.state_dict),
+        ("scaler", None if watched.scaler is None else watched.scaler.state_dict),
         ("extra", watched.extra),
     ):
         if give is not None:
@@ -51,6 +103,11 @@ def check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
     left = [name for number, name in enumerate(names) if number not in stepped]
     if left:
         raise UnsupportedOptimizer(
-            f"the optimizer lacks {left[0]} and {len(left) - 1} others that are trained: give them to it, in "
-            "a parameter group, or set requires_grad=False; one optimizer steps a protected model"
+            f"the optimizer lacks {_listed(left)}, which the model trains: give it that in a parameter "
+            "group, or set requires_grad=False; one optimizer steps a protected model"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """All of them, or the first and how many more."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {counted(len(names) - 1, 'other')}"

@@ -21,7 +21,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore, session
-from checkmate.training.checks import check_all_stepped, check_kept
+from checkmate.training.checks import check_all_stepped, check_ddp, check_kept, check_script
 from checkmate.training.followers import Followers
 from checkmate.training.formats import lay_out_state
 from checkmate.training.hook import GradientHook
@@ -58,13 +58,15 @@ def protect(
     `scheduler`, `scaler`: what the script uses with `optimizer`; they are restored with it. `extra()` gives
     what else is to be restored, plain values and tensors, as of now; it is called several times an iteration.
     It waits up to `wait` seconds until the nodes are connected and seeded, and goes on in any case. Nothing
-    later waits for a node. `SessionError`, `UnsupportedOptimizer`, `LayoutError`, `TaggerUnavailable` and
-    `RingError` say what is wrong.
+    later waits for a node. `SessionError`, `RefusedError`, `UnsupportedOptimizer`, `LayoutError`,
+    `StateError`, `TaggerUnavailable` and `RingError` say what is wrong.
     """
     deadline = time.monotonic() + wait
     place = session.join(ddp)
     standing = Standing.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
+    check_ddp(ddp)
+    check_script(watched)
     check_kept(watched)
     layout, spec = _describe(place, watched)
     with ExitStack() as undo:

@@ -17,7 +17,9 @@ from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import clip
 from checkmate.training.capture import Capture, Watched
+from checkmate.training.checks import check_even
 from checkmate.training.drift import DriftWatch
+from checkmate.training.errors import RefusedError
 from checkmate.training.noted import Noted, Scaled
 from checkmate.training.scaling import ScalerWatch
 from checkmate.training.scheduling import SchedulerWatch
@@ -28,10 +30,6 @@ from checkmate.training.watch import GradientWatch
 __all__ = ["Fault", "Noted", "Recorder", "RefusedError", "Scaled", "Watched"]
 
 _log: Final = logging.getLogger("checkmate")
-
-
-class RefusedError(RuntimeError):
-    """A training script did what shadow nodes can't repeat: the message says what to do instead."""
 
 
 class Fault:
@@ -186,8 +184,11 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         """A forward that trains ends the iteration before it, unless a mark may come still."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        check_even(self._watched.ddp)
         noted = self._open
-        if noted is None or not (module.training and torch.is_grad_enabled()):
+        if noted is None:
             return
         if self._marking and noted.over and not noted.marked:
             if noted.buffers is None:

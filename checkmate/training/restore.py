@@ -17,6 +17,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training import disk, fence, session
+from checkmate.training.checks import check_script
 from checkmate.training.fence import Plan
 from checkmate.training.fetch import FetchError, Wanted, fetch
 from checkmate.training.install import (
@@ -71,6 +72,7 @@ def restore(
     place = session.join(ddp)
     standing = Standing.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
+    check_script(watched)
     stubs = Stubs(place.job)
     try:
         start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)

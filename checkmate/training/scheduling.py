@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from checkmate.training.errors import RefusedError
+
 
 class SchedulerWatch:
     """Gives one scheduler a class of its own, whose `step` is noted; it has no hooks of its own.
@@ -29,7 +31,11 @@ class SchedulerWatch:
             return object.__new__, (kind,), *rest
 
         alike = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        scheduler.__class__ = type(kind.__name__, (kind,), {**alike, "step": step, "__reduce_ex__": reduce})
+        told = type(kind.__name__, (kind,), {**alike, "step": step, "__reduce_ex__": reduce})
+        try:
+            scheduler.__class__ = told
+        except TypeError as error:  # it has slots, or is no Python object
+            raise RefusedError(f"scheduler= is a {kind.__name__}, which can't be followed: {error}") from None
 
     def remove(self) -> None:
         """Give the scheduler its own class back."""
