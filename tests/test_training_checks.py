@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from checkmate.training.checks import check_ddp, check_script
 from checkmate.training.records import RefusedError, Watched
+from checkmate.training.slices import Slices
+from checkmate.training.watch import ParameterWatch
 from tests.recorded_loop import Loop, adamw
 from tests.training_alone import alone
 
@@ -88,3 +90,52 @@ def test_uneven_inputs_are_refused() -> None:
         loop.ddp(torch.randn(4, 8))
     with pytest.raises(RefusedError, match=r"ddp\.join\(\)"):
         check_ddp(loop.ddp)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loop: loop.model.first.weight.data.clamp_(-0.01, 0.01),
+        lambda loop: loop.model.last.bias.detach().numpy().fill(3),
+        lambda loop: loop.model.load_state_dict({k: v + 1 for k, v in loop.model.state_dict().items()}),
+    ],
+)
+def test_a_parameter_changed_behind_the_optimizer_is_not_taken_for_a_gradient(
+    change: Callable[[Loop], object],
+) -> None:
+    loop = Loop(adamw)
+    for _ in range(2):
+        loop.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    change(loop)
+    loop.backward()
+    with pytest.raises(RefusedError, match=r"^parameter \S+\.(weight|bias) was changed .* optimizer"):
+        loop.optimizer.step()
+    assert [noted.iteration for noted in loop.emitted] == [0, 1]
+
+
+def test_parameters_may_be_swapped_for_others_until_the_next_step() -> None:
+    """An EMA's for validation, say."""
+    loop = Loop(adamw)
+    for _ in range(3):
+        loop.backward()
+        loop.optimizer.step()
+        own = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+        loop.model.load_state_dict({name: torch.full_like(tensor, 2) for name, tensor in own.items()})
+        loop.model.load_state_dict(own)
+    assert len(loop.close()) == 3
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_without_waiting_for_a_gpu_a_changed_parameter_is_seen_a_step_later(on_host: bool) -> None:
+    loop = Loop(adamw)
+    slices = Slices(loop.layout, loop.parameters)
+    watch = ParameterWatch(slices, on_host=on_host)
+    seen = []
+    for change in (0.0, 1.0, 0.0, 0.0):
+        watch.stepped(slices.take())
+        with torch.no_grad():
+            loop.parameters[2].add_(change)
+        seen.append(watch.changed())
+    assert seen == ([[], [2], [], []] if on_host else [[], [], [2], []])

@@ -69,8 +69,9 @@ class Comparison:
             yield (
                 f"parameter {ours.parameter.name} differs from the trainers' after iteration {iteration}. "
                 f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
-                "A gradient that is changed between backward and optimizer.step() does this: clip with "
-                "checkmate.clip_grad_norm_ and unscale with the GradScaler that protect was given"
+                "A gradient that is changed between backward and optimizer.step() does this, and a parameter "
+                "that is changed outside of that step: clip with checkmate.clip_grad_norm_, unscale with the "
+                "GradScaler that protect was given, and leave parameters to the optimizer"
             )
 
     def _same(self, tensor: torch.Tensor, one: pb.Slice) -> bool:

@@ -24,8 +24,8 @@ from checkmate.training.noted import Noted, Scaled
 from checkmate.training.scaling import ScalerWatch
 from checkmate.training.scheduling import SchedulerWatch
 from checkmate.training.slices import Buffers, Slices
+from checkmate.training.step_checks import StepChecks
 from checkmate.training.steps import Steps
-from checkmate.training.watch import GradientWatch
 
 __all__ = ["Fault", "Noted", "Recorder", "RefusedError", "Scaled", "Watched"]
 
@@ -77,9 +77,8 @@ class Recorder:
         self._capture = Capture(watched, buffers, first=slices is not None)
         self._drift = DriftWatch(watched) if slices is not None else None
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
-        self._groups = [[id(p) for p in group["params"]] for group in watched.optimizer.param_groups]
-        self._stepped_ids = {i for group in self._groups for i in group}
-        self._gradients = GradientWatch(list(names.items()))
+        self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
+        self._checks = StepChecks(watched.optimizer, names, slices)
         self._open: Noted | None = None
         self._marking = self._missed = self._accumulated = False
         self._parameters = list(names.values())
@@ -109,7 +108,7 @@ class Recorder:
         end = self._capture.take()  # of an iteration that gets neither step nor mark
         self._open = Noted(iteration, self._stream_ends(iteration), end.rng, end.extra)
         self._open.ends_with(end)
-        self._gradients.start()
+        self._checks.gradients.start()
 
     def marks(self) -> None:
         """The script says from now on, by `mark`, where its iterations end."""
@@ -141,14 +140,14 @@ class Recorder:
                 self.mark()
             self._finish(noted)
         self._open = None
-        self._gradients.forget()
+        self._checks.gradients.forget()
         self._undo.close()
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
         """The scaler has unscaled all gradients."""
         if self._open is not None:
             self._open.scaled.append(Scaled(kind, factor))
-            self._gradients.note()
+            self._checks.gradients.note()
 
     def scaler_stepped(self, infinite: Sequence[torch.Tensor]) -> None:
         """`scaler.step()` has returned; where it found an infinity, the optimizer has skipped."""
@@ -163,14 +162,8 @@ class Recorder:
 
     def check_gradients(self) -> None:
         """`RefusedError` where gradients were changed by what the record can't say."""
-        changed = self._gradients.changed() if self._open is not None else []
-        if changed:
-            raise RefusedError(
-                f"the gradient of {changed[0]} was changed between DDP's reduction and the optimizer's step, "
-                "and shadow nodes can't know how: clip with checkmate.clip_grad_norm_, give "
-                "checkmate.protect the GradScaler as scaler=, and make other changes before the reduction, "
-                "in the loss or by Tensor.register_hook on parameters"
-            )
+        if self._open is not None:
+            self._checks.check_gradients()
 
     def _clipped(self, parameters: Sequence[torch.Tensor], coefficient: torch.Tensor) -> None:
         if self._open is None:
@@ -180,7 +173,7 @@ class Recorder:
             [] if ids >= self._stepped_ids else sorted(self._numbers[i] for i in ids if i in self._numbers)
         )
         self._open.scaled.append(Scaled(pb.Scaling.CLIP, coefficient, chosen))
-        self._gradients.note()
+        self._checks.gradients.note()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         """A forward that trains ends the iteration before it, unless a mark may come still."""
@@ -200,16 +193,13 @@ class Recorder:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         self._fault.check()
-        if len(arguments) > 1 or keywords.get("closure") is not None:
-            raise RefusedError("optimizer.step(closure) can't be followed: call backward() before step()")
         noted = self._open
         if noted is None or noted.stepped:
             raise RefusedError(
                 "optimizer.step() without a backward of its own: each step comes after one synchronising "
                 "backward (of those accumulated with no_sync, the last) and before the next forward"
             )
-        self._check_groups()
-        self.check_gradients()
+        self._checks.check(arguments, keywords)
         if self._slices is not None:
             groups = optimizer.param_groups
             noted.options = [options_of(group) for group in groups]
@@ -225,9 +215,9 @@ class Recorder:
         noted = self._open
         if noted is not None:
             noted.stepped = True
-            self._gradients.forget()
             if self._slices is not None:
                 noted.slices = self._slices.take()
+            self._checks.stepped(noted.slices)
             self.moved_on()
             self._steps.end(noted.iteration)
 
@@ -239,18 +229,9 @@ class Recorder:
         if self._drift is not None:
             self._drift.note(end)
 
-    def _check_groups(self) -> None:
-        if [
-            [id(p) for p in group["params"]] for group in self._watched.optimizer.param_groups
-        ] != self._groups:
-            raise RefusedError(
-                "the optimizer's parameter groups were changed after checkmate.protect: add parameters "
-                "before it"
-            )
-
     def _finish(self, noted: Noted) -> None:
         self._open = None
-        self._gradients.forget()
+        self._checks.gradients.forget()
         if not noted.stepped:
             self._passed_over(noted)
         if self._marking and noted.over and not noted.marked:

@@ -99,11 +99,11 @@ class Slices:
 
     def take(self) -> list[tuple[Window, Later]]:
         """Copies of the next windows."""
-        return [
-            (window, copied(self._flat(window.parameter)[window.start : window.stop]))
-            for rotation in self._rotations
-            for window in rotation.next()
-        ]
+        return [(window, self.copy(window)) for rotation in self._rotations for window in rotation.next()]
+
+    def copy(self, window: Window) -> Later:
+        """A copy of a window as it is now."""
+        return copied(self._flat(window.parameter)[window.start : window.stop])
 
     def _flat(self, number: int) -> torch.Tensor:
         return in_memory_order(self._parameters[number].detach(), self._orders[number]).reshape(-1)

@@ -1,5 +1,7 @@
 """Tells whether gradients were changed between DDP's reduction and the optimizer's step (design, section 7).
 
+And whether parameters were, between two steps.
+
 Samples of the bytes, not `Tensor._version`: that misses changes made through `.data` or NumPy, and counts
 some that change nothing, such as clipping what needs no clipping. In host memory the samples themselves are
 compared, on a CUDA device their sums.
@@ -15,6 +17,7 @@ from torch import nn
 
 from checkmate.layout import dim_order
 from checkmate.state import bytes_of, in_memory_order
+from checkmate.training.slices import Later, Slices, Window
 
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
@@ -84,6 +87,34 @@ class GradientWatch:
 
     def _sum(self) -> torch.Tensor:
         return torch.stack([sample.sum() for sample in self._samples])
+
+
+class ParameterWatch:
+    """Tells whether something else than the optimizer changed parameters, of which records have windows.
+
+    Not `on_host`, the answer comes a step late: nothing waits for a CUDA device.
+    """
+
+    def __init__(self, slices: Slices, *, on_host: bool) -> None:
+        self._slices = slices
+        self._on_host = on_host
+        self._left: list[tuple[Window, Later]] = []  # by the last step
+        self._late: list[tuple[Window, Later, Later]] = []
+
+    def stepped(self, taken: list[tuple[Window, Later]]) -> None:
+        """The optimizer has left these."""
+        self._left = taken
+
+    def changed(self) -> list[int]:
+        """The numbers of parameters that aren't what the last step left; not on host, the one before it."""
+        now = [(window, then, self._slices.copy(window)) for window, then in self._left]
+        looked_at, self._late = (now, []) if self._on_host else (self._late, now)
+        return [window.parameter for window, then, copy in looked_at if not _same_bits(then(), copy())]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of flat tensors of one type."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 class _Sample:
