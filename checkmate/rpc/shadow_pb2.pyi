@@ -1057,6 +1057,7 @@ class Step(google.protobuf.message.Message):
     SCALER_FIELD_NUMBER: builtins.int
     SLICES_FIELD_NUMBER: builtins.int
     NEXT_OPTIONS_FIELD_NUMBER: builtins.int
+    SCHEDULER_CLASS_FIELD_NUMBER: builtins.int
     skipped: builtins.bool
     """no optimizer step"""
     last: builtins.bool
@@ -1064,6 +1065,8 @@ class Step(google.protobuf.message.Message):
     scheduler: builtins.bytes
     """torch.save of its state_dict; empty: none"""
     scaler: builtins.bytes
+    scheduler_class: builtins.str
+    """and in brackets those of the schedulers in it; empty: none"""
     @property
     def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """JSON of each parameter group, as the optimizer was about to use it"""
@@ -1094,8 +1097,9 @@ class Step(google.protobuf.message.Message):
         scaler: builtins.bytes = ...,
         slices: collections.abc.Iterable[Global___Slice] | None = ...,
         next_options: collections.abc.Iterable[builtins.str] | None = ...,
+        scheduler_class: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.optimizers import options_of
 from checkmate.training import rng
+from checkmate.training.scheduling import class_of
 from checkmate.training.slices import Buffers, Later
 
 
@@ -35,6 +36,7 @@ class IterationEnd:
     next_options: list[str]
     scheduler: dict[str, Any] | None
     scaler: dict[str, Any] | None
+    scheduler_class: str
 
 
 class Capture:
@@ -54,6 +56,7 @@ class Capture:
             next_options=[options_of(group) for group in watched.optimizer.param_groups] if first else [],
             scheduler=_state_of(watched.scheduler) if first else None,
             scaler=_state_of(watched.scaler) if first else None,
+            scheduler_class=class_of(watched.scheduler) if first else "",
         )
 
     def buffers(self, before: Mapping[str, Later] | None) -> dict[str, Later]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,9 +103,6 @@ def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Te
                 there.data = tensor.to(there.device)
 
 
-_NOTHING: Final[dict[str, Any]] = {}
-
-
 def install_record(watched: Watched, record: pb.IterationRecord, position: int) -> Any:
     """What the record of the iteration has beside parameters; the user's `extra`, `None` where there is none.
 
@@ -129,10 +126,16 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
 
 
 def _load(thing: Any, name: str, data: bytes) -> None:
-    if thing is None and data:
-        raise InstallError(f"the state has a {name}: give checkmate.restore its {name}=")
-    if thing is not None and data:
+    """Of a scheduler or scaler that was found to fit, as far as that can be told."""
+    if thing is None or not data:
+        return
+    try:
         thing.load_state_dict(state.loads(data))
+    except Exception as error:
+        raise InstallError(
+            f"the {name}'s state doesn't fit the script's {type(thing).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def own_buffers(record: pb.IterationRecord, position: int) -> list[str]:

@@ -41,6 +41,7 @@ class Noted:
     scaled: list[Scaled] = field(default_factory=list)
     scheduler: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
+    scheduler_class: str = ""
     slices: list[tuple[Window, Later]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
 
@@ -49,6 +50,7 @@ class Noted:
         self.rng, self.extra = end.rng, end.extra
         self.next_options = end.next_options
         self.scheduler, self.scaler = end.scheduler, end.scaler
+        self.scheduler_class = end.scheduler_class
 
     @property
     def over(self) -> bool:

@@ -70,6 +70,7 @@ def _step(noted: Noted) -> pb.Step:
         next_options=noted.next_options,
         without_gradient=noted.without_gradient,
         scheduler=b"" if noted.scheduler is None else state.dumps(noted.scheduler),
+        scheduler_class=noted.scheduler_class,
         scaler=b"" if noted.scaler is None else state.dumps(noted.scaler),
         slices=[to_message(window, later()) for window, later in noted.slices],
     )

@@ -20,6 +20,7 @@ from checkmate.training import disk, fence, session
 from checkmate.training.checks import check_script
 from checkmate.training.fence import Plan
 from checkmate.training.fetch import FetchError, Wanted, fetch
+from checkmate.training.fits import check_record
 from checkmate.training.install import (
     InstallError,
     check_optimizer,
@@ -170,9 +171,10 @@ def _from_nodes(place: Session, watched: Watched, stubs: Stubs, start: Start, ti
     holders = {shard: nodes for (group, shard), nodes in plan.holders.items() if group == place.group}
     wanted = Wanted(place.job.job, place.group, plan.run, plan.iteration, holders)
     got = fetch(wanted, layout, stubs, place.rank, timeout)
-    check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
+    check_optimizer(got.optimizer, spec_of(watched.optimizer, numbers))
+    check_record(got.record, watched, place)
     states = {n: from_held(got.layout.parameters[n], *values) for n, values in got.states.items()}
     install_parameters(parameters, states)
     options = next(

@@ -1,4 +1,4 @@
-"""Follows a learning rate scheduler: tells when it has stepped."""
+"""Follows a learning rate scheduler: says what it is, and when it has stepped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from checkmate.training.errors import RefusedError
+
+
+def class_of(scheduler: Any) -> str:
+    """`StepLR`, or `SequentialLR(LinearLR, StepLR)`; empty of none."""
+    if scheduler is None:
+        return ""
+    within = ", ".join(class_of(one) for one in getattr(scheduler, "_schedulers", ()))
+    return f"{type(scheduler).__name__}({within})" if within else type(scheduler).__name__
 
 
 class SchedulerWatch:
