@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from checkmate import state
 from checkmate.consolidate import disk as on_disk
@@ -196,5 +196,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
         disk.resume(path, PLACE, Script(1, width=7).watched)
     bare = Watched(script.ddp, script.optimizer)
-    with pytest.raises(InstallError, match="it has a scheduler: give checkmate.restore its scheduler="):
+    with pytest.raises(
+        InstallError, match="the state has a scheduler: give checkmate.restore its scheduler="
+    ):
         disk.resume(path, PLACE, bare)
+    other = Script(2)
+    other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
+    expected = other.everything()
+    with pytest.raises(InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR gamma"):
+        disk.resume(path, PLACE, other.watched)
+    more = session.place(job(ranks=3), 0, 3, [0, 1, 2])
+    with pytest.raises(InstallError, match="is of 2 ranks in DP group 0, and the job has 3"):
+        disk.resume(path, more, Script(2).watched)
+    for name in ("model", "optimizer", "scheduler"):
+        assert digest(other.everything()[name]) == digest(expected[name]), name

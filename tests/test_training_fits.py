@@ -18,12 +18,13 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from checkmate.nodes.reader import States
+from checkmate.nodes.stubs import Stubs
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore, session
-from checkmate.training.client import Stubs
 from checkmate.training.fence import Plan
-from checkmate.training.fetch import Fetched, States
+from checkmate.training.fetch import Fetched
 from checkmate.training.fits import check_record
 from checkmate.training.install import InstallError, install_record
 from checkmate.training.records import Watched
@@ -173,7 +174,7 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
     states: States = {number: (tensor.detach() + 1, {}) for number, tensor in enumerate(other.parameters)}
 
     def fetched(*_: object) -> Fetched:
-        return Fetched(states, found, spec, True)
+        return Fetched(loop.layout, states, found, spec, True)
 
     monkeypatch.setattr(restore, "fetch", fetched)
     theirs = Watched(other.ddp, other.optimizer, ExponentialLR(other.optimizer, 0.9))

@@ -13,6 +13,7 @@ from checkmate.consolidate import disk
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
+from checkmate.training.fits import check_ranks, check_scaler, check_scheduler
 from checkmate.training.install import InstallError, install_buffers, load_optimizer
 from checkmate.training.records import Watched
 from checkmate.training.session import Session, trained
@@ -55,6 +56,9 @@ def resume(path: Path, place: Session, watched: Watched) -> tuple[pb.IterationRe
 
 
 def _install(found: dict[str, Any], place: Session, watched: Watched) -> None:
+    check_ranks(len(found["rng"]), place)
+    check_scheduler(watched.scheduler, found["scheduler"])
+    check_scaler(watched.scaler, found["scaler"])
     model = watched.ddp.module
     missing, unexpected = model.load_state_dict(found["model"], strict=False)
     lacking = set(missing) & trained(watched.ddp).keys()
@@ -64,9 +68,7 @@ def _install(found: dict[str, Any], place: Session, watched: Watched) -> None:
     install_buffers(watched.ddp, found.get("rank_buffers", {}).get(place.rank, {}))
     load_optimizer(watched.optimizer, found["optimizer"])
     for name, thing in (("scheduler", watched.scheduler), ("scaler", watched.scaler)):
-        if found[name] is not None:
-            if thing is None:
-                raise InstallError(f"it has a {name}: give checkmate.restore its {name}=")
+        if found[name] is not None and thing is not None:
             thing.load_state_dict(found[name])
     if place.rank in found["rng"]:
         rng.install(found["rng"][place.rank])
