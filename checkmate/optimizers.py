@@ -21,8 +21,10 @@ __all__ = [
     "SUPPORTED",
     "UnsupportedOptimizer",
     "apply_options",
+    "beginnings",
     "build",
     "check_options",
+    "default_dtype",
     "options_of",
     "spec_of",
 ]
@@ -77,7 +79,8 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
     name = f"torch.optim.{kind.__name__}"
     if SUPPORTED.get(name) is not kind:
         raise UnsupportedOptimizer(_why_not(optimizer))
-    spec = pb.OptimizerSpec(name=name, threads=torch.get_num_threads())
+    default = str(torch.get_default_dtype()).removeprefix("torch.")
+    spec = pb.OptimizerSpec(name=name, threads=torch.get_num_threads(), default_dtype=default)
     for index, group in enumerate(optimizer.param_groups):
         check_options(group, index)
         if kind is torch.optim.SGD:
@@ -88,6 +91,31 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
         except OptionsError as error:
             raise UnsupportedOptimizer(f"parameter group {index}: {error}") from None
     return spec
+
+
+def default_dtype(spec: pb.OptimizerSpec) -> torch.dtype:
+    """Torch's default type where the optimizer was described. `UnsupportedOptimizer` if there is no such."""
+    found = getattr(torch, spec.default_dtype or "float32", None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UnsupportedOptimizer(f"torch has no floating-point type {spec.default_dtype}")
+    return found
+
+
+def beginnings(optimizer: torch.optim.Optimizer) -> list[pb.Beginning]:
+    """Groups and 16-bit types of which only some parameters have momentum before SGD's next `foreach` step.
+
+    It then multiplies the momentum of all of these by other kernels than else, and to other bits.
+    """
+    found: list[pb.Beginning] = []
+    if type(optimizer) is not torch.optim.SGD:
+        return found
+    for index, group in enumerate(optimizer.param_groups):
+        if group["foreach"] and group["momentum"]:
+            short = [p for p in group["params"] if p.grad is not None and p.element_size() == 2]
+            has = {p: optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in short}
+            mixed = {p.dtype for p in short if has[p]} & {p.dtype for p in short if not has[p]}
+            found += [pb.Beginning(group=index, dtype=str(one).removeprefix("torch.")) for one in mixed]
+    return found
 
 
 def check_options(group: Mapping[str, object], index: int) -> None:

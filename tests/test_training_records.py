@@ -91,6 +91,46 @@ def test_a_scaler_that_scales_and_skips(fused: bool, unscale: bool) -> None:
     assert vars(loop.scaler).keys() & {"step", "unscale_"} == set()
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_that_a_scaler_skips(fused: bool, unscale: bool) -> None:
+    """A fused optimizer is called, makes its state, and skips by itself; others are not called."""
+    loop = Loop(lambda m: adamw(m, fused=fused), scaler=lambda _: torch.amp.GradScaler("cpu"))
+    loop.backward(factor=float("inf"))
+    if unscale:
+        loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    loop.optimizer.zero_grad()
+    (part,) = loop.close()
+    assert part.step.skipped
+    assert bool(part.step.options) == bool(loop.optimizer.state) == fused
+
+
+def test_a_script_that_leaves_a_step_out_after_unscaling() -> None:
+    """The next fused step unscales by itself again."""
+    loop = Loop(lambda m: adamw(m, fused=True), scaler=lambda _: torch.amp.GradScaler("cpu", init_scale=64.0))
+    for left_out in (False, True, False):
+        loop.backward()
+        if left_out:
+            loop.scaler.unscale_(loop.optimizer)
+        else:
+            loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.optimizer.zero_grad()
+    assert [part.step.skipped for part in loop.close()] == [False, True, False]
+
+
+def test_who_is_named_twice_is_clipped_twice() -> None:
+    """As tied weights are, if a script lists the parameters of both modules."""
+    loop = Loop(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    loop.backward()
+    checkmate.clip_grad_norm_([*loop.model.parameters(), *loop.model.first.parameters()], 0.01)
+    loop.optimizer.step()
+    (part,) = loop.close()
+    assert list(part.step.scalings[0].parameters).count(0) == 2
+
+
 def test_accumulated_gradients_are_one_iteration() -> None:
     loop = Loop(adamw)
     for _ in range(3):

@@ -35,7 +35,8 @@ from tests.training_orders import Orders
 class OddShapes(nn.Module):
     """Dense parameters of which the named ones don't stand row by row in memory.
 
-    One has no elements; `earlier` is frozen, and the optimizer has state of it.
+    There are a scalar, a wider type, and one without elements; the optimizer has state of `earlier`, which
+    is frozen.
     """
 
     def __init__(self, turned: Sequence[str]) -> None:
@@ -49,6 +50,10 @@ class OddShapes(nn.Module):
         )
         weight = torch.randn(24, 5)
         self.empty = nn.Parameter(torch.zeros(0))
+        self.scalar, self.wide = (
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(3, dtype=torch.float64)),
+        )
         self.earlier = nn.Parameter(torch.randn(4), requires_grad=False)
         self.weight = nn.Parameter(weight.t().contiguous().t() if "weight" in turned else weight)
 
@@ -58,7 +63,7 @@ class OddShapes(nn.Module):
         flat = self.flat(x.view(-1, 4, 4, 4)).flatten(1)
         deep = self.deep(x.view(-1, 2, 2, 4, 4)).flatten(1)
         result: torch.Tensor = (flat @ self.weight).tanh().sum(1) + deep.tanh().sum(1) + self.empty.sum()
-        return result
+        return result * self.scalar + self.wide.float().sum()
 
 
 class Model(nn.Module):

@@ -695,10 +695,13 @@ class OptimizerSpec(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     THREADS_FIELD_NUMBER: builtins.int
+    DEFAULT_DTYPE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """such as torch.optim.AdamW"""
     threads: builtins.int
     """torch's in training, on which the bits of 16-bit parameters depend; 0: unknown"""
+    default_dtype: builtins.str
+    """torch's in training, which some state has; empty: float32"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ParamGroup]: ...
     def __init__(
@@ -707,8 +710,9 @@ class OptimizerSpec(google.protobuf.message.Message):
         name: builtins.str = ...,
         groups: collections.abc.Iterable[Global___ParamGroup] | None = ...,
         threads: builtins.int = ...,
+        default_dtype: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["groups", b"groups", "name", b"name", "threads", b"threads"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["default_dtype", b"default_dtype", "groups", b"groups", "name", b"name", "threads", b"threads"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OptimizerSpec: typing_extensions.TypeAlias = OptimizerSpec
@@ -1058,8 +1062,9 @@ class Step(google.protobuf.message.Message):
     SLICES_FIELD_NUMBER: builtins.int
     NEXT_OPTIONS_FIELD_NUMBER: builtins.int
     SCHEDULER_CLASS_FIELD_NUMBER: builtins.int
+    BEGINNINGS_FIELD_NUMBER: builtins.int
     skipped: builtins.bool
-    """no optimizer step"""
+    """parameters stay; with `options`, a GradScaler told the optimizer to skip"""
     last: builtins.bool
     """no iteration follows"""
     scheduler: builtins.bytes
@@ -1085,6 +1090,8 @@ class Step(google.protobuf.message.Message):
     def next_options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """`options` once schedulers have stepped: what a restored run goes on with"""
 
+    @property
+    def beginnings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Beginning]: ...
     def __init__(
         self,
         *,
@@ -1098,15 +1105,39 @@ class Step(google.protobuf.message.Message):
         slices: collections.abc.Iterable[Global___Slice] | None = ...,
         next_options: collections.abc.Iterable[builtins.str] | None = ...,
         scheduler_class: builtins.str = ...,
+        beginnings: collections.abc.Iterable[Global___Beginning] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beginnings", b"beginnings", "last", b"last", "next_options", b"next_options", "options", b"options", "scaler", b"scaler", "scalings", b"scalings", "scheduler", b"scheduler", "scheduler_class", b"scheduler_class", "skipped", b"skipped", "slices", b"slices", "without_gradient", b"without_gradient"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Step: typing_extensions.TypeAlias = Step
 
 @typing.final
+class Beginning(google.protobuf.message.Message):
+    """16-bit parameters of a group and type of which some get their first momentum: SGD's foreach then takes other kernels
+    for all of them, whoever holds them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    dtype: builtins.str
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        dtype: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dtype", b"dtype", "group", b"group"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Beginning: typing_extensions.TypeAlias = Beginning
+
+@typing.final
 class Scaling(google.protobuf.message.Message):
-    """gradient *= factor, as torch does it: for all parameters of the optimizer, or those named."""
+    """gradient *= factor, as torch does it: for all parameters of the optimizer, or those named, as often as they are."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -4,9 +4,7 @@ A step works element by element, so a large parameter may be stepped in pieces a
 block has a torch optimizer of its own. Temporaries then need memory for a block alone, where torch's own step
 may need as much as all parameters.
 
-Bits don't depend on the cut where it stands at whole vectors. On 16-bit types torch's bits do depend on where
-its own threads' shares end; these are stepped with as many threads as in training, and whole where there are
-several.
+Bits don't depend on the cut where it stands at whole vectors.
 """
 
 from __future__ import annotations
@@ -21,8 +19,10 @@ import torch
 
 from checkmate.layout import Parameter
 from checkmate.optimizer_options import parse_options
-from checkmate.optimizers import build
+from checkmate.optimizers import build, default_dtype
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.held import Held, Piece
+from checkmate.shadow.scalings import forget, scale, skip
 from checkmate.state import DTYPES
 
 BLOCKS: Final = 8
@@ -32,118 +32,8 @@ BLOCK_ELEMENTS: Final = (1 << 16, 1 << 22)
 CUT: Final = 64
 """Whole vectors of every kind: cuts stand at multiples of it."""
 
-SURE_ITEMSIZE: Final = 4
-"""From this size on, an element's bits don't depend on the number of threads."""
-
-State = Mapping[str, object]
 Gradients = Mapping[int, tuple[torch.Tensor, int]]
 """Of some parameters: the bucket, flat, and where in it the gradient begins."""
-
-
-@dataclass
-class Piece:
-    """A flat run of a parameter, as an optimizer sees it; `tensor` is the optimizer's key for its state."""
-
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    optimizer: torch.optim.Optimizer | None = None
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The runs of the whole state's tensors that the optimizer was given."""
-    gathered: int = -1
-    """Entries that its state had after a step: the optimizer changes them in place from then on."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's own, of this piece."""
-        if self.optimizer is None:
-            return {}
-        found: dict[str, Any] = self.optimizer.state[self.tensor]
-        return found
-
-
-class Held:
-    """A parameter with its optimizer state: whole, as it is read, and in the pieces that are stepped."""
-
-    def __init__(self, parameter: Parameter, block: int, threads: int = 1) -> None:
-        """`block`: elements of a piece at most, or 0. `threads`: of training, where its bits are wanted."""
-        self.parameter = parameter
-        self.dtype = DTYPES[parameter.dtype]
-        self.tensor = torch.empty(0, dtype=self.dtype)
-        self.whole: dict[str, torch.Tensor] = {}
-        self.rest: dict[str, object] = {}
-        """Of a parameter that no optimizer steps: state as it came."""
-        short = self.dtype.itemsize < SURE_ITEMSIZE
-        self.threads = threads if short else 0
-        elements = parameter.elements
-        step = block if block and (threads <= 1 or not short) else elements
-        self.pieces = [
-            Piece(start, min(start + step, elements), torch.empty(0, dtype=self.dtype))
-            for start in (range(0, elements, step) if elements else [0])
-        ]
-
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer steps it at all."""
-        return self.pieces[0].optimizer is not None
-
-    def put(self, tensor: torch.Tensor, state: State) -> None:
-        """Take a parameter and its state over; nothing that was given out before changes."""
-        self.tensor = tensor
-        self.whole = {name: value for name, value in state.items() if self._by_element(value)}  # type: ignore[misc]
-        self.rest = dict(state)
-        for piece in self.pieces:
-            piece.tensor.data = self._run(tensor, piece)
-            piece.gathered = -1
-            if piece.optimizer is None:
-                continue
-            piece.views = {name: self._run(value, piece) for name, value in self.whole.items()}
-            piece.optimizer.state[piece.tensor] = {
-                name: piece.views.get(name, _own(value)) for name, value in state.items()
-            }
-
-    def snapshot(self) -> tuple[torch.Tensor, dict[str, object]]:
-        """The parameter and its state as they are. The large tensors are the live ones, not copies."""
-        if not self.stepped:
-            return self.tensor, dict(self.rest)
-        state = self.pieces[0].state
-        return self.tensor, {name: self.whole.get(name, _own(value)) for name, value in state.items()}
-
-    def move(self) -> None:
-        """Go on with a copy, and leave what was given out to those who read it."""
-        tensor, state = self.snapshot()
-        self.put(tensor.clone(), {name: _own(value) for name, value in state.items()})
-
-    def gather(self) -> None:
-        """After a step: state that the optimizer has only now created becomes part of the whole."""
-        for piece in self.pieces:
-            state = piece.state
-            if len(state) == piece.gathered:
-                continue
-            piece.gathered = len(state)
-            for name, value in state.items():
-                if value is piece.views.get(name) or not _like(value, piece.tensor):
-                    continue
-                if len(self.pieces) == 1:
-                    self.whole[name] = value.reshape(self.parameter.memory_shape)
-                elif name not in self.whole:
-                    self.whole[name] = torch.empty(self.parameter.memory_shape, dtype=value.dtype)
-                view = self._run(self.whole[name], piece)
-                if len(self.pieces) > 1:
-                    view.copy_(value)
-                piece.views[name] = state[name] = view
-
-    @property
-    def nbytes(self) -> int:
-        """Of the parameter and its state, without what is as small as a number."""
-        return sum(tensor.nbytes for tensor in (self.tensor, *self.whole.values()))
-
-    def _by_element(self, value: object) -> bool:
-        return bool(self.parameter.shape) and _like(value, self.tensor)
-
-    def _run(self, whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """A piece's elements. A parameter without dimensions stays so, for its state looks like its step."""
-        return whole.view(-1)[piece.start : piece.stop] if self.parameter.shape else whole.view(())
 
 
 @dataclass
@@ -153,28 +43,46 @@ class Block:
     optimizer: torch.optim.Optimizer
     pieces: list[tuple[int, Piece]]
 
-    def step(self, gradients: Gradients, scalings: Sequence[pb.Scaling]) -> None:
-        """Scale, in place, and step those whose parameter's gradient is given."""
+    def step(self, gradients: Gradients, step: pb.Step, beside: Iterable[torch.dtype] = ()) -> None:
+        """Scale, in place, and step those whose parameter's gradient is given.
+
+        `beside`: as if together with parameters of these types that have no state yet.
+        """
         chosen = [(n, piece) for n, piece in self.pieces if n in gradients]
         if not chosen:
             return
-        runs = []
+        named = []
         for n, piece in chosen:
             bucket, start = gradients[n]
             run = bucket[start + piece.start : start + piece.stop]
-            runs.append(run)
+            # As a scalar where the trainers' is one: torch promotes types by the number of dimensions too.
             piece.tensor.grad = run if piece.tensor.dim() else run.view(())
-        for scaling in scalings:
-            only = set(scaling.parameters)
-            named = [run for (n, _), run in zip(chosen, runs, strict=True) if not only or n in only]
-            SCALINGS[scaling.kind](self.optimizer, named, _factor(scaling))
+            named.append((n, piece.tensor.grad))
         try:
-            self.optimizer.step()
+            scale(self.optimizer, named, step.scalings)
+            if step.skipped:
+                skip(self.optimizer)
+            with self._beside(beside):
+                self.optimizer.step()
         finally:
+            forget(self.optimizer)
             for _, piece in chosen:
                 piece.tensor.grad = None
-            for name in ("grad_scale", "found_inf"):
-                vars(self.optimizer).pop(name, None)
+
+    @contextmanager
+    def _beside(self, types: Iterable[torch.dtype]) -> Iterator[None]:
+        """With an empty parameter of each type that has a gradient and no state."""
+        group = self.optimizer.param_groups[0]
+        own, others = group["params"], [torch.empty(0, dtype=dtype) for dtype in types]
+        for other in others:
+            other.grad = torch.empty_like(other)
+        group["params"] = [*own, *others]
+        try:
+            yield
+        finally:
+            group["params"] = own
+            for other in others:
+                self.optimizer.state.pop(other, None)
 
 
 @dataclass
@@ -186,12 +94,19 @@ class Batch:
     blocks: list[Block] = field(default_factory=list)
     threads: int = 0
     """With so many it is stepped; 0: with any number."""
+    default: torch.dtype = torch.float32
+    """The trainers' default type, which some optimizers give to their numbers."""
 
-    def step(self, gradients: Gradients, scalings: Sequence[pb.Scaling]) -> None:
-        """Scale, in place, and step the parameters whose gradient is given."""
-        with _threads(self.threads):
+    def step(self, gradients: Gradients, step: pb.Step) -> None:
+        """Scale, in place, and step the parameters whose gradient is given.
+
+        A fused optimizer that a GradScaler has told to skip makes its state even so; others are not called.
+        """
+        beside = [DTYPES[one.dtype] for one in step.beginnings if one.group == self.group]
+        with _torch_set(self.threads, self.default):
             for block in self.blocks:
-                block.step(gradients, scalings)
+                if not step.skipped or block.optimizer.param_groups[0].get("fused"):
+                    block.step(gradients, step, beside)
 
     def put_options(self, options: Mapping[str, Any]) -> None:
         """Hyperparameters for the next step."""
@@ -219,6 +134,7 @@ def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Ba
     """
     batches: list[Batch] = []
     stepped: set[int] = set()
+    default = default_dtype(spec)
     for index, group in enumerate(spec.groups):
         ours = [number for number in group.parameters if number in held]
         together = block if parse_options(group.options).get("foreach") else None
@@ -227,7 +143,7 @@ def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Ba
             alike = [number for number in ours if held[number].threads == threads]
             for numbers in _batches(alike, held, together):
                 blocks = list(_blocks(spec.name, group.options, numbers, held))
-                batches.append(Batch(index, numbers, blocks, threads))
+                batches.append(Batch(index, numbers, blocks, threads, default))
     if rest := [number for number in held if number not in stepped]:
         batches.append(Batch(None, rest))
     return batches
@@ -261,53 +177,18 @@ def _blocks(name: str, options: str, numbers: list[int], held: Mapping[int, Held
         yield Block(optimizer, run)
 
 
-def _like(value: object, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tensor.shape and tensor.dim() > 0
-
-
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """With so many of torch's threads; 0: as it is."""
-    before = torch.get_num_threads()
-    if count in (0, before):
-        yield
-        return
-    torch.set_num_threads(count)
+def _torch_set(threads: int, default: torch.dtype) -> Iterator[None]:
+    """With so many of torch's threads (0: as it is) and this default type."""
+    before = torch.get_num_threads(), torch.get_default_dtype()
+    if threads not in (0, before[0]):
+        torch.set_num_threads(threads)
+    if default != before[1]:
+        torch.set_default_dtype(default)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-
-
-def _own(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _factor(scaling: pb.Scaling) -> torch.Tensor:
-    return torch.tensor(scaling.factor, dtype=DTYPES[scaling.dtype or "float32"])
-
-
-def _by_type(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    for dtype in {gradient.dtype for gradient in gradients}:
-        yield [gradient for gradient in gradients if gradient.dtype == dtype]
-
-
-def _clip(_: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """As `torch.nn.utils.clip_grad_norm_` multiplies."""
-    for group in _by_type(gradients):
-        torch._foreach_mul_(group, factor)
-
-
-def _unscale(_: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """As `torch.amp.GradScaler.unscale_` multiplies."""
-    for group in _by_type(gradients):
-        torch._amp_foreach_non_finite_check_and_unscale_(group, torch.zeros(1), factor.reshape(1))
-
-
-def _hand_over(optimizer: torch.optim.Optimizer, _: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """As `torch.amp.GradScaler.step` hands the loss scale to a fused optimizer."""
-    vars(optimizer).update(grad_scale=factor, found_inf=torch.zeros(()))
-
-
-SCALINGS: Final = {pb.Scaling.CLIP: _clip, pb.Scaling.UNSCALE: _unscale, pb.Scaling.FUSED: _hand_over}
-"""How each kind of scaling is done, in place."""
+        if torch.get_num_threads() != before[0]:
+            torch.set_num_threads(before[0])
+        if default != before[1]:
+            torch.set_default_dtype(before[1])

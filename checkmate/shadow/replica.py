@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from checkmate.layout import ITEMSIZES, Layout
+from checkmate.layout import Layout
 from checkmate.optimizer_options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.blocks import SCALINGS, Batch, Gradients, Held, State, block_elements, cut, uncut
+from checkmate.shadow.blocks import Batch, Gradients, block_elements, cut, uncut
 from checkmate.shadow.compare import Comparison
+from checkmate.shadow.held import Held, State
 from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow.scalings import check_scalings
 from checkmate.state import DTYPES
 
 
@@ -126,13 +128,12 @@ class Replica:
         """Step the parameters that are at `iteration - 1`; return what comparing then found wrong.
 
         `gradients` has each bucket of the shard, flat, by its index in the layout; they are scaled in place.
-        `ReplicaError`, with nothing stepped, where the record or the gradients don't fit the shard.
+        `ValueError`, with nothing stepped, where the record or the gradients don't fit the shard.
         """
         due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
         options = self._options(step)
-        found: Gradients = (
-            {} if step.skipped else self._gradients(due - set(step.without_gradient), gradients)
-        )
+        called = not step.skipped or bool(step.options)  # by a GradScaler, whatever the optimizer did then
+        found = self._gradients(due - set(step.without_gradient), gradients) if called else {}
         for batch in self._batches:
             numbers = [number for number in batch.numbers if number in due]
             if numbers:
@@ -202,9 +203,9 @@ class Replica:
             raise ReplicaError(
                 f"the record has {len(step.options)} parameter groups, the optimizer has {self._groups}"
             )
-        for scaling in step.scalings:
-            if scaling.kind not in SCALINGS or (scaling.dtype or "float32") not in ITEMSIZES:
-                raise ReplicaError(f"gradients scaled in an unknown way: {scaling.kind} {scaling.dtype}")
+        check_scalings(step.scalings)
+        if unknown := {one.dtype for one in step.beginnings} - DTYPES.keys():
+            raise ReplicaError(f"the record has parameters of unknown types: {', '.join(unknown)}")
         return [parse_options(text) for text in step.options]
 
     def _gradients(self, numbers: set[int], buckets: Mapping[int, torch.Tensor]) -> Gradients:
@@ -240,7 +241,7 @@ class Replica:
             if options and batch.group is not None:
                 batch.put_options(options[batch.group])
             chosen = {number: gradients[number] for number in numbers if number in gradients}
-            batch.step(chosen, step.scalings)
+            batch.step(chosen, step)
             for number in chosen:
                 self._held[number].gather()
         except BaseException:

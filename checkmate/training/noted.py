@@ -38,6 +38,7 @@ class Noted:
     options: list[str] = field(default_factory=list)
     next_options: list[str] = field(default_factory=list)
     without_gradient: list[int] = field(default_factory=list)
+    beginnings: list[pb.Beginning] = field(default_factory=list)
     scaled: list[Scaled] = field(default_factory=list)
     scheduler: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None

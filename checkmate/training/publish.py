@@ -69,6 +69,7 @@ def _step(noted: Noted) -> pb.Step:
         options=noted.options,
         next_options=noted.next_options,
         without_gradient=noted.without_gradient,
+        beginnings=noted.beginnings,
         scheduler=b"" if noted.scheduler is None else state.dumps(noted.scheduler),
         scheduler_class=noted.scheduler_class,
         scaler=b"" if noted.scaler is None else state.dumps(noted.scaler),

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from checkmate.optimizers import options_of
+from checkmate.optimizers import beginnings, options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import clip
 from checkmate.training.capture import Capture, Watched
@@ -169,9 +169,9 @@ class Recorder:
         if self._open is None:
             return
         ids = {id(p) for p in parameters}
-        chosen = (
-            [] if ids >= self._stepped_ids else sorted(self._numbers[i] for i in ids if i in self._numbers)
-        )
+        chosen = sorted(self._numbers[id(p)] for p in parameters if id(p) in self._numbers)
+        if ids >= self._stepped_ids and len(chosen) == len(set(chosen)):
+            chosen = []  # all; who is named twice, as tied weights may be, is multiplied twice
         self._open.scaled.append(Scaled(pb.Scaling.CLIP, coefficient, chosen))
         self._checks.gradients.note()
 
@@ -209,6 +209,7 @@ class Recorder:
                 for p in group["params"]
                 if p.grad is None and id(p) in self._numbers
             ]
+            noted.beginnings = beginnings(optimizer)
         self._steps.begin()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from checkmate.rpc import shadow_pb2 as pb
 
@@ -56,11 +57,12 @@ class ScalerWatch:
         """`GradScaler.step`, noted. A fused optimizer unscales by itself, and skips by itself."""
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
             return self._passed(self._step(optimizer, *arguments, **keywords))
+        # As the scaler knows it: a script may unscale and then not step.
+        self._unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
         scale = self._scaler._scale.clone()
         result = self._step(optimizer, *arguments, **keywords)
         if not self._unscaled:
             self._listener.scaled(pb.Scaling.FUSED, scale)
-        self._unscaled = False
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         # Cloned, for update() adds other optimizers' findings to the first of these.
         self._listener.scaler_stepped([one.clone() for one in found.values()])
