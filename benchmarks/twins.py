@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -47,6 +47,7 @@ class Twin:
         self.scheduler = LambdaLR(self.optimizer, lambda step: train.warm_up_then_cosine(step, steps))
         self._data = text.read(options.text)
         self._batch, self._context = options.batch, options.context
+        self.mark: Callable[[], None] = lambda: None
 
     def iterate(self) -> float:
         """One iteration; its loss."""
@@ -56,6 +57,7 @@ class Twin:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self.mark()
         return float(loss.item())
 
 
@@ -71,9 +73,10 @@ def main() -> None:
         checkmate.restore(ours.ddp, ours.optimizer, scheduler=ours.scheduler)
         twins = dict(zip(KINDS, (ours, theirs), strict=True))
         with (
-            checkmate.protect(ours.ddp, ours.optimizer, scheduler=ours.scheduler),
+            checkmate.protect(ours.ddp, ours.optimizer, scheduler=ours.scheduler) as protection,
             _file(options.out, rank).open("w") as log,
         ):
+            ours.mark = protection.mark
             torch.manual_seed(options.seed + 1 + rank)
             for turn in range(-_WARM_UP, options.iterations):
                 found = _turn(twins, KINDS if turn % 2 else KINDS[::-1])

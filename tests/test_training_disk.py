@@ -21,10 +21,13 @@ from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import disk, session
+from checkmate.training.fence import plan_anew
 from checkmate.training.install import InstallError
+from checkmate.training.loop import resumed_in
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Fault, Recorder, Watched
 from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, state_names
+from checkmate.training.standing import Start
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
 from tests.training_alone import alone
@@ -84,6 +87,7 @@ class Script:
             self.scaler.update()
             self.scheduler.step()
             self.optimizer.zero_grad()
+            recorder.mark(in_loop=True)
         recorder.close(last=True)
         parts = [to_part(Author(JOB.job, 1, "first", b"start", 0, 0, 0), noted) for noted in emitted]
         for part in parts:
@@ -149,6 +153,7 @@ def test_a_new_process_goes_on_from_the_newest(
     for name in expected:
         assert digest(found[name]) == digest(expected[name]), name
     assert again.iteration == 4
+    assert resumed_in(PLACE, Start(plan_anew(1, ""), record=again)) is not None
     first = again.parts[0].step
     assert list(first.next_options) == list(record.parts[0].step.next_options)
     assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
+from checkmate.training.capture import Capture, Watched
 from checkmate.training.drift import CHECKED
 from checkmate.training.fence import plan_anew
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.loop import resumed_in
 from checkmate.training.scheduling import SchedulerWatch
 from checkmate.training.session import place
+from checkmate.training.slices import Buffers
 from checkmate.training.standing import Start
 from tests.jobs_made import job
 from tests.recorded_loop import Loop, adamw
@@ -142,6 +145,24 @@ def test_all_is_captured_at_the_mark(caplog: pytest.LogCaptureFixture) -> None:
         script.draw()
         script.work()
     script.check(loop.close())
+    assert not caplog.records
+
+
+def test_an_iteration_that_a_scaler_skips_ends_at_its_mark(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(scaler=lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**12))
+    loop = script.loop
+    for factor in (1.0, float("inf"), 1.0):
+        loop.backward(factor=factor)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.optimizer.zero_grad()
+        script.work()
+        script.note()
+        loop.recorder.mark()
+        script.draw()
+    parts = loop.close()
+    script.check(parts)
+    assert [part.step.skipped for part in parts] == [False, True, False]
     assert not caplog.records
 
 
@@ -391,6 +412,27 @@ def test_generators_of_a_loop_are_found_in_this_ranks_part() -> None:
     record.parts[1].rng = state.dump_generators(rng.capture())
     assert resumed_in(here, Start(plan_anew(1, ""), record=record)) is None
     assert resumed_in(here, Start(plan_anew(1, ""))) is None
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_later_capture_adds_the_buffers_that_have_changed_since(everything: bool) -> None:
+    model = nn.Module()
+    for name in ("first", "second", "gone"):
+        model.register_buffer(name, torch.zeros(3))
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=everything)
+    capture = Capture(
+        Watched(DistributedDataParallel(nn.Linear(2, 2)), adamw(nn.Linear(2, 2))), buffers, first=True
+    )
+    before = capture.buffers(None)
+    assert set(before) == {"first", "second", "gone"}
+    model.get_buffer("second").add_(1)
+    del model.gone
+    after = capture.buffers(before)
+    assert {name: later().tolist() for name, later in after.items()} == {
+        "first": [0.0] * 3,
+        "second": [1.0] * 3,
+    }
+    assert capture.buffers(after) == after
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

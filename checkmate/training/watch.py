@@ -21,7 +21,9 @@ from checkmate.training.slices import Later, Slices, Window
 
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
-"""So many parameters an iteration are looked at, in rotation: each a sample, at a place that moves too."""
+"""So many parameters' gradients an iteration are looked at, in rotation: each a sample, at a place that moves
+too; and so many windows of parameters.
+"""
 
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -92,18 +94,22 @@ class GradientWatch:
 class ParameterWatch:
     """Tells whether something else than the optimizer changed parameters, of which records have windows.
 
-    Not `on_host`, the answer comes a step late: nothing waits for a CUDA device.
+    Of these it looks at `SAMPLED`, in rotation. Not `on_host`, the answer comes a step late: nothing waits
+    for a CUDA device.
     """
 
     def __init__(self, slices: Slices, *, on_host: bool) -> None:
         self._slices = slices
         self._on_host = on_host
+        self._round = 0
         self._left: list[tuple[Window, Later]] = []  # by the last step
         self._late: list[tuple[Window, Later, Later]] = []
 
     def stepped(self, taken: list[tuple[Window, Later]]) -> None:
         """The optimizer has left these."""
-        self._left = taken
+        self._round += 1
+        first = self._round * SAMPLED
+        self._left = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
 
     def changed(self) -> list[int]:
         """The numbers of parameters that aren't what the last step left; not on host, the one before it."""
