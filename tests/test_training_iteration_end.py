@@ -350,7 +350,10 @@ def test_a_loop_that_is_left_ends_its_iteration() -> None:
                 break
         script.work()  # between the loops
         script.draw()
-    script.check(loop.close())
+    parts = loop.close()
+    script.check(parts)
+    in_loop = [state.load_generators(part.rng).get("in_loop", False) for part in parts]
+    assert in_loop == [True, False, True, False]
 
 
 def test_an_error_in_a_loop_leaves_its_iteration_half_way() -> None:
