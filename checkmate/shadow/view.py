@@ -71,7 +71,7 @@ def data(seen: Seen) -> dict[str, object]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as data: every field, numbers as numbers (protobuf's own JSON has 64 bits as text)."""
+    """A message as data: numbers as numbers (protobuf's JSON has 64 bits as text), bytes as hex."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -79,6 +79,8 @@ def plain(message: Message) -> dict[str, Any]:
             value = [plain(one) for one in value] if field.is_repeated else plain(value)
         elif field.is_repeated:
             value = list(value)
+        elif isinstance(value, bytes):
+            value = value.hex()
         found[field.name] = value
     return found
 
