@@ -19,6 +19,7 @@ from checkmate.cli.main import app
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.schema import Job
+from checkmate.shadow.commit import SILENCE_MAX
 from checkmate.shadow.serve import Serving
 from tests.copies import Copies, local_job
 from tests.end_hosts import needs_buffers
@@ -153,10 +154,12 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it_has_caught_up(
-    start: Callable[..., Process],
+    start: Callable[..., Process], replicas: int
 ) -> None:
-    job = local_job(nodes=2, ranks=2)
+    """Another node has its shards; else that one waits for it."""
+    job = local_job(nodes=2, ranks=2, replicas=replicas)
     process = start(job, 0, "--no-view")
     assert process.line().startswith("ready")
     with ExitStack() as stack:
@@ -173,7 +176,11 @@ def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it
         process.process.send_signal(signal.SIGSTOP)
         training.iterate()
         training.iterate()
-        wait_until(lambda: status(job, 1).holds[0].stepped == 2, "the decider was silent", 15)
+        if replicas > 1:
+            wait_until(lambda: status(job, 1).holds[0].stepped == 2, "the decider was silent", 15)
+        else:
+            time.sleep(2 * SILENCE_MAX)
+            assert status(job, 1).holds[0].stepped == 0
         process.process.send_signal(signal.SIGCONT)
         wait_until(lambda: all(status(job, n).holds[0].stepped == 2 for n in range(2)), "caught up")
         training.iterate()
