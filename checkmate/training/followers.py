@@ -13,7 +13,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.client import Line
 from checkmate.training.opening import Opening
-from checkmate.training.ready import await_ready
+from checkmate.training.ready import await_ready, await_stepped
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.start_seeds import give_buffers, seed_at_start
 
@@ -82,6 +82,15 @@ class Followers:
             if line.begun.is_set():
                 until = deadline if line.connected else min(away, deadline)
                 line.finish(until - time.monotonic())
+
+    def await_stepped(self, iteration: int, deadline: float) -> None:
+        """Wait until the nodes have stepped an iteration; say so if they have not by the deadline."""
+        opening = self._opening
+        incarnation = opening.start.plan.incarnation
+        if missing := await_stepped(self._place, self._stubs, incarnation, iteration, deadline):
+            _log.warning(
+                "training ends, and shadow nodes have not stepped iteration %d: %s", iteration, missing
+            )
 
     def close(self) -> None:
         """End all threads."""

@@ -40,7 +40,7 @@ _log: Final = logging.getLogger("checkmate")
 
 WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
-"""How long `close` waits until the shadow nodes have the last record."""
+"""How long `close` waits until the shadow nodes have stepped the last iteration."""
 HASTE_SECONDS: Final = 0.5
 
 
@@ -204,8 +204,9 @@ class Protection:
     def close(self, last: bool = True) -> None:
         """End the protection; backward fails from then on. `last`: training has come to its end.
 
-        Waits up to `FLUSH_SECONDS` until the nodes have the last record; after an error not for long, since
-        the job starts again then. Calling it again does nothing.
+        Waits up to `FLUSH_SECONDS` until the nodes have stepped the last iteration, and logs a warning if
+        that was not enough; after an error not for long, since the job starts again then. Calling it again
+        does nothing.
         """
         if self._closed:
             return
@@ -216,7 +217,10 @@ class Protection:
         with self._undo:
             self._recorder.close(last)
             self._publisher.close(patience)
-            self._drain(deadline)
+            self._followers.finish(deadline)
+            iteration = self._publisher.newest
+            if last and self.session.first and iteration is not None:
+                self._followers.await_stepped(iteration, deadline)
 
     def __enter__(self) -> Protection:
         return self
@@ -225,10 +229,6 @@ class Protection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(last=_ends_well(error))
-
-    def _drain(self, deadline: float) -> None:
-        """Wait until the shadow nodes have what was recorded, but not beyond the deadline."""
-        self._followers.finish(deadline)
 
     def _at_exit(self) -> None:
         """The script ends: the last iteration, unless it ends by an error. A forked child's end is not it."""

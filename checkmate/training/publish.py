@@ -99,6 +99,8 @@ class Publisher:
         self._sinks = sinks
         self._passed = passed
         self._on_fault = on_fault
+        self.newest: int | None = None
+        """The last iteration that was published."""
         self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -126,6 +128,7 @@ class Publisher:
                 return
             for sink in self._sinks:
                 sink.send(noted.iteration, data)
+            self.newest = noted.iteration
 
     def _await_passed(self, noted: Noted) -> bool:
         """Wait until the next rank has acknowledged what was tagged: then the switch has had it."""

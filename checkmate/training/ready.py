@@ -1,8 +1,9 @@
-"""Waits, at the start, until a group's shadow nodes can follow: connected and seeded."""
+"""Waits for a group's shadow nodes: at the start until they can follow, in the end until they have."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from checkmate.nodes.shards import node_name
@@ -23,22 +24,59 @@ def await_ready(place: Session, stubs: Stubs, incarnation: int, deadline: float)
         time.sleep(_POLL_SECONDS)
 
 
+def await_stepped(place: Session, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
+    """Wait until all live holds of the group have stepped an iteration. Return what nobody has then."""
+    while True:
+        said = _holds(place, stubs, incarnation)
+        holds = [hold for holds in said.values() if not isinstance(holds, str) for hold in holds]
+        waiting = any(hold.live and hold.stepped < iteration for hold in holds)
+        if waiting and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
+            continue
+        there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
+        missing = [shard for shard in range(place.shards) if shard not in there]
+        return "; ".join(f"shard {shard}: {_stand(place, shard, said)}" for shard in missing)
+
+
+def _stand(place: Session, shard: int, said: Mapping[int, Sequence[pb.HoldStatus] | str]) -> str:
+    """Where a shard's holders stand."""
+    found = []
+    for node in place.holders(shard):
+        holds = said[node.id]
+        if isinstance(holds, str):
+            found.append(f"shadow node {node.id}: {holds}")
+            continue
+        held = next((hold for hold in holds if hold.shard.shard == shard), None)
+        at = f"at iteration {held.stepped}" if held is not None and held.seeded else "not seeded"
+        found.append(f"shadow node {node.id} is {at}")
+    return ", ".join(found)
+
+
+def _holds(place: Session, stubs: Stubs, incarnation: int) -> dict[int, list[pb.HoldStatus] | str]:
+    """Each node's holds of the group, in this incarnation; or why it has said nothing."""
+    request = pb.StatusRequest(job=place.job.job)
+    nodes = [node.id for node in place.nodes]
+    found: dict[int, list[pb.HoldStatus] | str] = {}
+    for node, status in stubs.ask(nodes, lambda stub: stub.Status, request, _STATUS_SECONDS).items():
+        if isinstance(status, str):
+            found[node] = status
+        else:
+            ours = (place.group, incarnation)
+            found[node] = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == ours]
+    return found
+
+
 def _lacking(place: Session, stubs: Stubs, incarnation: int) -> list[str]:
     """What keeps the group's nodes from following, if anything does."""
     found = []
-    request = pb.StatusRequest(job=place.job.job)
-    nodes = {node.id: node for node in place.nodes}
-    for number, status in stubs.ask(nodes, lambda stub: stub.Status, request, _STATUS_SECONDS).items():
-        if isinstance(status, str):
-            found.append(f"{node_name(place.job, number)}: {status}")
+    for number, holds in _holds(place, stubs, incarnation).items():
+        if isinstance(holds, str):
+            found.append(f"{node_name(place.job, number)}: {holds}")
             continue
-        held = {
-            hold.shard.shard: hold
-            for hold in status.holds
-            if (hold.shard.group, hold.incarnation) == (place.group, incarnation)
-        }
+        held = {hold.shard.shard: hold for hold in holds}
         for shard in range(place.shards):
-            if nodes[number] in place.holders(shard) and (trouble := _not_ready(held.get(shard))):
+            ours = number in [node.id for node in place.holders(shard)]
+            if ours and (trouble := _not_ready(held.get(shard))):
                 found.append(f"shadow node {number}, shard {shard}: {trouble}")
     return found
 
