@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from checkmate.nodes.shards import Shard, holders_of
-from checkmate.nodes.standing import Answers
+from checkmate.nodes.standing import Answers, newest_incarnation
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from tests.jobs_made import job
@@ -23,6 +23,7 @@ def hold(
     first: int = 0,
     run: str = "a",
     start: bytes = b"",
+    generation: int = 0,
     seeded: bool = True,
     live: bool = True,
     offered: bool = True,
@@ -41,6 +42,7 @@ def hold(
         offered=offered,
         run=run,
         start=start,
+        generation=generation,
         first_iteration=first,
         doubtful=doubtful,
         lacks_buffers=lacks,
@@ -50,21 +52,30 @@ def hold(
 
 
 def node(number: int, *holds: pb.HoldStatus) -> pb.NodeStatus:
-    incarnation = max((one.incarnation for one in holds), default=0)
-    return pb.NodeStatus(node=number, holds=holds, holds_nothing=not holds, incarnation=incarnation)
+    return pb.NodeStatus(
+        node=number,
+        holds=holds,
+        holds_nothing=not holds,
+        incarnation=max((one.incarnation for one in holds), default=0),
+        generation=max((one.generation for one in holds), default=0),
+    )
 
 
-Start = tuple[int, str, int, bytes]
+Start = tuple[int, str, int, bytes, int]
 STARTS: list[Start] = [
-    (3, "a", 0, b"1"),
-    (3, "a", 0, b"2"),
-    (3, "a", 7, b"3"),
-    (3, "b", 0, b"4"),
-    (2, "a", 0, b"5"),
-    (130, "b", 0, b"6"),
-    (4, "a", 7, b"7"),
+    (3, "a", 0, b"1", 1),
+    (3, "a", 0, b"2", 1),
+    (3, "a", 7, b"3", 1),
+    (3, "b", 0, b"4", 1),
+    (2, "a", 0, b"5", 1),
+    (130, "b", 0, b"6", 1),
+    (4, "a", 7, b"7", 1),
+    (1, "c", 0, b"8", 2),
 ]
-"""Incarnation, run, first iteration, start: first those that have one number, then older and newer ones."""
+"""Incarnation, run, first iteration, start, generation.
+
+First those that have one number, then older and newer ones; the last is the newest by its generation alone.
+"""
 
 _USUALLY = [True] * 9 + [False]
 
@@ -73,7 +84,7 @@ _USUALLY = [True] * 9 + [False]
 def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb.HoldStatus:
     """A hold at about an iteration, usually good."""
     stepped = around + draw(st.sampled_from([0, 0, 0, 1, 1, -1, 3]))
-    incarnation, run, first, start = draw(st.sampled_from(starts))
+    incarnation, run, first, start, generation = draw(st.sampled_from(starts))
     return hold(
         shard,
         stepped,
@@ -82,6 +93,7 @@ def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb
         run=run,
         first=first,
         start=start,
+        generation=generation,
         seeded=draw(st.sampled_from(_USUALLY)),
         live=draw(st.sampled_from(_USUALLY)),
         offered=draw(st.sampled_from(_USUALLY)),
@@ -114,6 +126,13 @@ def held(said: Answers, number: int, shard: Shard) -> pb.HoldStatus:
     assert isinstance(answer, pb.NodeStatus)
     (found,) = [one for one in answer.holds if (one.shard.group, one.shard.shard) == shard]
     return found
+
+
+def newest(said: Answers) -> tuple[int, int | None]:
+    """The generation and incarnation that count."""
+    generation = max((one.generation for one in all_holds(said)), default=0)
+    incarnations = [one.incarnation for one in all_holds(said) if one.generation == generation]
+    return generation, newest_incarnation(incarnations)
 
 
 def all_holds(said: Answers) -> list[pb.HoldStatus]:

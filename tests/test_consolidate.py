@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import state
-from checkmate.consolidate import disk
+from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.follow import follow, next_due
 from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader, Unreachable, one_group
@@ -76,6 +76,7 @@ class Trained(Training):
     def check_group(self, found: dict[str, Any], iteration: int) -> None:
         """A group of a checkpoint is what this training had after an iteration."""
         assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, self.group)
+        assert (found["run"], found["generation"]) == (self.run, 1)
         expected = self.states[iteration]
         for number, held in expected.items():
             tensor, values = state.from_held(self.layout.parameters[number], *held)
@@ -99,15 +100,26 @@ class Place:
     def __init__(self, stack: ExitStack, **kwargs: Any) -> None:
         self.world = World(stack, **kwargs)
         self.job: Job = self.world.job
-        self.trainings = [
-            Trained(self.job, self.world.copies, group=group) for group in range(len(self.job.dp_groups))
-        ]
+        self.trainings: list[Trained] = []
+        stack.callback(self.close)
+        self.begin_anew(RUN)
+
+    def begin_anew(self, run: str) -> None:
+        """Training begins, with iteration 0. It is of generation 1, as if nobody had seen what was before."""
+        incarnation = max((training.incarnation + 1 for training in self.trainings), default=0)
+        self.close()
+        groups = range(len(self.job.dp_groups))
+        self.trainings = [Trained(self.job, self.world.copies, group=group) for group in groups]
         for training in self.trainings:
-            stack.callback(training.close)
-            training.begin(list(self.world.nodes))
+            training.incarnation = incarnation
+            training.begin(list(self.world.nodes), run=run, generation=1)
         for training in self.trainings:
             training.seed_all()
         self.world.ready()
+
+    def close(self) -> None:
+        for training in self.trainings:
+            training.close()
 
     def iterate(self, count: int = 1) -> None:
         for _ in range(count):
@@ -149,6 +161,11 @@ class Place:
         return path
 
 
+def kept_in(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, the newest first."""
+    return [one.path for one in kept.whole(folder)]
+
+
 @pytest.fixture
 def place() -> Iterator[Callable[..., Place]]:
     with ExitStack() as stack:
@@ -164,7 +181,7 @@ def test_after_training_ended(place: Callable[..., Place], groups: int, nodes: i
     here.iterate(3)
     for _ in range(2):
         snapshot = here.read(timeout=5)
-        assert (snapshot.iteration, snapshot.run) == (2, RUN)
+        assert (snapshot.iteration, snapshot.run, snapshot.generation) == (2, RUN, 1)
         here.check(checkpoint(snapshot), 2)
     here.iterate()
     here.check(checkpoint(here.read()), 3)
@@ -349,11 +366,13 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Place], li
         assert liar.asked
         away = here.job.node(0).model_copy(update={"mgmt": "127.0.0.1:1"})
         alone = here.job.model_copy(update={"shadow_nodes": (away, here.job.node(1))})
+        once = threading.Event()
+        once.set()
         with (
-            SnapshotReader(alone) as nodes,
+            SnapshotReader(alone, stopped=once) as nodes,
             pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1") as caught,
         ):
-            nodes.read(1)
+            nodes.read(20)
         assert isinstance(caught.value.__cause__, Lacking)
         assert caught.value.__cause__.wrong == {(0, 0), (0, 1)}
     finally:
@@ -418,9 +437,9 @@ def test_the_command_keeps_the_last_few(place: Callable[..., Place], kind: str, 
     iterations = [one["iteration"] for one in said]
     assert iterations == sorted(set(iterations))
     assert all((b + 1) // 5 > (a + 1) // 5 for a, b in itertools.pairwise(iterations))
-    left = disk.checkpoints(folder)
+    left = kept_in(folder)
     assert [path.name.removesuffix(".pt") for path in left] == [
-        f"iteration-{i:08}" for i in iterations[:-3:-1]
+        f"generation-0001-iteration-{i:08}" for i in iterations[:-3:-1]
     ]
     for path, iteration in zip(left, reversed(iterations), strict=False):
         here.check(disk.load(path), iteration)
@@ -458,11 +477,11 @@ def test_a_full_disk_in_the_background(
             stopped.set()
             following.result()
     assert all("No space left on device" in trouble for trouble in troubles)
-    assert [path.name for path in disk.checkpoints(small_disk)] == [
-        disk.path_of(small_disk, iteration, kind).name for iteration in (4, 1)
+    assert [path.name for path in kept_in(small_disk)] == [
+        kept.path_of(small_disk, 1, iteration, kind).name for iteration in (4, 1)
     ]
-    here.check(disk.load(disk.path_of(small_disk, 1, kind)), 1)
-    here.check(disk.load(disk.path_of(small_disk, 4, kind)), 4)
+    here.check(disk.load(kept.path_of(small_disk, 1, 1, kind)), 1)
+    here.check(disk.load(kept.path_of(small_disk, 1, 4, kind)), 4)
 
 
 def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
@@ -491,7 +510,7 @@ def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
                 stopped.set()
                 following.result()
         assert saved == [6]
-    here.check(disk.load(disk.path_of(tmp_path, 6, "torch")), 6)
+    here.check(disk.load(kept.path_of(tmp_path, 1, 6, "torch")), 6)
 
 
 @given(st.integers(-1, 1000), st.integers(1, 50))

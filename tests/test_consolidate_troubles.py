@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,14 +16,15 @@ import pytest
 import yaml
 
 from checkmate.cli.consolidate import _say, _waiting
-from checkmate.consolidate import disk
+from checkmate.consolidate import disk, kept
 from checkmate.consolidate.follow import Saved, _Waiting, follow, take
 from checkmate.consolidate.snapshot import SnapshotReader
 from checkmate.nodes.standing import Lacking, NoAnswer
 from tests.end_hosts import needs_buffers
 from tests.jobs_made import job, job_data
 from tests.shadow_world import going_on
-from tests.test_consolidate import CHECKMATE, Place
+from tests.small_training import RUN
+from tests.test_consolidate import CHECKMATE, Place, kept_in
 from tests.test_disk import half_way, hidden, mounted
 from tests.waiting import wait_until
 
@@ -123,7 +125,7 @@ def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
         mounts.enter_context(mounted(left))
         with following(here, folder, "torch", keep=1) as (saved, troubles):
             wait_until(lambda: saved == [0], "the first")
-            (first,) = disk.checkpoints(folder)
+            (first,) = kept_in(folder)
             mounts.enter_context(mounted(first, "--bind", str(first)))
             for iteration in (1, 2):
                 here.iterate()
@@ -135,9 +137,36 @@ def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
     assert once == [f"can't remove {left}: Device or resource busy"]
     assert troubles.count(f"can't remove {left}: Device or resource busy") == 3
     assert troubles.count(f"can't remove {first}: Device or resource busy") == 2
-    assert [path.name for path in disk.checkpoints(folder)] == [
-        disk.path_of(folder, iteration, "torch").name for iteration in (2, 0)
+    assert [path.name for path in kept_in(folder)] == [
+        kept.path_of(folder, 1, iteration, "torch").name for iteration in (2, 0)
     ]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_what_was_just_written_is_the_newest_whatever_clocks_say(
+    place: Callable[..., Place], kind: disk.Format, tmp_path: Path
+) -> None:
+    """An earlier training has left checkpoints, of later iterations and dated tomorrow."""
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    with following(here, tmp_path, kind, keep=2) as (saved, _):
+        wait_until(lambda: saved == [0], "the first")
+        (first,) = kept_in(tmp_path)
+        old = first.with_name(first.name.replace("iteration-00000000", "iteration-00005000"))
+        subprocess.run(["cp", "-r", str(first), str(old)], check=True)
+        tomorrow = time.time() + 86400
+        for path in (old, *old.rglob("*")):
+            os.utime(path, (tomorrow, tomorrow))
+    here.begin_anew("another")
+    with following(here, tmp_path, kind, keep=2) as (saved, troubles):
+        for iteration in (0, 1, 2):
+            here.iterate()
+            wait_until(lambda: saved[-1:] == [iteration], "the next")  # noqa: B023
+    assert not troubles
+    left = [disk.load(path) for path in kept_in(tmp_path)]
+    said = [(one["run"], one["generation"], one["iteration"]) for one in left]
+    assert said == [("another", 2, 2), ("another", 2, 1), (RUN, 1, 0)]
+    assert sorted(kept_in(tmp_path)) == sorted(tmp_path.iterdir())
 
 
 def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
@@ -164,7 +193,7 @@ def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str])
     said = "can't write kept/[red]:smile:/iteration-00000001: No space left on device"
     _waiting(said)
     path = Path("kept/[red]:smile:")
-    _say(Saved(path, "demo", "run", 1, 1, 1000, 0.1))
+    _say(Saved(path, "demo", "run", 1, 1, 1, 1000, 0.1))
     out, error = capsys.readouterr()
     assert error == f"waiting: {said}\n"
     assert out.startswith(f"{path}: iteration 1 of job demo, 1 shard")

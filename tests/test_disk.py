@@ -116,7 +116,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_what_is_written_is_read_back(kind: disk.Format, groups: int, tmp_path: Path) -> None:
     snapshot = Run().snapshot(groups)
     made = checkpoint(snapshot)
-    path = disk.path_of(tmp_path / "new", 2, kind)
+    path = tmp_path / "new" / "checkpoint.pt"
     disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind)
     found = disk.load(path)
     assert equal(sorted(found), sorted(made))
@@ -125,7 +125,7 @@ def test_what_is_written_is_read_back(kind: disk.Format, groups: int, tmp_path: 
         assert {key: equal(theirs[key], ours[key]) for key in ours} == dict.fromkeys(ours, True)
     assert (ours["iteration"], ours["job"], ours["group"]) == (2, "demo", groups - 1)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert disk.newest(path.parent) == path
+    assert disk.run_of(path) == "run"
 
 
 PLAIN = """
@@ -229,16 +229,16 @@ def made(kilobytes: int) -> dict[str, Any]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_full_disk_leaves_the_old_ones_whole(kind: disk.Format, small_disk: Path) -> None:
-    old = disk.path_of(small_disk, 1, kind)
+    old = small_disk / "one.pt"
     disk.save(made(300), old, kind)
     before = sorted(path.name for path in small_disk.rglob("*"))
-    for path in (disk.path_of(small_disk, 2, kind), old):
+    for path in (small_disk / "two.pt", old):
         with pytest.raises(disk.DiskError, match=f"can't write {path}: No space left on device"):
             disk.save(made(900), path, kind, replace=True)
     assert sorted(path.name for path in small_disk.rglob("*")) == before
     assert torch.equal(disk.load(old)["model"]["w"], torch.ones(300, 256))
-    disk.save(made(400), disk.path_of(small_disk, 2, kind), kind)
-    assert disk.newest(small_disk) == disk.path_of(small_disk, 2, kind)
+    disk.save(made(400), small_disk / "two.pt", kind)
+    assert torch.equal(disk.load(small_disk / "two.pt")["model"]["w"], torch.ones(400, 256))
 
 
 KILLED = """
@@ -256,7 +256,7 @@ for i in range(10_000):
 
 @pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tmp_path: Path) -> None:
-    name = disk.path_of(tmp_path, 0, kind).name
+    name = "checkpoint.pt"
     for wait in (0.05, 0.11, 0.17):
         argv = [sys.executable, "-c", KILLED, kind, str(tmp_path), name]
         with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
@@ -264,7 +264,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tm
             process.stdout.readline()
             time.sleep(0.5 + wait)
             process.kill()
-        assert disk.newest(tmp_path) == tmp_path / name
+        assert disk.is_checkpoint(tmp_path / name)
         loaded = disk.load(tmp_path / name)
         assert (loaded["model"]["w"] == loaded["iteration"]).all()
     disk.clear_unfinished(tmp_path)
@@ -349,23 +349,6 @@ def test_what_cant_be_removed_is_named_and_the_rest_is_removed(tmp_path: Path) -
         assert hidden(tmp_path) == [stuck]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_newest_is_what_was_written_last(kind: disk.Format, tmp_path: Path) -> None:
-    assert disk.newest(tmp_path / "nothing") is None
-    for index, iteration in enumerate((9, 19, 4, 29)):
-        path = disk.path_of(tmp_path, iteration, kind)
-        disk.save(made(1), path, kind)
-        stamped = path / ".metadata" if kind == "dcp" else path
-        os.utime(stamped, ns=(index, index * 10**9))
-    (tmp_path / "iteration-00000099").mkdir()  # not whole
-    (tmp_path / "other.pt").write_bytes(b"")
-    names = [path.name.removesuffix(".pt") for path in disk.checkpoints(tmp_path)]
-    assert names == [f"iteration-{i:08}" for i in (29, 4, 19, 9)]
-    disk.keep(tmp_path, 2)
-    assert disk.checkpoints(tmp_path) == [disk.path_of(tmp_path, i, kind) for i in (29, 4)]
-    assert (tmp_path / "other.pt").exists()
-
-
 def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -386,5 +369,6 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     torch.save({"weights": 1}, tmp_path / "b.pt")
     (tmp_path / "c").mkdir()
     for name in ("a.pt", "b.pt", "c", "d.pt"):
+        assert disk.run_of(tmp_path / name) is None
         with pytest.raises(disk.DiskError, match=f"can't read .*{name} as a checkpoint"):
             disk.load(tmp_path / name)

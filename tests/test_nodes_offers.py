@@ -15,16 +15,17 @@ from checkmate.nodes.standing import (
     Beginning,
     Lacking,
     NoAnswer,
+    beginning_of,
     newest_beginnings,
     newest_incarnation,
 )
 from checkmate.rpc import shadow_pb2 as pb
 from tests.jobs_made import job
-from tests.standings import JOB, all_holds, answers, held, hold, node
+from tests.standings import JOB, answers, held, hold, newest, node
 
 
 def status(*shards: Shard, **changes: Any) -> pb.NodeStatus:
-    return node(0, *(hold(shard, 7, 7, **changes) for shard in shards))
+    return node(0, *(hold(shard, 7, 7, **{"generation": 1, **changes}) for shard in shards))
 
 
 def find(said: Answers) -> Source | None:
@@ -41,13 +42,11 @@ def test_all_is_of_one_start_and_good(said: Answers) -> None:
         return
     assert source.holders.keys() == holders_of(JOB).keys()
     asked = [held(said, number, shard) for shard, nodes in source.holders.items() for number in nodes]
-    assert {Beginning(one.incarnation, one.run, one.first_iteration, one.start) for one in asked} == {
-        source.beginning
-    }
+    assert {beginning_of(one) for one in asked} == {source.beginning}
     assert not any(one.doubtful for one in asked)
     assert all((one.seeded and one.live) or one.offered for one in asked)
     assert source.stepped == max(one.stepped for one in asked)
-    assert source.beginning.incarnation == newest_incarnation(one.incarnation for one in all_holds(said))
+    assert (source.beginning.generation, source.beginning.incarnation) == newest(said)
 
 
 @given(answers(), st.data())
@@ -55,8 +54,7 @@ def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -
     """Unless it tells of a newer start of training."""
     left_out = data.draw(st.sampled_from(sorted(said)))
     fewer = {number: answer for number, answer in said.items() if number != left_out}
-    numbers = {newest_incarnation(one.incarnation for one in all_holds(some)) for some in (fewer, said)}
-    if len(numbers) == 1 and find(fewer) is not None:
+    if newest(fewer) == newest(said) and find(fewer) is not None:
         assert find(said) is not None
 
 
@@ -77,7 +75,7 @@ def test_who_is_asked() -> None:
     both = status((0, 0), (0, 1))
     source = find_source(made, {0: both, 1: both})
     assert dict(source.holders) == {(0, 0): (0, 1), (0, 1): (1, 0)}
-    assert (source.beginning, source.stepped, source.nodes) == (Beginning(3, "a", 0, b""), 7, (0, 1))
+    assert (source.beginning, source.stepped, source.nodes) == (Beginning(1, 3, "a", 0, b""), 7, (0, 1))
     source = find_source(made, {0: both, 1: "gone"})
     assert dict(source.holders) == {(0, 0): (0,), (0, 1): (0,)}
 
@@ -98,6 +96,7 @@ def test_who_lacks_buffers_is_asked_only_for_what_nobody_offers() -> None:
         (status((0, 0)), "does not hold it"),
         (pb.NodeStatus(trouble=["given up"]), "does not hold it; given up"),
         (status((0, 1), incarnation=2, run="old"), "is still in incarnation 2, not 3"),
+        (status((0, 1), incarnation=9, generation=0), "is still in generation 0, not 1"),
         (status((0, 1), offered=False, doubtful=True, trouble="p3 differs"), "p3 differs"),
         (status((0, 1), doubtful=True), "differs from the trainers' state"),
         (status((0, 1), offered=False, live=False), "is not live yet, at iteration 7"),

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.nodes.shards import Shard
-from checkmate.nodes.standing import Answers, Beginning, Lacking, NoAnswer, newest_incarnation
+from checkmate.nodes.standing import Answers, Lacking, NoAnswer, beginning_of
 from checkmate.nodes.target import Target, find_settled, find_target, next_incarnation
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.fetch import spread
 from tests.jobs_made import job
-from tests.standings import JOB, SHARDS, all_holds, answers, held, hold, node
+from tests.standings import JOB, SHARDS, all_holds, answers, held, hold, newest, node
 
 TWO = job(nodes=2, replicas=2)
 """Two shards, and two nodes that hold both."""
@@ -27,12 +27,8 @@ def find(said: Answers) -> Target | None:
 
 def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
     """For each of the newest starts: what each hold can be settled at, by node and shard, from and to."""
-    newest = newest_incarnation(one.incarnation for one in all_holds(said))
-    starts = {
-        Beginning(one.incarnation, one.run, one.first_iteration, one.start)
-        for one in all_holds(said)
-        if one.incarnation == newest
-    }
+    of_newest = newest(said)
+    starts = {beginning_of(one) for one in all_holds(said) if (one.generation, one.incarnation) == of_newest}
     found: dict[str, list[tuple[int, Shard, int, int]]] = {}
     for start in starts:
         reach = found.setdefault(str(start), [])
@@ -44,7 +40,7 @@ def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
                     continue
                 if (one.incarnation, one.start) == (start.incarnation, start.start):
                     reach.append((number, shard, one.stepped, one.in_full))
-                elif one.incarnation != newest and one.stepped <= origin <= one.in_full:
+                elif one.incarnation != start.incarnation and one.stepped <= origin <= one.in_full:
                     reach.append((number, shard, one.stepped, origin))
     return found
 
@@ -94,8 +90,7 @@ def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -
     """Unless it tells of a newer start of training."""
     left_out = data.draw(st.sampled_from(sorted(said)))
     fewer = {number: answer for number, answer in said.items() if number != left_out}
-    numbers = {newest_incarnation(one.incarnation for one in all_holds(some)) for some in (fewer, said)}
-    if len(numbers) == 1 and find(fewer) is not None:
+    if newest(fewer) == newest(said) and find(fewer) is not None:
         assert find(said) is not None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,12 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from checkmate import state
 from checkmate.consolidate import disk as on_disk
+from checkmate.consolidate import kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.optimizers import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training import disk, session
+from checkmate.training import disk, fence, restore, session
 from checkmate.training.fence import plan_anew
 from checkmate.training.install import InstallError
 from checkmate.training.loop import resumed_in
@@ -141,11 +144,12 @@ def test_a_new_process_goes_on_from_the_newest(
     script = Script(1)
     record = script.train(5)
     made = checkpoint(script.snapshot(record), by_name=kind == "dcp")
-    on_disk.save(made, on_disk.path_of(tmp_path, 4, kind), kind)
+    on_disk.save(made, kept.path_of(tmp_path, 2, 4, kind), kind)
     expected = script.everything()
     monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
-    path = disk.newest(None)
-    assert path is not None
+    there = disk.look(None)
+    (path,) = there.paths
+    assert (there.generation, there.passed_over) == (2, "")
     other = Script(2)
     again, extra = disk.resume(path, PLACE, other.watched)
     assert extra == {"seen": 7}
@@ -191,14 +195,65 @@ def test_a_checkpoint_file_keeps_memory_formats(tmp_path: Path) -> None:
 
 def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHECKMATE_CHECKPOINTS", raising=False)
-    assert disk.newest(None) is None
-    assert disk.newest(tmp_path / "none") is None
+    assert disk.look(None) == disk.look(tmp_path / "none") == disk.OnDisk()
+
+
+def saved(script: Script, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
+    """Checkpoints of a script, under the names of these generations and iterations."""
+    made = checkpoint(script.snapshot(script.train(2)))
+    paths = [kept.path_of(folder, generation, iteration, "torch") for generation, iteration in numbers]
+    for path in paths:
+        on_disk.save(made, path, "torch")
+    return paths
+
+
+def test_which_checkpoint_is_taken_is_said_and_which_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(1)
+    numbers = [(2, 1), (1, 900), (1, 800), (1, 700), (0, 5000)]
+    newest, *older = saved(script, tmp_path, *numbers)
+    os.utime(newest, (0, 0))
+    found = disk.look(tmp_path)
+    assert list(found.paths) == [newest, *older]
+    assert fence.after_disk(fence.plan_anew(7, ""), found.generation).generation == 3
+    with caplog.at_level(logging.INFO, "checkmate"):
+        start, extra = restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), found)
+    assert (start.next_iteration, extra) == (2, {"seen": 7})
+    names = ", ".join(path.name for path in older[:3])
+    assert caplog.messages == [
+        f"resumed from {newest}: iteration 2 comes next",
+        f"older checkpoints were passed over: {names} and 1 more",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "half copied"])
+def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path) -> None:
+    """The error names both; the older one can be asked for, and what follows is newer than all."""
+    script = Script(1)
+    newest, older = saved(script, tmp_path, (1, 900), (1, 800))
+    if damage == "cut short":
+        newest.write_bytes(newest.read_bytes()[:1000])
+    else:  # as `cp -r` of a folder leaves it that is interrupted
+        newest.unlink()
+        newest = kept.path_of(tmp_path, 1, 900, "dcp")
+        newest.mkdir()
+        (newest / "__0_0.distcp").write_bytes(b"half")
+    with pytest.raises(restore.RestoreError) as caught:
+        restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), disk.look(tmp_path))
+    assert f"can't read {newest} as a checkpoint: " in str(caught.value)
+    assert f"; checkpoints='{older}' takes the one before it; fresh=True starts anew" in str(caught.value)
+    asked = disk.look(older)
+    assert asked.paths == (older,)
+    assert asked.generation == 1
+    start, _ = restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), asked)
+    assert start.next_iteration == 2
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     script = Script(1)
     made = checkpoint(script.snapshot(script.train(2)))
-    path = on_disk.path_of(tmp_path, 1, "torch")
+    path = kept.path_of(tmp_path, 0, 1, "torch")
     on_disk.save({**made, "job": "another"}, path, "torch")
     with pytest.raises(InstallError, match="is of the job another, not of demo"):
         disk.resume(path, PLACE, script.watched)

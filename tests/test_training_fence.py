@@ -188,6 +188,24 @@ def test_beginning_anew_whatever_they_hold(served: list[RecordingNode], job: Job
     assert plan.run != "a"
 
 
+def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7, generation=3))
+    served[1].status = node(1, hold((0, 1), 6, 7, generation=3))
+    served[1].status.generation = 5  # it has seen one of which nothing is left
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].settled = node(1, hold((0, 1), 7, 7))
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.generation, plan.generation_seen) == ("nodes", 3, 5)
+    assert fence.plan_anew(plan.incarnation, "", plan.generation_seen).generation == 6
+    assert fence.plan_fresh(job, stubs, TIMEOUT).generation == 6
+    served[0].status = served[1].status = pb.NodeStatus(holds_nothing=True)
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.generation) == ("nothing", 1)
+    assert [fence.after_disk(plan, on_disk).generation for on_disk in (0, 4)] == [1, 5]
+
+
 def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
     """Real nodes refuse a job that isn't theirs."""
     other = local_job(ranks=2, nodes=1)

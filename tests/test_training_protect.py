@@ -118,6 +118,7 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
     assert begin.start
     assert (begin.job, begin.group, begin.ranks, begin.device) == ("demo", 0, 2, "cpu")
     assert (begin.first_iteration, begin.next_iteration, begin.keep) == (0, 0, False)
+    assert begin.generation == 1
     assert begin.torch == torch.__version__
     layout = layouts.from_json(begin.layout)
     for shard, node in enumerate(nodes):

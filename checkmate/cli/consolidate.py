@@ -49,7 +49,10 @@ def consolidate(
     every: Annotated[
         int | None, typer.Option("--every", min=1, help="Go on, with a checkpoint every so many iterations.")
     ] = None,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="With --every: how many stay.")] = 3,
+    keep: Annotated[
+        int,
+        typer.Option("--keep", min=1, help="With --every: how many stay, and each run's last one."),
+    ] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Write the newest iteration that the shadow nodes have, as plain PyTorch loads it.

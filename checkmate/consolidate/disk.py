@@ -1,4 +1,4 @@
-"""Checkpoints on disk: each is whole or not there; the newest is found and read back.
+"""Checkpoints on disk: each is whole or not there, and is read back as it was.
 
 A checkpoint is written under a hidden name, flushed to the disk with its folder, and renamed. So an
 interrupted or failed write, on a full disk say, leaves what was there before.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from checkmate.consolidate import unfinished
 Format = Literal["dcp", "torch"]
 """PyTorch Distributed Checkpoint, a folder; or one `torch.save` file."""
 
-_NAME: Final = re.compile(r"iteration-(\d{8,})(\.pt)?")
 _METADATA: Final = ".metadata"  # which DCP writes last
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # renameat2(2): no moment without a checkpoint
@@ -34,11 +32,6 @@ class DiskError(RuntimeError):
     """A checkpoint can't be written or read; what was there before is as it was."""
 
     exit_code = 1
-
-
-def path_of(folder: Path, iteration: int, kind: Format) -> Path:
-    """Where a following process keeps an iteration: `iteration-00000041`, or with `.pt`."""
-    return folder / f"iteration-{iteration:08}{'.pt' if kind == 'torch' else ''}"
 
 
 def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bool = False) -> None:
@@ -59,28 +52,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
             _put(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise DiskError(f"can't write {path}: {_reason(error)}") from None
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder, or the folder itself if it is one; `None`: there is none."""
-    if is_checkpoint(folder):
-        return folder
-    return next(iter(checkpoints(folder)), None)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints that a following process has left in a folder, the newest first. `DiskError`.
-
-    The newest is what was written last: training that began anew counts its iterations anew.
-    """
-    try:
-        found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_checkpoint(path)]
-        return sorted(found, key=lambda path: (_written(path), path.name), reverse=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise DiskError(f"can't list {folder}: {_reason(error)}") from None
+        raise DiskError(f"can't write {path}: {reason_of(error)}") from None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -104,7 +76,20 @@ def load(path: Path) -> dict[str, Any]:
             return _by_number(found)
         return {f"group{i}": _by_number(found[f"group{i}"]) for i in range(max(len(found), 1))}
     except (CheckpointException, Exception) as error:  # noqa: BLE001 - pickle and torch raise anything
-        raise DiskError(f"can't read {path} as a checkpoint: {_reason(error)}") from None
+        raise DiskError(f"can't read {path} as a checkpoint: {reason_of(error)}") from None
+
+
+def run_of(path: Path) -> str | None:
+    """The run that a checkpoint is of, without its tensors; `None` if it can't be read."""
+    try:
+        if path.is_dir():
+            found = _load_folder(path, {"run", "group0.run"})
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        run = found.get("group0", found)["run"]
+    except (CheckpointException, Exception):  # noqa: BLE001 - pickle and torch raise anything
+        return None
+    return run if isinstance(run, str) else None
 
 
 def group_of(checkpoint: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -114,23 +99,11 @@ def group_of(checkpoint: Mapping[str, Any], index: int) -> dict[str, Any]:
     return dict(checkpoint[f"group{index}"])
 
 
-def keep(folder: Path, count: int) -> None:
-    """Remove all but the newest `count` checkpoints of a folder. `DiskError`, once all else is removed."""
-    troubles = []
-    for old in checkpoints(folder)[count:]:
-        try:
-            unfinished.remove(old)
-        except OSError as error:
-            troubles.append(f"can't remove {old}: {_reason(error)}")
-    if troubles:
-        raise DiskError("; ".join(troubles))
-
-
 def clear_unfinished(folder: Path) -> None:
     """Remove what writers that were killed have left in a folder. `DiskError`, once all else is removed."""
     troubles = unfinished.clear(folder)
     if troubles:
-        raise DiskError("; ".join(f"can't remove {left}: {_reason(error)}" for left, error in troubles))
+        raise DiskError("; ".join(f"can't remove {left}: {reason_of(error)}" for left, error in troubles))
 
 
 def _check_free(path: Path, kind: Format) -> None:
@@ -169,10 +142,10 @@ def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     _sync_folder(path)
 
 
-def _load_folder(path: Path) -> dict[str, Any]:
-    """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` reads it: all that is there."""
+def _load_folder(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
+    """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` reads it: all, or these keys."""
     found: dict[str, Any] = {}
-    planner = default_planner._EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    planner = default_planner._EmptyStateDictLoadPlanner(keys)  # type: ignore[no-untyped-call]
     reader = filesystem.FileSystemReader(path)
     state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
     return found
@@ -207,16 +180,11 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _written(path: Path) -> int:
-    there = path / _METADATA if path.is_dir() else path
-    return there.stat().st_mtime_ns
-
-
-def _reason(error: BaseException) -> str:
-    """The root of it: DCP wraps what a disk says in its own exceptions."""
+def reason_of(error: BaseException) -> str:
+    """What went wrong, in a line. The root of it: DCP wraps what a disk says in its own exceptions."""
     if isinstance(error, CheckpointException):
         inner, _ = next(iter(error.failures.values()))
-        return _reason(inner)
+        return reason_of(inner)
     cause = error.__cause__ or error.__context__
     if isinstance(cause, OSError) and not isinstance(error, OSError):
         error = cause

@@ -6,16 +6,16 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec
 
 import torch
 
-from checkmate.consolidate import disk
+from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader
-from checkmate.nodes.offers import LAB_HINT
+from checkmate.nodes.offers import LAB_HINT, Source
 from checkmate.nodes.standing import Lacking, NoAnswer
 from checkmate.schema import Job
 from checkmate.state import StateError
@@ -35,6 +35,7 @@ class Saved:
     path: Path
     job: str
     run: str
+    generation: int
     iteration: int
     shards: int
     nbytes: int
@@ -50,7 +51,7 @@ def take(
     """
     start = time.monotonic()
     _try(trouble, disk.clear_unfinished, path.parent)
-    return _write(nodes.read(timeout), path, kind, start, replace=False)
+    return _write(nodes.read(timeout), path, kind, start, over=False)
 
 
 def follow(
@@ -68,43 +69,80 @@ def follow(
     """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had,
     and the last one of all.
 
-    The last `keep` stay in `folder`. Until `stopped`: what can't be had now is told to `trouble`, once, and
-    tried again; `over` is called once it can be had. What can't be written or removed is told each time that
-    one is due, and the next one is tried.
+    The last `keep` stay in `folder`, and the last of each generation. Until `stopped`: what can't be had now
+    is told to `trouble`, once, and tried again; `over` is called once it can be had. What can't be written or
+    removed is told each time that one is due, and the next one is tried.
     """
-    due, told, ended = -1, "", False
-    waiting = _Waiting(nodes.job, trouble, over)
-    newest = ("", -1)  # that is saved: its run and iteration
+    waiting, shelf = _Waiting(nodes.job, trouble, over), _Shelf(folder, kind, trouble)
+    due, told = _Due(every), ""
     while not stopped.is_set():
         try:
-            source = nodes.source()
-            stepped, ended = source.stepped, source.ended
-            if not stepped - every < due <= stepped + every:
-                due = next_due(stepped, every)  # the first time, or training went back
-            if ended and stepped >= 0 and newest != (source.beginning.run, stepped):
-                due = stepped
-            if stepped >= due - (not ended):
+            if due.can_be_had(nodes.source()):
                 start = time.monotonic()
-                snapshot = nodes.read(timeout, at_least=due)
-                _try(trouble, disk.clear_unfinished, folder)
-                path = disk.path_of(folder, snapshot.iteration, kind)
-                saved(_write(snapshot, path, kind, start, replace=True))
-                newest = (snapshot.run, snapshot.iteration)
-                _try(trouble, disk.keep, folder, keep)
-                due = next_due(snapshot.iteration + 1, every)
+                one = shelf.put(nodes.read(timeout, at_least=due.iteration), start)
+                saved(one)
+                due.saved(one)
+                _try(trouble, kept.tidy, folder, keep, one.path)
             told = ""
             waiting.end()
         except disk.DiskError as error:
             waiting.end()  # it was had
-            due = next_due(due + 1, every)
-            if not (ended and str(error) == told):
+            due.failed()
+            if not (due.ended and str(error) == told):
                 trouble(str(error))
             told = str(error)
-            if ended:
+            if due.ended:
                 stopped.wait(AGAIN_SECONDS)  # nothing else comes: the last one is tried again
         except (Lacking, Missing, StateError) as error:
             waiting.for_(error)
         stopped.wait(POLL_SECONDS)
+
+
+class _Due:
+    """The iteration that is to be saved next: each `every`th, and the last of all."""
+
+    def __init__(self, every: int) -> None:
+        self.iteration = -1
+        self.ended = False
+        """Whether training has come to its end."""
+        self._every = every
+        self._saved = ("", -1)
+
+    def can_be_had(self, source: Source) -> bool:
+        """Whether it is stepped, or the next one that will be."""
+        stepped, self.ended = source.stepped, source.ended
+        if not stepped - self._every < self.iteration <= stepped + self._every:
+            self.iteration = next_due(stepped, self._every)  # the first time, or training went back
+        if self.ended and stepped >= 0 and self._saved != (source.beginning.run, stepped):
+            self.iteration = stepped
+        return stepped >= self.iteration - (not self.ended)
+
+    def saved(self, one: Saved) -> None:
+        """It is done, or one after it."""
+        self._saved = (one.run, one.iteration)
+        self.iteration = next_due(one.iteration + 1, self._every)
+
+    def failed(self) -> None:
+        """It is passed over."""
+        self.iteration = next_due(self.iteration + 1, self._every)
+
+
+class _Shelf:
+    """Puts checkpoints into a folder, under names by which the last one is the newest."""
+
+    def __init__(self, folder: Path, kind: disk.Format, trouble: Callable[[str], None]) -> None:
+        self._folder, self._kind, self._trouble = folder, kind, trouble
+        self._run, self._generation = "", 0
+
+    def put(self, snapshot: Snapshot, start: float) -> Saved:
+        """Save a snapshot. `DiskError`."""
+        _try(self._trouble, disk.clear_unfinished, self._folder)
+        if snapshot.run != self._run:
+            self._generation = kept.generation_for(self._folder, snapshot.run, snapshot.generation)
+            self._run = snapshot.run
+        numbered = replace(snapshot, generation=self._generation)
+        path = kept.path_of(self._folder, self._generation, snapshot.iteration, self._kind)
+        return _write(numbered, path, self._kind, start, over=True)
 
 
 def _try(trouble: Callable[[str], None], do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -160,8 +198,8 @@ def next_due(iteration: int, every: int) -> int:
     return (max(iteration, 0) // every + 1) * every - 1
 
 
-def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, replace: bool) -> Saved:
-    disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind, replace=replace)
+def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, over: bool) -> Saved:
+    disk.save(checkpoint(snapshot, by_name=kind == "dcp"), path, kind, replace=over)
     states = [values for group in snapshot.groups for values in group.states.values()]
     tensors = [
         t for tensor, values in states for t in (tensor, *values.values()) if isinstance(t, torch.Tensor)
@@ -170,6 +208,7 @@ def _write(snapshot: Snapshot, path: Path, kind: disk.Format, start: float, *, r
         path,
         snapshot.job.job,
         snapshot.run,
+        snapshot.generation,
         snapshot.iteration,
         sum(group.layout.shards for group in snapshot.groups),
         sum(tensor.nbytes for tensor in tensors),

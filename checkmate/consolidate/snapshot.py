@@ -62,6 +62,7 @@ class Snapshot:
     run: str
     iteration: int
     groups: tuple[GroupState, ...]
+    generation: int = 0
 
 
 class SnapshotReader:
@@ -148,7 +149,8 @@ class SnapshotReader:
             one_group(group, [found[shard] for shard in sorted(found) if shard[0] == group])
             for group in range(len(self.job.dp_groups))
         )
-        return Snapshot(self.job, begun.run, iteration, groups)
+        generation = max(one.header.generation for one in found.values())
+        return Snapshot(self.job, begun.run, iteration, groups, generation)
 
 
 def _without(source: Source, granted: Collection[int]) -> list[Shard]:

@@ -49,28 +49,39 @@ def reserved(
     `newest`: the newest iteration that they have stepped; if `None`, they are asked. What is reserved is not
     below `at_least`. `seconds`: after which the nodes release it by themselves. `NotReserved`.
     """
-    refused: dict[int, str] = {}
+    enough = enough or (lambda granted: len(granted) == len(nodes))
+    refused: Mapping[int, str] = {}
     stepped = -1 if newest is None else newest
     for margin in _MARGINS if newest is not None else (0, *_MARGINS):
         iteration = max(stepped + margin, at_least, 0)
         request = pb.ReserveRequest(job=stubs.job.job, iteration=iteration, seconds=seconds)
         answers = stubs.ask(nodes, lambda stub: stub.Reserve, request, min(seconds, ANSWER_SECONDS))
-        refused = {node: why for node, answer in answers.items() if (why := _refusal(answer))}
+        refused = _refusals(answers)
         granted = frozenset(answers.keys() - refused.keys())
         try:
-            if len(granted) == len(nodes) if enough is None else enough(granted):
+            if enough(granted):
                 yield Reservation(iteration, granted, refused)
                 return
         finally:
             release = pb.ReleaseRequest(job=stubs.job.job, iteration=iteration)
             stubs.ask(granted, lambda stub: stub.Release, release)
-        stepped = max([stepped, *(a.stepped for a in answers.values() if not isinstance(a, str))])
+        stepped = max([stepped, *_stepped(answers)])
         if stepped < 0:
             break  # nothing is live: no later iteration would be granted either
     raise NotReserved(refused)
+
+
+def _refusals(answers: Mapping[int, pb.ReserveReply | str]) -> dict[int, str]:
+    """Return why nodes have not granted a reservation, of those that haven't."""
+    return {node: why for node, answer in answers.items() if (why := _refusal(answer))}
 
 
 def _refusal(answer: pb.ReserveReply | str) -> str:
     if isinstance(answer, str):
         return answer
     return "" if answer.granted else _TOO_FAST
+
+
+def _stepped(answers: Mapping[int, pb.ReserveReply | str]) -> list[int]:
+    """Return what nodes have stepped that have answered."""
+    return [answer.stepped for answer in answers.values() if not isinstance(answer, str)]

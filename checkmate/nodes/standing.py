@@ -26,6 +26,7 @@ _NO_ANSWER: Final = "has not answered"
 class Beginning:
     """A start of training. Holds of one are never put together with those of another."""
 
+    generation: int
     incarnation: int
     run: str
     first_iteration: int
@@ -153,8 +154,13 @@ def _why_none(answer: pb.NodeStatus | str) -> str:
 
 
 def newest_beginnings(holds: Iterable[pb.HoldStatus]) -> list[Beginning]:
-    """Return the starts that have the newest number: one, unless numbers have come round."""
+    """Return the starts of the greatest generation and, in it, the newest incarnation.
+
+    It is one, unless incarnations have come round.
+    """
     begun = {beginning_of(hold) for hold in holds}
+    generation = max((one.generation for one in begun), default=0)
+    begun = {one for one in begun if one.generation == generation}
     incarnation = newest_incarnation(one.incarnation for one in begun)
     return sorted(one for one in begun if one.incarnation == incarnation)
 
@@ -171,13 +177,15 @@ def newest_incarnation(incarnations: Iterable[int]) -> int | None:
 
 def beginning_of(hold: pb.HoldStatus) -> Beginning:
     """Return the start of training that a hold is of."""
-    return Beginning(hold.incarnation, hold.run, hold.first_iteration, hold.start)
+    return Beginning(hold.generation, hold.incarnation, hold.run, hold.first_iteration, hold.start)
 
 
 def stranger(hold: pb.HoldStatus, beginning: Beginning) -> str:
     """Return how a hold's start of training differs; empty if it is of this one."""
     if beginning_of(hold) == beginning:
         return ""
+    if hold.generation != beginning.generation:
+        return f"is still in generation {hold.generation}, not {beginning.generation}"
     if hold.incarnation != beginning.incarnation:
         return f"is still in incarnation {hold.incarnation}, not {beginning.incarnation}"
     return f"is in another start of training, which has the same incarnation {hold.incarnation}"

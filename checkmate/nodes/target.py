@@ -37,6 +37,7 @@ class Target:
     """How many buffers all these nodes lack so far, of the DP group that lacks most."""
     behind: int = 0
     """How many iterations beyond it a node has stepped that no other shard's nodes can follow."""
+    generation: int = 0
 
     @property
     def complete(self) -> bool:
@@ -87,7 +88,8 @@ def _target(job: Job, stood: Standings, beginning: Beginning) -> Target:
         raise why_lacking(job, standing, lambda one: _trouble(one, beginning, stepped))
     iteration = min(hold.in_full for hold in able)
     behind = max(stepped - iteration, 0)
-    return Target(iteration, beginning.run, _holders(stood, able), _lacking_buffers(able), behind)
+    holders, lacks = _holders(stood, able), _lacking_buffers(able)
+    return Target(iteration, beginning.run, holders, lacks, behind, beginning.generation)
 
 
 def _holders(shards: Iterable[Shard], able: Sequence[_Reach]) -> dict[Shard, tuple[int, ...]]:

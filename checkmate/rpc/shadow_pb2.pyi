@@ -208,6 +208,7 @@ class SeedHeader(google.protobuf.message.Message):
     NAMES_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.int
     iteration: builtins.int
@@ -218,6 +219,8 @@ class SeedHeader(google.protobuf.message.Message):
     """as in BeginRequest: incarnations come round"""
     start: builtins.bytes
     """as in BeginRequest"""
+    generation: builtins.int
+    """Fetch only: as in BeginRequest"""
     @property
     def shard(self) -> Global___Shard: ...
     @property
@@ -255,10 +258,11 @@ class SeedHeader(google.protobuf.message.Message):
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         buffers: collections.abc.Iterable[builtins.str] | None = ...,
         start: builtins.bytes = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer", "record", b"record", "shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard", "start", b"start"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "generation", b"generation", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout", b"layout", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "record", b"record", "run", b"run", "shard", b"shard", "start", b"start"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SeedHeader: typing_extensions.TypeAlias = SeedHeader
@@ -508,6 +512,7 @@ class HoldStatus(google.protobuf.message.Message):
     LAST_FIELD_NUMBER: builtins.int
     LACKS_BUFFERS_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last iteration that it stepped; -1 none"""
@@ -539,6 +544,8 @@ class HoldStatus(google.protobuf.message.Message):
     """so many of BeginRequest's buffers have not come; another node may have them"""
     start: builtins.bytes
     """as in BeginRequest: incarnations come round"""
+    generation: builtins.int
+    """as in BeginRequest"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -562,10 +569,11 @@ class HoldStatus(google.protobuf.message.Message):
         last: builtins.bool = ...,
         lacks_buffers: builtins.int = ...,
         start: builtins.bytes = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus
@@ -590,6 +598,7 @@ class NodeStatus(google.protobuf.message.Message):
     BEHIND_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     DRAINED_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -609,6 +618,8 @@ class NodeStatus(google.protobuf.message.Message):
     """from the first to the last byte of the last iteration's gradients; waiting included"""
     drained: builtins.bool
     """in the answer to Fence: all that is recorded has been stepped"""
+    generation: builtins.int
+    """the greatest that it knows of the job"""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -642,8 +653,9 @@ class NodeStatus(google.protobuf.message.Message):
         behind: collections.abc.Iterable[Global___Behind] | None = ...,
         parts: collections.abc.Iterable[Global___PartsHeld] | None = ...,
         drained: builtins.bool = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "drained", b"drained", "fenced", b"fenced", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
@@ -783,6 +795,7 @@ class BeginRequest(google.protobuf.message.Message):
     NAMES_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -806,6 +819,8 @@ class BeginRequest(google.protobuf.message.Message):
     """
     start: builtins.bytes
     """Tells starts of training apart: incarnations come round, and a run goes on over restarts. A UUID, 16 bytes."""
+    generation: builtins.int
+    """Numbers runs, so that it can be told which is newer: 1 + the greatest that was seen as the run began."""
     @property
     def optimizer(self) -> Global___OptimizerSpec: ...
     @property
@@ -839,10 +854,11 @@ class BeginRequest(google.protobuf.message.Message):
         names: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         buffers: collections.abc.Iterable[builtins.str] | None = ...,
         start: builtins.bytes = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest

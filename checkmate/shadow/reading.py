@@ -89,6 +89,7 @@ def _header(node: Node, group: Group, hold: HoldState, request: pb.FetchRequest)
         optimizer=group.begin.optimizer,
         run=group.begin.run,
         start=group.begin.start,
+        generation=group.begin.generation,
         names=group.begin.names,
         buffers=group.begin.buffers,
     )

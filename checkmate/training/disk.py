@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from checkmate import state
-from checkmate.consolidate import disk
+from checkmate.consolidate import disk, kept
 from checkmate.optimizers import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import rng
@@ -19,17 +20,36 @@ from checkmate.training.records import Watched
 from checkmate.training.session import Session, trained
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
+_NAMED: Final = 3
+"""Of checkpoints that are passed over."""
 
 
-def newest(folder: str | Path | None) -> Path | None:
-    """The newest whole checkpoint in a folder, by default the one that CHECKMATE_CHECKPOINTS names."""
+@dataclass(frozen=True)
+class OnDisk:
+    """What can be resumed from, the newest first, and the greatest generation that is there."""
+
+    paths: tuple[Path, ...] = ()
+    generation: int = 0
+
+    @property
+    def passed_over(self) -> str:
+        """The older ones, for a message; empty if there is none."""
+        names = [path.name for path in self.paths[1:]]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return ", ".join(names[:_NAMED]) + more
+
+
+def look(folder: str | Path | None) -> OnDisk:
+    """Look for checkpoints in a folder, by default the one that CHECKMATE_CHECKPOINTS names. `DiskError`."""
     chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
-    found = disk.newest(Path(chosen)) if chosen else None
-    return None if found is None else found.absolute()
+    if not chosen:
+        return OnDisk()
+    place = Path(chosen).absolute()
+    return OnDisk(tuple(kept.choices(place)), kept.greatest_generation(place))
 
 
 def nothing(folder: str | Path | None) -> str:
-    """What to say where `newest` has found none."""
+    """What to say if `look` has found none."""
     chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
     if chosen:
         return f"no checkpoint is in {chosen}"

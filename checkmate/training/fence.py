@@ -49,6 +49,10 @@ class Plan:
     iteration: int = -1
     holders: Mapping[Shard, list[int]] = field(default_factory=dict)
     trouble: str = ""
+    generation: int = 0
+    """Of the run: one that goes on keeps its own, a new one gets a greater one than any that was seen."""
+    generation_seen: int = 0
+    """The greatest that any node knows."""
     start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
     """Tells this start from others: incarnations come round, and a run goes on over restarts."""
 
@@ -148,8 +152,15 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
     if chosen.behind:
         newest = chosen.iteration + chosen.behind
         _log.warning("iteration %d was stepped, but %d is the newest that is whole", newest, chosen.iteration)
-    incarnation = target.next_incarnation(answers, time.time())
-    return Plan("nodes", incarnation, chosen.run, chosen.iteration, holders)
+    return Plan(
+        "nodes",
+        target.next_incarnation(answers, time.time()),
+        chosen.run,
+        chosen.iteration,
+        holders,
+        generation=chosen.generation,
+        generation_seen=_generation_seen(answers),
+    )
 
 
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
@@ -174,9 +185,25 @@ def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
             fence.answers[node] = answer
 
 
-def plan_anew(incarnation: int, trouble: str) -> Plan:
+def plan_anew(incarnation: int, trouble: str, generation_seen: int = 0) -> Plan:
     """A plan without the shadow nodes' state, in an incarnation that is agreed on: `trouble` says why."""
-    return Plan("none", incarnation, uuid.uuid4().hex, trouble=trouble)
+    return Plan(
+        "none",
+        incarnation,
+        uuid.uuid4().hex,
+        trouble=trouble,
+        generation=generation_seen + 1,
+        generation_seen=generation_seen,
+    )
+
+
+def after_disk(plan: Plan, generation: int) -> Plan:
+    """The plan of a new run, if the greatest generation on disk is this one."""
+    return replace(plan, generation=max(plan.generation, generation + 1))
+
+
+def _generation_seen(answers: list[pb.NodeStatus]) -> int:
+    return max((answer.generation for answer in answers), default=0)
 
 
 def _given(fence: Fence) -> list[pb.NodeStatus]:
@@ -185,7 +212,7 @@ def _given(fence: Fence) -> list[pb.NodeStatus]:
 
 def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = "") -> Plan:
     incarnation = target.next_incarnation(answers, time.time())
-    return replace(plan_anew(incarnation, trouble), kind=kind)
+    return replace(plan_anew(incarnation, trouble, _generation_seen(answers)), kind=kind)
 
 
 def _enough(job: Job, said: Answers) -> bool:

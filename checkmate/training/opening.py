@@ -54,6 +54,7 @@ class Opening:
             ranks=self.place.ranks,
             run=start.plan.run,
             start=start.plan.start,
+            generation=start.plan.generation,
             names=self._names(),
             buffers=sorted(self.buffers.names) if self.buffers is not None else (),
         )

@@ -68,7 +68,8 @@ def restore(
     Model, optimizer, scheduler, GradScaler and random generators become what they were after that iteration,
     bit for bit. Does nothing where every node answers that it holds nothing, and with `fresh=True`. Where no
     iteration is whole within `timeout` seconds it takes the newest checkpoint in the folder `checkpoints`
-    (by default $CHECKMATE_CHECKPOINTS), else `RestoreError`.
+    (by default $CHECKMATE_CHECKPOINTS), which may be a checkpoint itself, else `RestoreError`. So it is if
+    the newest can't be read: an older one must be asked for.
     """
     place = session.join(ddp)
     standing = Standing.of(ddp)
@@ -92,7 +93,7 @@ def _begin(
     checkpoints: str | Path | None,
 ) -> tuple[Start, Any]:
     if fresh:
-        plan = plan_fresh(place, stubs, min(timeout, FRESH_SECONDS))
+        plan = plan_fresh(place, stubs, min(timeout, FRESH_SECONDS), checkpoints)
         _say(place, "fresh=True: training begins with iteration 0")
         return Start(plan), None
     plan = _agree(place, lambda: fence.plan_restore(place.job, stubs, timeout))
@@ -103,21 +104,27 @@ def _begin(
             _say(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             return start, extra
         trouble = f"iteration {plan.iteration} can't be had from the shadow nodes: {trouble}"
-        plan = _agree(place, partial(fence.plan_anew, plan.incarnation, trouble))
-    path = _agree(place, lambda: disk.newest(checkpoints))
-    if path is not None:
+        plan = _agree(place, partial(fence.plan_anew, plan.incarnation, trouble, plan.generation_seen))
+    found = _agree(place, lambda: disk.look(checkpoints))
+    plan = fence.after_disk(plan, found.generation)
+    if found.paths:
         if plan.trouble:
             _say(place, plan.trouble)
-        return _from_disk(place, watched, plan, path)
+        return _from_disk(place, watched, plan, found)
     if plan.kind == "none":
         raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; fresh=True starts anew")
     _say(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 
 
-def plan_fresh(place: Session, stubs: Stubs, timeout: float) -> Plan:
-    """A plan to begin anew, of all ranks together."""
-    return _agree(place, lambda: fence.plan_fresh(place.job, stubs, timeout))
+def plan_fresh(place: Session, stubs: Stubs, timeout: float, checkpoints: str | Path | None = None) -> Plan:
+    """A plan to begin anew, of all ranks together. `checkpoints`: as `restore` has it."""
+
+    def make() -> Plan:
+        generation = disk.look(checkpoints).generation
+        return fence.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
+
+    return _agree(place, make)
 
 
 def _say(place: Session, what: str) -> None:
@@ -152,12 +159,18 @@ def _together(place: Session, do: Callable[[], Any]) -> tuple[Any, str]:
     return result, "; ".join(one for one in troubles if one)
 
 
-def _from_disk(place: Session, watched: Watched, plan: Plan, path: Path) -> tuple[Start, Any]:
-    found, trouble = _together(place, lambda: disk.resume(path, place, watched))
+def _from_disk(place: Session, watched: Watched, plan: Plan, found: disk.OnDisk) -> tuple[Start, Any]:
+    """Resume from the newest checkpoint. If it is no good the user decides: an older one is a step back."""
+    path, *older = found.paths
+    resumed, trouble = _together(place, lambda: disk.resume(path, place, watched))
     if trouble:
-        raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, "fresh=True starts anew"])))
-    record, extra = found
+        instead = f"checkpoints={str(older[0])!r} takes the one before it" if older else ""
+        said = [plan.trouble, trouble, instead, "fresh=True starts anew"]
+        raise RestoreError("; ".join(filter(None, said)))
+    record, extra = resumed
     _say(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
+    if older:
+        _say(place, f"older checkpoints were passed over: {found.passed_over}")
     own = own_buffers(record, place.position)
     return Start(plan, record.iteration + 1, record=record, own_buffers=own), extra
 
