@@ -404,6 +404,9 @@ def test_the_command_writes_a_checkpoint(place: Callable[..., Place], kind: str,
     else:
         assert again.returncode == 0
         assert "iteration 1 of job demo, 4 shards" in again.stdout
+    long = subprocess.run([*argv[:-3], "x" * 300], capture_output=True, text=True, check=False)
+    assert long.returncode == 2
+    assert "can't be written: File name too long" in long.stderr.replace("\n", " ")
     for node in list(here.world.nodes):
         here.world.stop(node)
     other = [*argv[:-3], str(tmp_path / "other"), *argv[-2:], "--timeout", "1"]

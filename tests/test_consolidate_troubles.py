@@ -134,12 +134,24 @@ def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
             once = list[str]()
             assert take(nodes, folder / "once.pt", "torch", 10.0, once.append).iteration == 2
     assert saved == [0, 1, 2]
-    assert once == [f"can't remove {left}: Device or resource busy"]
-    assert troubles.count(f"can't remove {left}: Device or resource busy") == 3
+    assert once == [f"can't clear {left}: Device or resource busy"]
+    assert troubles.count(f"can't clear {left}: Device or resource busy") == 3
     assert troubles.count(f"can't remove {first}: Device or resource busy") == 2
     assert [path.name for path in kept_in(folder)] == [
         kept.path_of(folder, 1, iteration, "torch").name for iteration in (2, 0)
     ]
+
+
+def test_a_folder_that_cant_be_looked_into_ends_nothing(place: Callable[..., Place], tmp_path: Path) -> None:
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    folder = tmp_path / ("x" * 300)
+    with following(here, folder, "torch") as (saved, troubles):
+        for count in (1, 2):
+            wait_until(lambda: sum(f"can't list {folder}" in one for one in troubles) >= count)  # noqa: B023
+            here.iterate()
+    assert saved == []
+    assert all(one.endswith("File name too long") for one in troubles)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])

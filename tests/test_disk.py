@@ -344,7 +344,7 @@ def test_what_cant_be_removed_is_named_and_the_rest_is_removed(tmp_path: Path) -
             process.kill()
     stuck = sorted(hidden(tmp_path))[1]
     with mounted(stuck):
-        with pytest.raises(disk.DiskError, match=f"can't remove {stuck}: "):
+        with pytest.raises(disk.DiskError, match=f"can't clear {stuck}: "):
             disk.clear_unfinished(tmp_path)
         assert hidden(tmp_path) == [stuck]
 

@@ -66,8 +66,8 @@ def consolidate(
     Example: checkmate consolidate jobs/gpt.yaml --out checkpoint/
     """
     loaded = read_job(job)
-    if every is None and to.is_dir() and (kind is Kind.torch or any(to.iterdir())):
-        raise UsageFault(f"{to} is a folder that is there already; name another, or give --every")
+    if every is None:
+        _check_free(to, kind)
     from checkmate.consolidate import follow  # noqa: PLC0415 - torch takes a second
 
     with unwinding():
@@ -89,6 +89,16 @@ def consolidate(
                 _waiting,
                 lambda: err.print("[green]going on:[/green] the checkpoint can be had again"),
             )
+
+
+def _check_free(to: Path, kind: Kind) -> None:
+    """`UsageFault` if something is in the way of a checkpoint, before it is read."""
+    try:
+        taken = to.is_dir() and (kind is Kind.torch or any(to.iterdir()))
+    except OSError as error:
+        raise UsageFault(f"{to} can't be written: {error.strerror}") from None
+    if taken:
+        raise UsageFault(f"{to} is a folder that is there already; name another, or give --every")
 
 
 @contextmanager

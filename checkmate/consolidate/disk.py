@@ -103,7 +103,7 @@ def clear_unfinished(folder: Path) -> None:
     """Remove what writers that were killed have left in a folder. `DiskError`, once all else is removed."""
     troubles = unfinished.clear(folder)
     if troubles:
-        raise DiskError("; ".join(f"can't remove {left}: {reason_of(error)}" for left, error in troubles))
+        raise DiskError("; ".join(f"can't clear {left}: {reason_of(error)}" for left, error in troubles))
 
 
 def _check_free(path: Path, kind: Format) -> None:

@@ -55,8 +55,14 @@ def clear(folder: Path) -> list[tuple[Path, OSError]]:
 
     What belongs to a writer that lives, to another user or to nobody stays, without a word.
     """
+    try:
+        found = sorted(path for path in folder.iterdir() if path.name.startswith((_PREFIX, _REMOVED)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        return [(folder, error)]
     troubles = []
-    for left in sorted([*folder.glob(f"{_PREFIX}*"), *folder.glob(f"{_REMOVED}*")]):
+    for left in found:
         try:
             if left.name.startswith(_REMOVED):
                 _remove_tree(left)
