@@ -15,8 +15,9 @@ from checkmate.shadow.replica import Replica
 from checkmate.training import session
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Fault, Noted, Recorder, Watched
-from checkmate.training.slices import Buffers, Slices, kept_beside
+from checkmate.training.slices import Buffers, kept_beside
 from checkmate.training.steps import Steps
+from checkmate.training.windows import Slices
 
 AUTHOR = Author("job", 3, "first", b"start", 0, 0, 0)
 
@@ -65,7 +66,7 @@ class Loop:
             self.emitted.append,
             lambda iteration: {(0, 0): 100 * iteration},
             self.fault,
-            slices=Slices(self.layout, self.parameters),
+            slices=Slices(self.layout, self.parameters, self.optimizer),
             buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}

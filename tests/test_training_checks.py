@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from checkmate.training.checks import check_ddp, check_script
 from checkmate.training.records import RefusedError, Watched
-from checkmate.training.slices import Slices
 from checkmate.training.watch import ParameterWatch
+from checkmate.training.windows import Slices
 from tests.recorded_loop import Loop, adamw
 from tests.training_alone import alone
 
@@ -130,7 +130,7 @@ def test_parameters_may_be_swapped_for_others_until_the_next_step() -> None:
 @pytest.mark.parametrize("on_host", [True, False])
 def test_without_waiting_for_a_gpu_a_changed_parameter_is_seen_a_step_later(on_host: bool) -> None:
     loop = Loop(adamw)
-    slices = Slices(loop.layout, loop.parameters)
+    slices = Slices(loop.layout, loop.parameters, loop.optimizer)
     watch = ParameterWatch(slices, on_host=on_host)
     seen = []
     for change in (0.0, 1.0, 0.0, 0.0):

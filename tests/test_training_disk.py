@@ -29,9 +29,10 @@ from checkmate.training.install import InstallError
 from checkmate.training.loop import resumed_in
 from checkmate.training.publish import Author, to_part
 from checkmate.training.records import Fault, Recorder, Watched
-from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, state_names
+from checkmate.training.slices import Buffers, frozen_state, kept_beside, state_names
 from checkmate.training.standing import Start
 from checkmate.training.steps import Steps
+from checkmate.training.windows import Slices
 from tests.jobs_made import job
 from tests.training_alone import alone
 from topologies.digest import digest
@@ -76,7 +77,7 @@ class Script:
             emitted.append,
             lambda _: {},
             Fault(),
-            slices=Slices(layout, list(names.values())),
+            slices=Slices(layout, list(names.values()), self.optimizer),
             buffers=Buffers(
                 lambda: kept_beside(self.ddp) | frozen_state(self.optimizer, set(names.values())),
                 everything=True,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkmate.training.slices import SLICE_BYTES
+from checkmate.training.windows import SLICE_BYTES
 from tests.labs_made import on_one_switch
 from tests.training_lab import Run, TrainingLab, equal, training_lab
 from tests.training_orders import Orders
@@ -141,7 +141,7 @@ CASES = [
     "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
 )
 def test_shadow_nodes_have_what_trainers_have(case: Case, tmp_path: Path) -> None:
-    """All parameters after each iteration, as the nodes compare; in the end the optimizer's state as well."""
+    """All parameters and optimizer state in turn, as nodes compare them; in the end, as they serve them."""
     options = {**optimizer(case.kind, case.implementation), **case.more}
     with training_lab(case.topology) as lab:
         run = lab.train(Orders(str(tmp_path), iterations=7, layers=2, width=40, **options))
@@ -152,7 +152,9 @@ def test_shadow_nodes_have_what_trainers_have(case: Case, tmp_path: Path) -> Non
     found = torch.load(file, weights_only=True)
     trained = run.state(0)
     assert found["iteration"] == 6
-    assert sum(tensor.nbytes for tensor in trained["model"].values()) < SLICE_BYTES  # so all was compared
+    assert (
+        sum(tensor.nbytes for tensor in trained["model"].values()) < SLICE_BYTES
+    )  # so all was often compared
     for name in ("model", "scheduler", "scaler"):
         assert equal(found[name], trained[name]), name
     assert equal(found["optimizer"]["state"], trained["optimizer"]["state"])

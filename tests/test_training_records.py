@@ -17,9 +17,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 import checkmate
 from checkmate import state
 from checkmate.optimizers import apply_options
+from checkmate.training import windows
 from checkmate.training.checks import check_kept
 from checkmate.training.records import RefusedError, Watched
-from checkmate.training.slices import EXACT_BYTES, Buffers, Rotation, fitting, frozen_state
+from checkmate.training.slices import EXACT_BYTES, Buffers, fitting, frozen_state
+from checkmate.training.windows import Rotation, Window
 from tests.recorded_loop import Loop, adamw
 from tests.training_alone import alone
 
@@ -226,13 +228,15 @@ def test_random_states_and_extra_are_those_after_the_step() -> None:
         assert [(end.side, end.channel, end.shard, end.end) for end in part.ends] == [(0, 0, 0, 100 * at)]
 
 
-def test_slices_come_round_all_parameters() -> None:
+def test_slices_come_round_all_parameters_and_their_state() -> None:
     loop = Loop(adamw)
-    for _ in range(2):
-        loop.backward()
+    for more in (False, True):
+        loop.backward(more=more)
         loop.optimizer.step()
-    for part in loop.close():
-        assert {piece.parameter for piece in part.step.slices} == set(range(len(loop.parameters)))
+    numbers, entries = range(len(loop.parameters)), ("", "step", "exp_avg", "exp_avg_sq")
+    first, second = ({(one.parameter, one.state) for one in part.step.slices} for part in loop.close())
+    assert {number for number, _ in first} == set(numbers)
+    assert second == {(number, entry) for number in numbers for entry in entries}
 
 
 @pytest.mark.parametrize(
@@ -406,7 +410,7 @@ def test_state_of_frozen_parameters_is_said_when_it_changes() -> None:
     frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adagrad([trained, frozen])
     buffers = Buffers(lambda: frozen_state(optimizer, {trained}), everything=True)
-    total, count = "optimizer.state[1].sum (tensor)", "optimizer.state[1].step (tensor)"
+    total, count = "optimizer.state[1][1].sum (tensor)", "optimizer.state[1][0].step (tensor)"
     assert buffers.names == {total, count}
     assert set(buffers.take()) == {total, count}
     assert set(buffers.take()) == set()
@@ -416,24 +420,48 @@ def test_state_of_frozen_parameters_is_said_when_it_changes() -> None:
     assert set(buffers.take()) == {count}
     optimizer.state[frozen]["step"] = 7  # as torch once had it
     now = buffers.take()
-    assert {name: later().item() for name, later in now.items()} == {"optimizer.state[1].step (int)": 7}
-    assert buffers.names == {total, "optimizer.state[1].step (int)"}
+    assert {name: later().item() for name, later in now.items()} == {"optimizer.state[1][0].step (int)": 7}
+    assert buffers.names == {total, "optimizer.state[1][0].step (int)"}
     optimizer.state[frozen]["step"] = None
-    assert set(buffers.take()) == {"optimizer.state[1].step (NoneType)"}
+    assert set(buffers.take()) == {"optimizer.state[1][0].step (NoneType)"}
     assert set(buffers.take()) == set()
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([2, 4, 8])), max_size=6), st.integers(8, 100))
-def test_windows_go_round_every_element_once(sizes: list[tuple[int, int]], nbytes: int) -> None:
-    every = [(number, elements, itemsize) for number, (elements, itemsize) in enumerate(sizes)]
-    rotation = Rotation(every, nbytes)
-    seen: list[tuple[int, int]] = []
-    total = sum(elements for elements, _ in sizes)
-    while len(seen) < total:
-        windows = list(rotation.next())
-        assert windows
-        assert sum((w.stop - w.start) * sizes[w.parameter][1] for w in windows) <= nbytes
-        seen += [(w.parameter, i) for w in windows for i in range(w.start, w.stop)]
-    assert seen == [(number, i) for number, elements, _ in every for i in range(elements)]
-    again = list(rotation.next())
-    assert not sizes or (again[0].parameter, again[0].start) == (0, 0)
+SIZES = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=4)
+
+
+@given(st.lists(SIZES, max_size=6), st.integers(8, 100), st.sampled_from([1, 20, 1000]))
+def test_windows_go_round_every_element_once(
+    sizes: list[list[tuple[int, int]]], nbytes: int, least: int
+) -> None:
+    """Of each parameter, and of each entry of its state."""
+    entries = [[(f"entry{i}", *size) for i, size in enumerate(known)] for known in sizes]
+    every = [
+        (number, name, i) for number, known in enumerate(entries) for name, n, _ in known for i in range(n)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "WINDOW_BYTES", least)
+        rotation = Rotation(range(len(sizes)), entries.__getitem__, nbytes)
+        seen: list[tuple[int, str, int]] = []
+        while len(seen) < len(every):
+            found = rotation.next()
+            width = {(number, name): size for number, known in enumerate(entries) for name, _, size in known}
+            sent = [(w.stop - w.start) * width[w.parameter, w.state] for w in found]
+            assert 0 < sum(sent) <= nbytes
+            assert sum(max(n, least) for n in sent[:-1]) < nbytes
+            seen += [(w.parameter, w.state, i) for w in found for i in range(w.start, w.stop)]
+        assert seen == every
+        again = rotation.next()  # what is left is empty, or it has begun anew
+        assert not every or (again or rotation.next())[0].start == 0
+
+
+def test_windows_follow_state_that_comes_and_goes() -> None:
+    known = {0: [("", 10, 4)], 1: [("", 1, 4)]}
+    rotation = Rotation([0, 1], known.__getitem__, 32)
+    assert rotation.next() == [Window(0, "", 0, 8)]
+    known[0] = [("", 10, 4), ("step", 1, 1)]
+    assert rotation.next() == [Window(0, "", 8, 10)]  # and counts for a whole record's
+    assert rotation.next() == [Window(0, "step", 0, 1)]
+    known[0] = [("", 10, 4)]
+    assert rotation.next() == [Window(1, "", 0, 1)]
+    assert rotation.next() == [Window(0, "", 0, 8)]

@@ -1100,7 +1100,7 @@ class Step(google.protobuf.message.Message):
 
     @property
     def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Slice]:
-        """of the parameters after the step"""
+        """of parameters and optimizer state after the step"""
 
     @property
     def next_options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1204,23 +1204,37 @@ Global___Scaling: typing_extensions.TypeAlias = Scaling
 
 @typing.final
 class Slice(google.protobuf.message.Message):
+    """A run of a parameter, or of an entry of its optimizer state, in memory order."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARAMETER_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     parameter: builtins.int
     offset: builtins.int
     """in bytes"""
     data: builtins.bytes
+    state: builtins.str
+    """such as exp_avg; empty: the parameter itself"""
+    @property
+    def number(self) -> Global___Number:
+        """of an entry that is no tensor"""
+
     def __init__(
         self,
         *,
         parameter: builtins.int = ...,
         offset: builtins.int = ...,
         data: builtins.bytes = ...,
+        state: builtins.str = ...,
+        number: Global___Number | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "offset", b"offset", "parameter", b"parameter"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["number", b"number"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["data", b"data", "number", b"number", "offset", b"offset", "parameter", b"parameter", "state", b"state"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Slice: typing_extensions.TypeAlias = Slice

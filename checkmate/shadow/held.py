@@ -90,6 +90,14 @@ class Held:
         state = self.pieces[0].state
         return self.tensor, {name: self.whole.get(name, _own(value)) for name, value in state.items()}
 
+    def entry(self, name: str) -> object:
+        """The parameter (an empty name) or an entry of its state, live. `KeyError` if there is none such."""
+        if not name:
+            return self.tensor
+        if not self.stepped:
+            return self.rest[name]
+        return self.whole[name] if name in self.whole else self.pieces[0].state[name]
+
     def move(self) -> None:
         """Go on with a copy, and leave what was given out to those who read it."""
         tensor, state = self.snapshot()

@@ -115,7 +115,7 @@ class Replica:
             self._keep(parameter, held)
             held.put(_plain(tensor), ours)
             self.at[parameter] = iteration
-            self.comparison.seeded(parameter, iteration)
+            self.comparison.seeded(parameter, iteration, ours)
 
     def clear(self) -> None:
         """What there is is worth nothing: nothing counts as seeded. Whoever reads goes on with what was."""

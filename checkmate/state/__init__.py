@@ -4,7 +4,16 @@ from checkmate.state.frozen import frozen_states, is_frozen_state, name_frozen
 from checkmate.state.generators import dump_generators, load_generators
 from checkmate.state.order import from_held, in_memory_order, to_held
 from checkmate.state.plain import dumps, loads
-from checkmate.state.seeds import PIECE_BYTES, Checksum, SeedReader, from_seeds, to_pieces, to_seeds
+from checkmate.state.seeds import (
+    PIECE_BYTES,
+    Checksum,
+    SeedReader,
+    from_number,
+    from_seeds,
+    to_number,
+    to_pieces,
+    to_seeds,
+)
 from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
 
 __all__ = [
@@ -18,6 +27,7 @@ __all__ = [
     "dump_generators",
     "dumps",
     "from_held",
+    "from_number",
     "from_seeds",
     "frozen_states",
     "in_memory_order",
@@ -26,6 +36,7 @@ __all__ = [
     "loads",
     "name_frozen",
     "to_held",
+    "to_number",
     "to_pieces",
     "to_seeds",
 ]

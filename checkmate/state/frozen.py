@@ -14,8 +14,10 @@ import torch
 from checkmate.state.tensors import StateError
 
 _TENSOR: Final = "tensor"
-_NAME: Final = re.compile(r"optimizer\.state\[(?P<index>\d+)\]\.(?P<entry>.+) \((?P<kind>\w+)\)", re.DOTALL)
-"""No attribute of a module has such a name."""
+_NAME: Final = re.compile(
+    r"optimizer\.state\[(?P<index>\d+)\]\[(?P<place>\d+)\]\.(?P<entry>.+) \((?P<kind>\w+)\)", re.DOTALL
+)
+"""Entries have places because buffers have no order. No attribute of a module has such a name."""
 _NUMBERS: Final = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
 
@@ -29,7 +31,7 @@ def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str
 
     `StateError` for an entry that is neither a tensor nor a number.
     """
-    for entry, value in entries.items():
+    for place, (entry, value) in enumerate(entries.items()):
         kind = _TENSOR if isinstance(value, torch.Tensor) else type(value).__name__
         if isinstance(value, torch.Tensor):
             tensor = value
@@ -39,16 +41,16 @@ def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str
             tensor = torch.tensor(value, dtype=_NUMBERS[kind])
         else:
             raise StateError(f"{entry} of the optimizer state is neither a tensor nor a number, but a {kind}")
-        yield f"optimizer.state[{index}].{entry} ({kind})", tensor
+        yield f"optimizer.state[{index}][{place}].{entry} ({kind})", tensor
 
 
 def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:
     """The state of each such parameter, by its number; what else is found counts for nothing."""
     states: dict[int, dict[str, object]] = {}
-    for name, tensor in found.items():
-        if (match := _NAME.fullmatch(name)) is not None:
-            value: object = tensor
-            if match["kind"] != _TENSOR:
-                value = tensor.item() if tensor.numel() else None
-            states.setdefault(int(match["index"]), {})[match["entry"]] = value
+    matches = [match for name in found if (match := _NAME.fullmatch(name)) is not None]
+    for match in sorted(matches, key=lambda match: (int(match["index"]), int(match["place"]))):
+        tensor = found[match.string]
+        number = tensor.item() if match["kind"] != _TENSOR and tensor.numel() else None
+        value = tensor if match["kind"] == _TENSOR else number
+        states.setdefault(int(match["index"]), {})[match["entry"]] = value
     return states

@@ -38,7 +38,32 @@ def to_pieces(
         if isinstance(value, torch.Tensor):
             yield from _tensor_pieces(parameter, name, value)
         else:
-            yield pb.ParameterPiece(parameter=parameter, state=name, number=_number(name, value))
+            yield pb.ParameterPiece(parameter=parameter, state=name, number=to_number(name, value))
+
+
+def to_number(name: str, value: object) -> pb.Number:
+    """An entry of the optimizer state that is no tensor. `StateError` names one that is no number either."""
+    match value:
+        case None:
+            return pb.Number(none=True)
+        case bool():
+            return pb.Number(truth=value)
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return pb.Number(whole=value)
+        case float():
+            return pb.Number(real=value)
+    raise StateError(
+        f"{name} of the optimizer state is neither a tensor nor a number, but a {type(value).__name__}"
+    )
+
+
+def from_number(number: pb.Number) -> bool | int | float | None:
+    """What `to_number` was given. `StateError` if it has no value."""
+    kind = number.WhichOneof("kind")
+    if kind is None:
+        raise StateError("a number without a value")
+    found: bool | int | float | None = None if kind == "none" else getattr(number, kind)
+    return found
 
 
 def to_seeds(
@@ -148,21 +173,6 @@ def _tensor_pieces(parameter: int, name: str, tensor: torch.Tensor) -> Iterator[
         yield pb.ParameterPiece(parameter=parameter, state=name, tensor=piece)
 
 
-def _number(name: str, value: object) -> pb.Number:
-    match value:
-        case None:
-            return pb.Number(none=True)
-        case bool():
-            return pb.Number(truth=value)
-        case int() if -(1 << 63) <= value < 1 << 63:
-            return pb.Number(whole=value)
-        case float():
-            return pb.Number(real=value)
-    raise StateError(
-        f"{name} of the optimizer state is neither a tensor nor a number, but a {type(value).__name__}"
-    )
-
-
 def _assemble(number: int, pieces: Iterable[pb.ParameterPiece]) -> tuple[torch.Tensor, dict[str, object]]:
     """The parameter and its state from all pieces of it; `StateError` for a hole."""
     found: dict[str, object] = {}
@@ -183,10 +193,9 @@ def _value(what: str, run: Iterable[pb.ParameterPiece]) -> object:
         return _tensor(what, first.tensor, pieces)
     if next(pieces, None) is not None:
         raise StateError(f"{what}: a number is one piece")
-    kind = first.number.WhichOneof("kind")
-    if kind is None:
+    if first.number.WhichOneof("kind") is None:
         raise StateError(f"{what} has no value")
-    return None if kind == "none" else getattr(first.number, kind)
+    return from_number(first.number)
 
 
 def _tensor(what: str, first: pb.TensorPiece, more: Iterator[pb.ParameterPiece]) -> torch.Tensor:

@@ -58,11 +58,13 @@ def install_optimizer(
     frozen = {name: data for name, data in record.buffers.items() if state.is_frozen_state(name)}
     whole = optimizer.state_dict()
     flat = [p for group in optimizer.param_groups for p in group["params"]]
-    whole["state"] = {
+    trained = {
         index: dict(states[number][1])
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
-    } | state.frozen_states({name: state.loads(data) for name, data in frozen.items()})
+    }
+    others = state.frozen_states({name: state.loads(data) for name, data in frozen.items()})
+    whole["state"] = dict(sorted({**trained, **others}.items()))
     load_optimizer(optimizer, whole)
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
         apply_options(group, text)

@@ -10,7 +10,8 @@ import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.capture import IterationEnd
-from checkmate.training.slices import Later, Window
+from checkmate.training.slices import Later
+from checkmate.training.windows import Copy, Window
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Noted:
     scheduler: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
     scheduler_class: str = ""
-    slices: list[tuple[Window, Later]] = field(default_factory=list)
+    slices: list[tuple[Window, Copy]] = field(default_factory=list)
     buffers: dict[str, Later] | None = None  # not captured yet
 
     def ends_with(self, end: IterationEnd) -> None:

@@ -31,9 +31,10 @@ from checkmate.training.publish import Publisher
 from checkmate.training.records import Fault, Recorder, Watched
 from checkmate.training.seeding import Source
 from checkmate.training.session import Session
-from checkmate.training.slices import Buffers, Slices, frozen_state, kept_beside, synchronised
+from checkmate.training.slices import Buffers, frozen_state, kept_beside, synchronised
 from checkmate.training.standing import Standing, Start
 from checkmate.training.steps import Steps
+from checkmate.training.windows import Slices
 from checkmate.training.wiring import connect
 
 _log: Final = logging.getLogger("checkmate")
@@ -122,7 +123,7 @@ def _assemble(
     undo.callback(followers.close)
     publisher = Publisher(opening.author(), followers.lines, hook.passed, fault.set)
     undo.callback(publisher.close, 0.0)
-    slices = Slices(layout, parameters) if place.first else None
+    slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     recorder = Recorder(
         watched, names, steps, publisher.put, hook.stream_ends, fault, slices=slices, buffers=buffers
     )

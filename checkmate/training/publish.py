@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.records import Noted
-from checkmate.training.slices import to_message
+from checkmate.training.windows import to_message
 
 _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001

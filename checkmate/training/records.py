@@ -23,9 +23,10 @@ from checkmate.training.errors import RefusedError
 from checkmate.training.noted import Noted, Scaled
 from checkmate.training.scaling import ScalerWatch
 from checkmate.training.scheduling import SchedulerWatch
-from checkmate.training.slices import Buffers, Slices
+from checkmate.training.slices import Buffers
 from checkmate.training.step_checks import StepChecks
 from checkmate.training.steps import Steps
+from checkmate.training.windows import Slices
 
 __all__ = ["Fault", "Noted", "Recorder", "RefusedError", "Scaled", "Watched"]
 

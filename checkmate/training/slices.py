@@ -1,23 +1,19 @@
-"""Small copies of what a trainer has, for the step record: windows over parameters, and changed buffers."""
+"""Copies of what a trainer has beside trained parameters, for the step record: buffers, as they change."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.layout import Layout
-from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import bytes_of, in_memory_order, is_frozen_state, name_frozen
+from checkmate.state import is_frozen_state, name_frozen
 
 _log: Final = logging.getLogger("checkmate")
 
-SLICE_BYTES: Final = 64 * 1024
 EXACT_BYTES: Final = 1 << 20
 """Buffers up to this size are compared byte by byte: BatchNorm changes its own without counting a version."""
 FIRST_BYTES: Final = 4 << 20
@@ -45,74 +41,6 @@ def copied(tensor: torch.Tensor) -> Later:
         return host
 
     return arrived
-
-
-@dataclass(frozen=True)
-class Window:
-    """Elements [start, stop) of a parameter, flat, in memory order."""
-
-    parameter: int
-    start: int
-    stop: int
-
-
-class Rotation:
-    """Windows that go round a shard's parameters, `SLICE_BYTES` each time, ends included."""
-
-    def __init__(self, sizes: Sequence[tuple[int, int, int]], nbytes: int = SLICE_BYTES) -> None:
-        """`sizes`: each parameter's number, elements and bytes of an element."""
-        self._sizes = sizes
-        self._nbytes = nbytes
-        self._at = (0, 0)  # which parameter, and its element
-
-    def next(self) -> Iterator[Window]:
-        """The next windows; after the shard's end it begins anew, another time."""
-        index, start = self._at
-        left = self._nbytes
-        while index < len(self._sizes):
-            parameter, elements, itemsize = self._sizes[index]
-            stop = min(elements, start + left // itemsize)
-            if stop == start:
-                break
-            yield Window(parameter, start, stop)
-            left -= (stop - start) * itemsize
-            index, start = (index + 1, 0) if stop == elements else (index, stop)
-        self._at = (index, start) if index < len(self._sizes) else (0, 0)
-
-
-class Slices:
-    """Each iteration's slices of all shards of a model."""
-
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._orders = [known.dim_order for known in layout.parameters]
-        self._rotations = [
-            Rotation(
-                [
-                    (i, parameters[i].numel(), parameters[i].element_size())
-                    for i in layout.of_shard(s)
-                    if parameters[i].numel()
-                ]
-            )
-            for s in range(layout.shards)
-        ]
-
-    def take(self) -> list[tuple[Window, Later]]:
-        """Copies of the next windows."""
-        return [(window, self.copy(window)) for rotation in self._rotations for window in rotation.next()]
-
-    def copy(self, window: Window) -> Later:
-        """A copy of a window as it is now."""
-        return copied(self._flat(window.parameter)[window.start : window.stop])
-
-    def _flat(self, number: int) -> torch.Tensor:
-        return in_memory_order(self._parameters[number].detach(), self._orders[number]).reshape(-1)
-
-
-def to_message(window: Window, data: torch.Tensor) -> pb.Slice:
-    """A window's copy as the record has it."""
-    offset = window.start * data.element_size()
-    return pb.Slice(parameter=window.parameter, offset=offset, data=bytes(bytes_of(data)))
 
 
 def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:

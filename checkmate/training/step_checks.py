@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from checkmate.training.errors import RefusedError
-from checkmate.training.slices import Later, Slices, Window
 from checkmate.training.watch import GradientWatch, ParameterWatch
+from checkmate.training.windows import Copy, Slices, Window
 
 
 class StepChecks:
@@ -41,7 +41,7 @@ class StepChecks:
         self._check_parameters()
         self.check_gradients()
 
-    def stepped(self, taken: list[tuple[Window, Later]]) -> None:
+    def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
         """The optimizer has stepped, and left these."""
         self.gradients.forget()
         if self._parameters is not None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from checkmate.layout import dim_order
 from checkmate.state import bytes_of, in_memory_order
-from checkmate.training.slices import Later, Slices, Window
+from checkmate.training.windows import Copy, Slices, Window
 
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
@@ -102,11 +102,12 @@ class ParameterWatch:
         self._slices = slices
         self._on_host = on_host
         self._round = 0
-        self._left: list[tuple[Window, Later]] = []  # by the last step
-        self._late: list[tuple[Window, Later, Later]] = []
+        self._left: list[tuple[Window, Copy]] = []  # by the last step
+        self._late: list[tuple[Window, Copy, Copy]] = []
 
-    def stepped(self, taken: list[tuple[Window, Later]]) -> None:
+    def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
         """The optimizer has left these."""
+        taken = [one for one in taken if not one[0].state]
         self._round += 1
         first = self._round * SAMPLED
         self._left = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
@@ -118,8 +119,10 @@ class ParameterWatch:
         return [window.parameter for window, then, copy in looked_at if not _same_bits(then(), copy())]
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(one: object, other: object) -> bool:
     """Of flat tensors of one type."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        raise TypeError("parameters are tensors")
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

@@ -1,0 +1,116 @@
+"""Windows that go round parameters and their optimizer state: copies for the record, to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from checkmate.layout import Layout
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import bytes_of, in_memory_order, to_number
+from checkmate.training.slices import copied
+
+SLICE_BYTES: Final = 64 * 1024
+WINDOW_BYTES: Final = 1024
+"""A window counts for so many at least: a copy costs time, however small it is."""
+
+Copy = Callable[[], object]
+"""A window as it was: a flat tensor on the CPU, once it has arrived, or a number."""
+
+Entry = tuple[str, int, int]
+"""Of a parameter's state: its name (empty: the parameter itself), its elements, and an element's bytes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Elements [start, stop) of a parameter or of an entry of its state, flat, in memory order."""
+
+    parameter: int
+    state: str
+    start: int
+    stop: int
+
+
+class Rotation:
+    """Windows that go round some parameters, so many bytes each time, ends included."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        entries: Callable[[int], Sequence[Entry]],
+        nbytes: int = SLICE_BYTES,
+    ) -> None:
+        """`entries`: what a parameter has now, itself first."""
+        self._numbers = numbers
+        self._entries = entries
+        self._nbytes = nbytes
+        self._at = (0, 0, 0)  # which parameter, its entry, and the entry's element
+
+    def next(self) -> list[Window]:
+        """The next windows; after the last parameter it begins anew, another time."""
+        index, entry, start = self._at
+        left, found = self._nbytes, list[Window]()
+        while index < len(self._numbers):
+            number = self._numbers[index]
+            known = self._entries(number)
+            if entry >= len(known):
+                index, entry, start = index + 1, 0, 0
+                continue
+            name, elements, itemsize = known[entry]
+            stop = min(elements, start + max(left, 0) // itemsize)
+            if stop > start:
+                found.append(Window(number, name, start, stop))
+                left -= max((stop - start) * itemsize, WINDOW_BYTES)
+            if stop < elements:
+                self._at = (index, entry, stop)
+                return found
+            entry, start = entry + 1, 0
+        self._at = (0, 0, 0)
+        return found
+
+
+class Slices:
+    """Each iteration's slices of all shards of a model and of the optimizer's state of it."""
+
+    def __init__(
+        self, layout: Layout, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._orders = [known.dim_order for known in layout.parameters]
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._rotations = [Rotation(layout.of_shard(s), self._entries) for s in range(layout.shards)]
+
+    def take(self) -> list[tuple[Window, Copy]]:
+        """The next windows, each with what will give its copy."""
+        return [(window, self.copy(window)) for one in self._rotations for window in one.next()]
+
+    def copy(self, window: Window) -> Copy:
+        """What will give a copy of a window as it is now: a flat tensor, or a number."""
+        parameter = self._parameters[window.parameter]
+        value = self._optimizer.state[parameter][window.state] if window.state else parameter
+        if not isinstance(value, torch.Tensor):
+            return lambda: value
+        order = self._orders[window.parameter] if value.shape == parameter.shape else ()
+        return copied(in_memory_order(value.detach(), order).reshape(-1)[window.start : window.stop])
+
+    def _entries(self, number: int) -> list[Entry]:
+        parameter = self._parameters[number]
+        values = {"": parameter, **self._optimizer.state.get(parameter, {})}
+        return [
+            (name, value.numel(), value.element_size()) if isinstance(value, torch.Tensor) else (name, 1, 1)
+            for name, value in values.items()
+        ]
+
+
+def to_message(window: Window, value: object) -> pb.Slice:
+    """A window's copy as the record has it. `StateError` for what is neither a tensor nor a number."""
+    found = pb.Slice(parameter=window.parameter, state=window.state)
+    if isinstance(value, torch.Tensor):
+        found.offset, found.data = window.start * value.element_size(), bytes(bytes_of(value))
+    else:
+        found.number.CopyFrom(to_number(window.state, value))
+    return found
