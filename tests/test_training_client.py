@@ -17,7 +17,7 @@ from checkmate.rpc.frames import ANSWER, GREETING, pack
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schema import ShadowNode
 from checkmate.training.client import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, Line
-from checkmate.training.publish import Author, Publisher
+from checkmate.training.publish import DEPARTURE_SECONDS, Author, Publisher
 from checkmate.training.records import Noted
 from checkmate.training.steps import Steps
 from tests.jobs_made import job
@@ -216,6 +216,58 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     assert [(e.side, e.channel, e.shard, e.end) for e in sent.ends] == [(1, 0, 0, 100)]
     assert state.loads(sent.extra) == {"at": 4}
     assert not sent.HasField("step")  # it isn't the group's first rank
+
+
+class Carrier:
+    """Takes records with it when it leaves."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+        self.gone = -1
+
+    def send(self, iteration: int, data: bytes) -> None:
+        self.waiting.append(iteration)
+
+    def departed(self, iteration: int) -> bool:
+        return self.gone >= iteration
+
+    def leave(self) -> None:
+        self.gone = max(self.waiting, default=-1)
+
+
+def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
+    swift, stuck = Carrier(), Carrier()
+    author = Author("demo", 0, "first", b"start", 0, 1, None)
+    publisher = Publisher(author, [swift, stuck], lambda _: True, lambda _: None)
+    publisher.await_departed()  # nothing was put
+    for iteration in range(3):
+        publisher.put(Noted(iteration, {}, {"torch": torch.zeros(1)}, None))
+        wait_until(lambda now=iteration: now in stuck.waiting)  # type: ignore[misc]
+        timer = threading.Timer(0.05, swift.leave)
+        timer.start()
+        start = time.monotonic()
+        publisher.await_departed()
+        waited = time.monotonic() - start
+        assert waited > 0.04
+        assert (waited >= DEPARTURE_SECONDS) == (iteration == 0)
+        assert swift.departed(iteration)
+        timer.join()
+    publisher.close(SECONDS)
+
+
+def test_what_has_departed_is_in_the_kernels_hands(node: RecordingNode, stub: ShadowStub) -> None:
+    line = Line(shadow_node(node), stub, None, lambda *_: None)
+    assert line.departed(0)  # the node is away, for all we know
+    line.start()
+    node.answering.clear()
+    wait_until(line.begun.is_set)
+    for iteration in range(4):
+        line.send(*part(iteration, bytes(100_000)))
+        wait_until(lambda now=iteration: line.departed(now))  # type: ignore[misc]
+    assert not line.departed(4)
+    node.answering.set()
+    assert line.finish(SECONDS)
+    line.close()
 
 
 class Unwilling:

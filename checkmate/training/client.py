@@ -73,6 +73,7 @@ class Line:
         self._parts: deque[_Queued] = deque()
         self._nbytes = 0  # of them
         self._sent = 0  # of them, on the present connection
+        self._taken = self._written = -1  # on the present connection: from the queue, and by the kernel
         self._calm = 0  # records since the node wanted something
         self._finishing = self._flushed = False
         self._changed = threading.Condition()
@@ -97,6 +98,10 @@ class Line:
             while self._nbytes > QUEUED_BYTES and len(self._parts) > 1:
                 self._drop_oldest()
         os.eventfd_write(self._wake, 1)
+
+    def departed(self, iteration: int) -> bool:
+        """Whether an iteration's record is in the kernel's hands; true also if the node is away."""
+        return self._written >= iteration or not self.connected
 
     def unanswered(self) -> int:
         """Return how many records the node has not answered."""
@@ -172,6 +177,7 @@ class Line:
         outgoing, unpacker = bytearray(GREETING), Unpacker()
         with self._changed:
             self._sent = self._calm = 0
+            self._taken = self._written = -1
             self._flushed = False
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
@@ -180,6 +186,8 @@ class Line:
                 for data in self._next(_AT_ONCE - len(outgoing)):
                     outgoing += data
                 _write(sock, outgoing)
+                if not outgoing:
+                    self._written = self._taken
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
                 selector.modify(sock, events)
                 ready = {key.fd for key, _ in selector.select()}
@@ -200,6 +208,7 @@ class Line:
                 self._calm += 1
                 asks = self._calm <= ATTENTIVE or self._calm % ANSWERED_EVERY == 0
                 data = pack(self._parts[self._sent].data, ANSWER if asks else 0)
+                self._taken = self._parts[self._sent].iteration
                 self._sent += 1
                 room -= len(data)
                 yield data

@@ -125,7 +125,15 @@ def _assemble(
     undo.callback(publisher.close, 0.0)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     recorder = Recorder(
-        watched, names, steps, publisher.put, hook.stream_ends, fault, slices=slices, buffers=buffers
+        watched,
+        names,
+        steps,
+        publisher.put,
+        hook.stream_ends,
+        fault,
+        slices=slices,
+        buffers=buffers,
+        await_departed=publisher.await_departed,
     )
     undo.callback(recorder.close, last=False)
     followers.bring_up(deadline)

@@ -17,6 +17,9 @@ from checkmate.training.windows import to_message
 
 _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001
+_DEPARTED_POLL_SECONDS: Final = 0.0002
+DEPARTURE_SECONDS: Final = 0.25
+"""How long a step waits until the record before it has left this process."""
 
 
 class Sink(Protocol):
@@ -24,6 +27,10 @@ class Sink(Protocol):
 
     def send(self, iteration: int, data: bytes) -> None:
         """Queue an iteration's part, serialized."""
+
+    def departed(self, iteration: int) -> bool:
+        """Whether it has left this process, or can't for now: the node is away."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,9 @@ class Publisher:
         self._on_fault = on_fault
         self.newest: int | None = None
         """The last iteration that was published."""
+        self._put = -1
+        self._slow: list[Sink] = []
+        """Nodes for which nothing is waited for."""
         self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -108,7 +118,31 @@ class Publisher:
 
     def put(self, noted: Noted) -> None:
         """Publish this; never waits."""
+        self._put = noted.iteration
         self._queue.put(noted)
+
+    def await_departed(self) -> None:
+        """Wait until all that was put has left this process, so that its death loses none of it.
+
+        That has long been so, unless iterations take a few milliseconds. For a node that takes nothing,
+        `DEPARTURE_SECONDS` are waited once.
+        """
+        deadline = time.monotonic() + DEPARTURE_SECONDS
+        while self._behind(self._put):
+            if self._ended.is_set() or not self._thread.is_alive():
+                return
+            if time.monotonic() > deadline:
+                self._slow = [sink for sink in self._sinks if not sink.departed(self._put)]
+                return
+            time.sleep(_DEPARTED_POLL_SECONDS)
+
+    def _behind(self, iteration: int) -> bool:
+        """Whether an iteration has not left for all nodes that take what they are sent."""
+        if iteration < 0:
+            return False
+        self._slow = [sink for sink in self._slow if not sink.departed(iteration)]
+        swift = (sink for sink in self._sinks if sink not in self._slow)
+        return self.newest != iteration or not all(sink.departed(iteration) for sink in swift)
 
     def close(self, timeout: float) -> None:
         """Publish what is queued, as far as `timeout` seconds allow, and end the thread."""

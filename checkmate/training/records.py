@@ -68,7 +68,10 @@ class Recorder:
         fault: Fault,
         slices: Slices | None = None,
         buffers: Buffers | None = None,
+        await_departed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`await_departed` returns once what was emitted before can't be lost with this process."""
+        self._await_departed = await_departed
         self._watched = watched
         self._steps = steps
         self._emit = emit
@@ -194,6 +197,7 @@ class Recorder:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         self._fault.check()
+        self._await_departed()
         noted = self._open
         if noted is None or noted.stepped:
             raise RefusedError(
