@@ -10,10 +10,11 @@ from checkmate.rpc.channels import open_channel, server_context
 from checkmate.schema import Job
 from checkmate.shadow import memory
 from checkmate.shadow.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
+from checkmate.shadow.copying import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
-from checkmate.shadow.seeding import Copier, record
+from checkmate.shadow.seeding import record
 from checkmate.shadow.service import Server, check_address, records_listener
 
 log = logging.getLogger("checkmate")
@@ -48,7 +49,7 @@ class Serving:
             self._inbox = Inbox(listener, partial(record, self.node), tls)
             self.node.also_unread.append(self._inbox.unread)
             self._peers = Peers(self.node, lambda other: open_channel(job, other))
-            self._copier = Copier(self.node, lambda other: open_channel(job, other))
+            self._copier = Copier(self.node)
             self._server = Server(self.node, self._peers)
             undo.pop_all()
 
