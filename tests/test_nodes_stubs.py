@@ -75,6 +75,9 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
             }
             late = stubs.ask([0], lambda stub: stub.Status, request, 0.1)
             assert late == {0: "gave no answer in time"}
+        for node in (0, 7):
+            with pytest.raises(ValueError, match="closed"):
+                stubs.ask([node], lambda stub: stub.Status, request)
     finally:
         other.stop(0).wait()
         for one in (slow, slower):

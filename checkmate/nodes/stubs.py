@@ -40,6 +40,7 @@ class Stubs:
         self.job = job
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
+        self._closed = False
 
     def __enter__(self) -> Stubs:
         return self
@@ -48,9 +49,14 @@ class Stubs:
         self.close()
 
     def to(self, node: int) -> ShadowStub:
-        """Return the stub of a node; it connects at the first call. `TlsError` for a file of the job's."""
+        """Return the stub of a node; it connects at the first call. `TlsError` for a file of the job's.
+
+        `ValueError` once it is closed, as gRPC has it for calls.
+        """
         with self._lock:
             if node not in self._channels:
+                if self._closed:
+                    raise ValueError("the stubs are closed")
                 self._channels[node] = open_channel(self.job, node)
             return ShadowStub(self._channels[node])
 
@@ -77,11 +83,11 @@ class Stubs:
         return None if self.job.mgmt_tls is None else client_context(self.job.mgmt_tls)
 
     def close(self) -> None:
-        """Close all channels."""
+        """Close all channels, for good."""
         with self._lock:
+            self._closed = True
             for channel in self._channels.values():
                 channel.close()
-            self._channels.clear()
 
 
 def reason(error: Exception) -> str:
