@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from checkmate.optimizer_options import OptionsError, apply_options, options_of, parse_options
-from checkmate.optimizers import FROZEN, SUPPORTED, UnsupportedOptimizer, build, spec_of
+from checkmate.optimizers import (
+    FROZEN,
+    SUPPORTED,
+    UnsupportedOptimizer,
+    beginnings,
+    build,
+    default_dtype,
+    spec_of,
+)
 from checkmate.rpc import shadow_pb2 as pb
 
 SCALARS = (
@@ -211,3 +219,34 @@ def test_no_step_reads_another_parameter(name: str, foreach: bool) -> None:
         assert torch.equal(one, torch.cat([*pair]))
     assert not torch.equal(together[0], start[0])
     assert copy.deepcopy(ours.state_dict()["param_groups"])[0]["params"] == [0, 1, 2]
+
+
+def test_the_default_type_is_told() -> None:
+    """Torch gives it to numbers of the state, such as step counts."""
+    weight = nn.Parameter(torch.zeros(2))
+    torch.set_default_dtype(torch.float64)
+    try:
+        spec = spec_of(torch.optim.SGD([weight], lr=0.1), {weight: 0})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert default_dtype(spec) == torch.float64
+    assert default_dtype(pb.OptimizerSpec()) == torch.float32
+    for no_type in ("int64", "nn", "float33"):
+        with pytest.raises(UnsupportedOptimizer, match=f"no floating-point type {no_type}"):
+            default_dtype(pb.OptimizerSpec(default_dtype=no_type))
+
+
+def test_only_groups_with_both_kinds_of_momentum_begin() -> None:
+    weights = [
+        nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16,) * 2 + (torch.float32,) * 2
+    ]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=True)
+    assert beginnings(optimizer) == []
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    assert beginnings(optimizer) == []
+    for weight in weights[::2]:
+        optimizer.state[weight]["momentum_buffer"] = torch.ones_like(weight)
+    assert beginnings(optimizer) == [pb.Beginning(group=0, dtype="bfloat16")]
+    optimizer.param_groups[0]["foreach"] = False
+    assert beginnings(optimizer) == []
