@@ -27,6 +27,7 @@ __all__ = [
     "default_dtype",
     "options_of",
     "spec_of",
+    "steps_alike",
 ]
 
 FROZEN: Final = 0xFFFF_FFFF
@@ -99,6 +100,22 @@ def default_dtype(spec: pb.OptimizerSpec) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UnsupportedOptimizer(f"torch has no floating-point type {spec.default_dtype}")
     return found
+
+
+def steps_alike(one: pb.OptimizerSpec, other: pb.OptimizerSpec) -> bool:
+    """Whether what is built for one spec steps like the other: hyperparameters come with each step."""
+    try:
+        return _kind_of_step(one) == _kind_of_step(other)
+    except OptionsError:
+        return False
+
+
+def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
+    """All that `build` and a node's cut depend on."""
+    options = [parse_options(group.options) for group in spec.groups]
+    implementations = [(one.get("foreach"), one.get("fused")) for one in options]
+    groups = [list(group.parameters) for group in spec.groups]
+    return spec.name, spec.threads, spec.default_dtype or "float32", implementations, groups
 
 
 def beginnings(optimizer: torch.optim.Optimizer) -> list[pb.Beginning]:

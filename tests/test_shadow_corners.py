@@ -252,6 +252,34 @@ def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., W
     fence(here, training)
     settle(here, training, 0)
     assert list(reusable(old, request, training.layout)) == old.holds
+    (group,) = request.optimizer.groups
+    group.options = group.options.replace('"lr": 0.01', '"lr": 0.02')
+    assert list(reusable(old, request, training.layout)) == old.holds
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": 7},  # on which the bits of 16-bit parameters depend
+        {"default_dtype": "float64"},
+        {"name": "torch.optim.Adam"},
+        {"groups": [pb.ParamGroup(options='{"foreach": true}')]},
+    ],
+    ids=str,
+)
+def test_a_hold_that_would_step_otherwise_is_seeded_anew(
+    world: Callable[..., World], change: dict[str, Any]
+) -> None:
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    fence(here, training)
+    settle(here, training, 0)
+    training.incarnation, training.first = 1, 1
+    request = training.begin_request(keep=True)
+    request.optimizer.MergeFrom(pb.OptimizerSpec(**change))
+    assert not reusable(here.nodes[0].node.groups[0], request, training.layout)
 
 
 @pytest.mark.parametrize("other", [{"run": "second"}, {"start": b"second", "keep": True}])

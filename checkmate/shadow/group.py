@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkmate.layout import Layout, LayoutError, from_json
-from checkmate.optimizers import SUPPORTED
+from checkmate.optimizers import SUPPORTED, steps_alike
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow.hold_state import HoldState
@@ -151,11 +151,11 @@ def warnings(request: pb.BeginRequest) -> list[str]:
 
 
 def reusable(old: Group | None, request: pb.BeginRequest, layout: Layout) -> Sequence[HoldState]:
-    """The earlier incarnation's holds that go on where they are: settled, `keep`, the same run and layout."""
+    """The earlier incarnation's holds that go on where they are: settled, `keep`, same run, layout, step."""
     if old is None or not request.keep:
         return ()
     same = old.layout.fingerprint == layout.fingerprint and old.begin.run == request.run
-    if not same or old.begin.optimizer.name != request.optimizer.name:
+    if not same or not steps_alike(old.begin.optimizer, request.optimizer):
         return ()
     last = request.first_iteration - 1
     good = [hold for hold in old.holds if hold.settled and hold.seeded and not hold.doubtful]
