@@ -279,7 +279,7 @@ def test_a_hold_that_would_step_otherwise_is_seeded_anew(
     training.incarnation, training.first = 1, 1
     request = training.begin_request(keep=True)
     request.optimizer.MergeFrom(pb.OptimizerSpec(**change))
-    assert not reusable(here.nodes[0].node.groups[0], request, training.layout)
+    assert not reusable(here.nodes[0].node.state.groups[0], request, training.layout)
 
 
 @pytest.mark.parametrize("other", [{"run": "second"}, {"start": b"second", "keep": True}])
