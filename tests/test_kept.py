@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.consolidate import disk, kept
@@ -24,6 +24,7 @@ def put(folder: Path, generation: int, iteration: int, run: str = "run", kind: d
     return path
 
 
+@settings(max_examples=50, deadline=None)
 @given(NUMBERS, st.integers(1, 4), st.data())
 def test_the_newest_stay_and_the_last_of_each_generation(
     numbers: list[tuple[int, int]], count: int, data: st.DataObject

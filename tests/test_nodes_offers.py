@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.nodes.offers import Source, find_source
@@ -35,6 +35,7 @@ def find(said: Answers) -> Source | None:
         return None
 
 
+@settings(deadline=None)
 @given(answers())
 def test_all_is_of_one_start_and_good(said: Answers) -> None:
     source = find(said)
@@ -49,6 +50,7 @@ def test_all_is_of_one_start_and_good(said: Answers) -> None:
     assert (source.beginning.generation, source.beginning.incarnation) == newest(said)
 
 
+@settings(deadline=None)
 @given(answers(), st.data())
 def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
     """Unless it tells of a newer start of training."""
@@ -58,6 +60,7 @@ def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -
         assert find(said) is not None
 
 
+@settings(deadline=None)
 @given(answers())
 def test_what_is_lacking_is_named_with_every_node_that_should_hold_it(said: Answers) -> None:
     try:
