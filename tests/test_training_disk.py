@@ -276,3 +276,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         disk.resume(path, more, Script(2).watched)
     for name in ("model", "optimizer", "scheduler"):
         assert digest(other.everything()[name]) == digest(expected[name]), name
+
+
+def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> None:
+    """One that raised alone would leave the others waiting."""
+
+    def load() -> None:
+        raise TypeError("a scheduler of the script's own wants other keys")
+
+    _, trouble = restore._together(PLACE, load)
+    assert trouble == "rank 0: TypeError: a scheduler of the script's own wants other keys"

@@ -56,7 +56,6 @@ def test_holders_and_shards() -> None:
     place = session.place(job(groups=1, ranks=2, nodes=3, replicas=2), 0, 2, [0, 1])
     assert place.shards == 3
     assert [[node.id for node in place.holders(shard)] for shard in range(3)] == [[0, 1], [1, 2], [2, 0]]
-    assert session.all_shards(place.job) == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_join_needs_ddp_and_a_job(ddp: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch) -> None:

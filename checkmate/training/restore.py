@@ -154,6 +154,9 @@ def _together(place: Session, do: Callable[[], Any]) -> tuple[Any, str]:
         result = do()
     except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
         trouble = f"rank {place.rank}: {error}"
+    except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
+        _log.exception("rank %d can't install what it got", place.rank)
+        trouble = f"rank {place.rank}: {type(error).__name__}: {error}"
     troubles: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(troubles, trouble)
     return result, "; ".join(one for one in troubles if one)

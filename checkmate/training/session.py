@@ -74,11 +74,6 @@ class Session:
         return [self.job.holder(self.group, shard, i + 1) for i in range(self.job.replicas)]
 
 
-def all_shards(job: Job) -> list[tuple[int, int]]:
-    """Every (group, shard) of a job."""
-    return [(group, shard) for group in range(len(job.dp_groups)) for shard in range(job.shards(group))]
-
-
 def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Session:
     """The place of global rank `rank` of `world`, whose DDP process group has the ranks `together`.
 
