@@ -1,0 +1,1 @@
+"""Random training jobs with random faults, each compared with the same job undisturbed; see README.md."""

@@ -1,0 +1,60 @@
+"""`python -m tests.chaos`: random training jobs with random faults, each compared with itself undisturbed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXAMPLE = """examples:
+  python -m tests.chaos --seed 7                    one scenario, with all that is known of it
+  python -m tests.chaos --seeds 1-20 --json         twenty of them, as JSON
+  python -m tests.chaos --minutes 10                random seeds for ten minutes
+  python -m tests.chaos --shrink 7                  the smallest part of seed 7 that still fails
+  python -m tests.chaos --seed 7 --without stalls   as --seed 7, without some of its features
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for; 1 if a promise was broken."""
+    asked = _parse(arguments)
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"  # before torch: threads that a fork would lose
+    from tests.chaos import campaign  # noqa: PLC0415 - it imports torch
+
+    return campaign.main(asked)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m tests.chaos",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, help="run this scenario")
+    what.add_argument("--seeds", type=_range, help="run these: 1-20, or 3,5,8")
+    what.add_argument("--minutes", type=float, help="run random seeds for so long")
+    what.add_argument("--shrink", type=int, metavar="SEED", help="find the smallest part of it that fails")
+    what.add_argument("--scenario", type=Path, metavar="FILE", help="run a scenario from its JSON")
+    what.add_argument("--features", action="store_true", help="list what --without knows")
+    parser.add_argument("--first", type=int, default=None, help="with --minutes: seeds count up from here")
+    parser.add_argument("--without", default="", help="features to leave out, with commas between")
+    parser.add_argument("--show", action="store_true", help="say what is generated; run nothing")
+    parser.add_argument("--keep", type=Path, help="keep the logs of those that fail in this folder")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output, at the end")
+    return parser.parse_args(arguments)
+
+
+def _range(text: str) -> list[int]:
+    if "-" in text:
+        first, last = text.split("-", 1)
+        return list(range(int(first), int(last) + 1))
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

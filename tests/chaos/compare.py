@@ -1,0 +1,41 @@
+"""What a rank wrote down, compared with what the undisturbed one did. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_FROM_FIRST = ("model", "buffers")
+"""Ranks but the first have other buffers until the next forward, in which DDP gives them the first one's."""
+
+
+def differences(
+    rank: int, lines: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Each start's first difference: in what it resumed with, in a loss, or in the state after that."""
+    reference = {line["iteration"]: line for line in expected if line["event"] == "iteration"}
+    found: dict[int, str] = {}
+    for line in lines:
+        attempt, iteration = line["attempt"], line.get("iteration")
+        if attempt in found:
+            continue
+        if line["event"] == "iteration":
+            if reference[iteration]["loss"] != line["loss"]:
+                found[attempt] = f"rank{rank}, start {attempt}: the loss of iteration {iteration} differs"
+            elif parts := _parts(line["digest"], reference[iteration]["digest"]):
+                found[attempt] = f"rank{rank}, start {attempt}: after iteration {iteration} differ {parts}"
+        elif line["event"] == "resumed" and iteration:
+            parts = _parts(
+                line["digest"], reference[iteration - 1]["digest"], () if rank == 0 else _FROM_FIRST
+            )
+            if parts:
+                found[attempt] = (
+                    f"rank{rank}, start {attempt}: as restored (iteration {iteration}) differ {parts}"
+                )
+    return list(found.values())
+
+
+def _parts(one: str, other: str, but: Sequence[str] = ()) -> str:
+    """The names of the parts whose digests differ; the first part that is not `but` one of these."""
+    ours, theirs = (dict(part.split("=") for part in text.split()) for text in (one, other))
+    return ", ".join(name for name in ours if ours[name] != theirs.get(name) and name not in but)

@@ -1,0 +1,119 @@
+"""Carries out a scenario's events in its lab, and says what shadow nodes may have lost by them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from tests.chaos.oracle import Fact, loses, settles
+from tests.chaos.scenario import Event
+from tests.chaos.world import World
+
+BY_SCRIPT = ("error", "close")
+"""Kinds that the script itself carries out."""
+
+
+class Schedule:
+    """What is still to happen, and what has. `tick` is called every few milliseconds, and is quick."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting = [event for event in world.scenario.events if event.kind not in BY_SCRIPT]
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._unsure: dict[int, float] = dict.fromkeys(world.shadows, 0.0)
+        self._again: set[str] = set()
+        self.facts: list[Fact] = []
+        self.done: list[str] = []
+        self.struck = False
+        """Whether this start of the ranks has been struck by something that ends it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way, and all that was killed is there again."""
+        return not self._due and not self._again
+
+    def tick(self, completed: int) -> None:
+        """Do what is due. `completed`: the newest iteration that rank 0 has completed at any time."""
+        now = time.monotonic()
+        for event in [event for event in self._waiting if event.at <= completed]:
+            self._waiting.remove(event)
+            self._due.append((now + event.delay, lambda event=event: self._begin(event)))  # type: ignore[misc]
+        for one in sorted((one for one in self._due if one[0] <= now), key=lambda one: one[0]):
+            self._due.remove(one)
+            one[1]()
+        self._look(now)
+
+    def _begin(self, event: Event) -> None:
+        world, who, now = self._world, event.who, time.monotonic()
+        self.done.append(f"{event} (start {world.attempt})")
+        for node in loses(event, world.scenario.network, world.controller_is_down):
+            self._lose(node, now + event.seconds + settles(event))
+        if event.kind == "stall":
+            process = world.process(who)
+            process.send_signal(signal.SIGSTOP)
+            self._after(event.seconds, lambda: process.send_signal(signal.SIGCONT))
+        elif event.kind == "down":
+            world.set_link(who, up=False)
+            self._after(event.seconds, lambda: world.set_link(who, up=True))
+        elif who.startswith("rank"):
+            self.struck = True
+            world.signal(who, signal.SIGTERM if event.kind == "terminate" else signal.SIGKILL)
+        else:
+            self._kill(event)
+
+    def _kill(self, event: Event) -> None:
+        """Something that is started again by its supervisor."""
+        world, who = self._world, event.who
+        if who in self._again:
+            return  # it is dead already
+        self._again.add(who)
+        if who == "ctl":
+            world.controller_is_down = True
+            world.controller.kill()
+            self._after(event.seconds, lambda: world.crew.restart(world.controller.member))
+        elif who.startswith("tor"):
+            world.lab.stop_switch(who)
+            self._after(event.seconds, lambda: self._restart_switch(who))
+        else:
+            number = int(who.removeprefix("shadow"))
+            world.crew.kill(world.shadows[number])
+            self._after(event.seconds, lambda: self._restart_shadow_node(number))
+
+    def _restart_switch(self, who: str) -> None:
+        self._world.lab.restart_switch(who)
+        self._again.discard(who)
+
+    def _restart_shadow_node(self, number: int) -> None:
+        self._world.start_shadow_node(number)
+        self._again.discard(f"shadow{number}")
+
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + seconds, do))
+
+    def _lose(self, node: int, settled: float) -> None:
+        self.facts.append(Fact(time.monotonic(), "lost", node))
+        self._unsure[node] = max(self._unsure.get(node, 0.0), settled)
+
+    def _look(self, now: float) -> None:
+        """Find shadow nodes that are live again, and a controller that serves again."""
+        world = self._world
+        member = world.controller.member
+        if world.controller_is_down and member in world.crew and "serving" in member.said():
+            world.controller_is_down = False
+            self._again.discard("ctl")
+        for node, settled in list(self._unsure.items()):
+            if now < settled or f"shadow{node}" in self._again:
+                continue
+            count, live = world.is_live(node)
+            if live and count > 1:
+                del self._unsure[node]
+                self.facts.append(Fact(now, "live", node))
+
+    def protected(self) -> None:
+        """Training goes on: the nodes that nothing has befallen since they were started are live."""
+        now = time.monotonic()
+        lost = {fact.node for fact in self.facts if fact.kind == "lost"}
+        for node in set(self._unsure) - lost:
+            del self._unsure[node]
+            self.facts.append(Fact(now, "live", node))

@@ -1,0 +1,150 @@
+"""A lab whose processes come from a server that has imported all once: a start takes a twentieth of a second.
+
+They are processes as any other: in a namespace and a cgroup of their own, and killed in earnest.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+from pyroute2 import netns
+
+from topologies import namespaces
+from topologies.lab import Lab
+
+_PRELOADED: Final = (
+    *(
+        "torch",
+        "numpy",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "torch.optim",
+        "checkmate.training.protect",
+    ),
+    *(
+        "checkmate.cli.main",
+        "checkmate.shadow.serve",
+        "checkmate.shadow.view",
+        "controlplane",
+        "softswitch.__main__",
+        "controlplane.serve",
+    ),
+    *(
+        "softswitch.pipeline",
+        "softswitch.switch",
+        "tests.chaos.model",
+        "topologies.substitutes",
+        "topologies.digest",
+        "tests.chaos.forked",
+        "pyroute2",
+    ),
+)
+_MODULE: Final = [sys.executable, "-m"]
+
+
+class Forked:
+    """What is used of a `subprocess.Popen`, of a process that a server has forked."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid: int = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, -n after signal n; `None` while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The same."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; `subprocess.TimeoutExpired`."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedLab(Lab):
+    """A lab whose Python modules (`[sys.executable, "-m", ...]`) are forked; others are started as ever."""
+
+    _context: Any = None
+
+    @classmethod
+    def serve(cls) -> None:
+        """Start the server, in this process's environment."""
+        cls._context = multiprocessing.get_context("forkserver")
+        cls._context.set_forkserver_preload(list(_PRELOADED))
+
+    def start(
+        self,
+        node: str,
+        argv: Sequence[str | Path],
+        *,
+        stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+        cpus: Collection[int] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """As `Lab.start`."""
+        words = [str(word) for word in argv]
+        if words[:2] != _MODULE or isinstance(stdout, int):
+            return super().start(
+                node, argv, stdin=stdin, stdout=stdout, stderr=stderr, environment=environment, cpus=cpus
+            )
+        groups = None
+        if self._cgroup is not None:
+            folder = Path(self._cgroup, node)
+            folder.mkdir(exist_ok=True)
+            groups = str(folder / "cgroup.procs")
+        files = [
+            getattr(file, "name", os.devnull)
+            for file in (stdout, stdout if stderr == subprocess.STDOUT else stderr)
+        ]
+        variables = {"CHECKMATE_JOB": str(self.job_file), **(environment or {})}
+        process = self._context.Process(
+            target=_become, args=(self.namespace(node), groups, files, variables, words[2:])
+        )
+        process.start()
+        return cast("subprocess.Popen[bytes]", Forked(process))
+
+
+def _become(
+    namespace: str,
+    group: str | None,
+    files: Sequence[str],
+    variables: Mapping[str, str],
+    words: Sequence[str],
+) -> None:
+    """Run a module as `python -m` does, there."""
+    os.setsid()
+    if group is not None:
+        Path(group).write_text(str(os.getpid()))
+    netns.setns(str(namespaces.FOLDER / namespace), flags=0)
+    for number, file in zip((1, 2), files, strict=True):
+        opened = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.update(variables)
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,187 @@
+"""From a seed to a scenario. Pure: a seed gives the same one everywhere, and features can be left out.
+
+Each feature draws from a generator of its own, so that leaving one out changes no other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Any, Final
+
+from tests.chaos.scenario import FEATURES, Event, Model, Network, Scenario
+
+_PARTS: Final = {
+    "scalar": 0.5,
+    "wide": 0.3,
+    "half": 0.25,
+    "empty": 0.3,
+    "tied": 0.3,
+    "frozen": 0.4,
+    "unused": 0.3,
+    "sometimes": 0.2,
+    "norm": 0.5,
+    "embedding": 0.4,
+    "dropout": 0.4,
+    "buffer": 0.3,
+    "groups": 0.5,
+    "autocast": 0.15,
+    "ema": 0.3,
+    "validation": 0.3,
+    "scaler": 0.25,
+}
+"""How often a model has each part."""
+
+_OPTIMIZERS: Final = (
+    *("SGD", "SGD", "Adam", "AdamW", "AdamW", "NAdam", "RAdam", "Adamax"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+)
+_SCHEDULES: Final = ("lambda", "cosine", "onecycle", "step", "warm-restarts")
+_DENSE_EVENTS: Final = ("rank-kills", "rank-kills", "stalls", "stalled-kills", "shadow-kills", "closes")
+_RARE_EVENTS: Final = (
+    *("double-kills", "terminations", "errors", "switch-kills", "controller-kills", "links", "stalls"),
+)
+
+
+class UnknownFeature(ValueError):
+    """A feature to leave out that there is not."""
+
+
+def generate(seed: int, without: Collection[str] = ()) -> Scenario:
+    """The scenario of a seed, without these features. `UnknownFeature` names what is not a feature."""
+    if unknown := sorted(set(without) - set(FEATURES)):
+        raise UnknownFeature(f"no feature {', '.join(unknown)}; there are {', '.join(FEATURES)}")
+    draw = _Draw(seed, frozenset(without))
+    network = _network(draw)
+    model = _model(draw)
+    return Scenario(seed, model, network, _events(draw, network, model.iterations))
+
+
+class _Draw:
+    """Random choices, each by its own name."""
+
+    def __init__(self, seed: int, without: frozenset[str]) -> None:
+        self._seed, self._without = seed, without
+
+    def of(self, name: str) -> random.Random:
+        """The generator of that name."""
+        return random.Random(f"{self._seed} {name}")
+
+    def allows(self, feature: str) -> bool:
+        """Whether it is not left out."""
+        return feature not in self._without
+
+    def has(self, feature: str, share: float) -> bool:
+        """Whether this scenario has a feature, which so many of all scenarios have."""
+        chosen = self.of(feature).random() < share
+        return chosen and self.allows(feature)
+
+
+def _network(draw: _Draw) -> Network:
+    nodes = draw.of("nodes").choice((1, 2, 2, 3))
+    return Network(
+        ranks=draw.of("ranks").choice((2, 2, 2, 3, 3, 4, 5)),
+        switches=draw.of("how many switches").choice((2, 3)) if draw.has("switches", 0.25) else 1,
+        channels=2 if draw.has("channels", 0.4) else 1,
+        nodes=tuple(draw.of(f"nics of {node}").choice((1, 1, 2)) for node in range(nodes)),
+        replicas=2 if nodes > 1 and draw.has("replicas", 0.4) else 1,
+        loss=draw.of("loss").choice((0.005, 0.01)) if draw.has("packet-loss", 0.1) else 0.0,
+        every=draw.of("every").choice((3, 10)) if draw.has("disk", 0.15) else 0,
+    )
+
+
+def _model(draw: _Draw) -> Model:
+    parts = tuple(name for name, share in _PARTS.items() if draw.has(name, share))
+    turned = [one for one in ("flat", "deep", "weight") if draw.of(f"turned {one}").random() < 0.6]
+    iterations = draw.of("iterations").choice((30, 40, 50))
+    accumulate = draw.of("micro-batches").choice((2, 3)) if draw.has("accumulate", 0.25) else 1
+    fast = draw.has("fast", 0.3)
+    after = {"ema", "validation"} & set(parts)  # work after the step: the boundary has to be named
+    optimizer, options = _optimizer(draw.of("optimizer"), half="half" in parts)
+    infinite = draw.of("infinite").sample(range(iterations), 4) if "scaler" in parts else []
+    return Model(
+        parts=parts,
+        turned=tuple(turned) if draw.has("memory-format", 0.5) else (),
+        width=draw.of("width").choice((16, 24, 64, 128)),
+        optimizer=optimizer,
+        options=options,
+        schedule=draw.of("which schedule").choice(_SCHEDULES) if draw.has("schedule", 0.6) else "none",
+        clip=draw.of("clip at").choice((0.05, 0.5, 5.0)) if draw.has("clip", 0.5) else 0.0,
+        clip_norm=draw.of("clip norm").choice((2.0, 2.0, 1.0)),
+        accumulate=accumulate,
+        infinite=tuple(sorted(infinite)),
+        boundary=draw.of("boundary").choice(("steps", "mark") if after else ("steps", "mark", "none")),
+        bucket_mb=draw.of("bucket").choice((0.002, 0.01, 0.05)),
+        iterations=iterations * (3 if fast else 1),
+        pause=0.0 if fast else draw.of("pause").choice((0.02, 0.05, 0.1)),
+    )
+
+
+def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]:
+    """A class and its options, such that it learns without running away."""
+    name = draw.choice(_OPTIMIZERS)
+    options: dict[str, Any] = {"lr": draw.choice((0.01, 0.003))}
+    if name == "SGD":
+        options |= {"momentum": draw.choice((0.0, 0.9))}
+        options |= {"nesterov": bool(options["momentum"]) and draw.random() < 0.5}
+    if name == "RMSprop":
+        options |= {"momentum": draw.choice((0.0, 0.5)), "centered": draw.random() < 0.5}
+    if name in ("Adam", "AdamW"):
+        options |= {"amsgrad": draw.random() < 0.4, "betas": (0.8, 0.95)}
+    if name != "Rprop":  # which has neither
+        options |= {"weight_decay": draw.choice((0.0, 0.01)), "maximize": draw.random() < 0.1}
+    if options.get("maximize"):
+        options["lr"] = 0.0001  # else it soon ends in NaN, which hides differences
+    ways = ["foreach", "neither"] + (["fused"] if name in ("SGD", "Adam", "AdamW", "Adagrad") else [])
+    way = draw.choice(ways)
+    if way == "fused" and half:
+        way = "foreach"  # SGD's fused momentum of 16-bit parameters is refused
+    options["foreach"] = way == "foreach"
+    if "fused" in ways:
+        options["fused"] = way == "fused"
+    return name, options
+
+
+def _events(draw: _Draw, network: Network, iterations: int) -> tuple[Event, ...]:
+    """One to four things that happen, in order; some consist of two events."""
+    chosen = draw.of("events")
+    found: list[Event] = []
+    for index in range(chosen.choice((1, 2, 2, 3, 4))):
+        kind = chosen.choice(_DENSE_EVENTS if chosen.random() < 0.7 else _RARE_EVENTS)
+        made = _happening(kind, draw.of(f"event {index}"), network, iterations)
+        if draw.allows(kind) and (kind != "stalled-kills" or draw.allows("stalls")):
+            found += made
+    return tuple(sorted(found, key=lambda event: (event.at, event.delay)))
+
+
+def _happening(kind: str, draw: random.Random, network: Network, iterations: int) -> list[Event]:
+    at = draw.randrange(1, iterations - 4) if draw.random() < 0.9 else 0
+    delay = round(draw.choice((0.0, 0.0, draw.uniform(0, 0.1))), 3)
+    rank, other = (f"rank{draw.randrange(network.ranks)}" for _ in range(2))
+    node = f"shadow{draw.randrange(len(network.nodes))}"
+    switch = f"tor{draw.randrange(network.switches)}"
+    seconds = round(draw.choice((0.2, 0.5, draw.uniform(0.5, 2), draw.uniform(2, 6))), 2)
+    if kind == "rank-kills":
+        return [Event(at, "kill", rank, delay)]
+    if kind == "double-kills":
+        return [Event(at, "kill", rank, delay), Event(at, "kill", other, delay + min(seconds, 2.5))]
+    if kind == "terminations":
+        return [Event(at, "terminate", rank, delay)]
+    if kind == "errors":
+        return [Event(at, "error", rank)]
+    if kind == "closes":
+        return [Event(at, "close", "job")]
+    if kind == "stalls":
+        who = draw.choice((node, node, rank, switch))
+        return [Event(at, "stall", who, delay, seconds)]
+    if kind == "stalled-kills":
+        after = round(delay + draw.uniform(0, seconds), 3)
+        return [Event(at, "stall", node, delay, seconds), Event(at, "kill", rank, after)]
+    if kind == "shadow-kills":
+        return [Event(at, "kill", node, delay, seconds)]
+    if kind == "switch-kills":
+        return [Event(at, "kill", switch, delay, min(seconds, 2.0))]
+    if kind == "controller-kills":
+        return [Event(at, "kill", "ctl", delay, seconds)]
+    who = draw.choice((rank, node))
+    return [Event(at, "down", who, delay, min(seconds, 3.0))]

@@ -1,0 +1,275 @@
+"""Runs a scenario in a lab, and compares it with what was promised and with the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.compare import differences
+from tests.chaos.events import Schedule
+from tests.chaos.forked import ForkedLab
+from tests.chaos.oracle import Promise, Start, promise
+from tests.chaos.scenario import Scenario
+from tests.chaos.script import ANEW
+from tests.chaos.world import Log, World
+from topologies import lab as labs
+from topologies.crew import Crew
+from topologies.describe import LabError, build
+from topologies.serving import serving
+
+SECONDS = 120.0
+"""For all of a scenario: one that takes longer hangs."""
+_POLL_SECONDS = 0.01
+_STARTS = 12
+
+
+class HarnessError(Exception):
+    """The harness itself failed, or the undisturbed run: no verdict."""
+
+
+@dataclass
+class Outcome:
+    """What came of a scenario. `problems`: what was promised and not so; none is a pass."""
+
+    scenario: Scenario
+    promises: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    happened: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    repeated: int = 0
+    seconds: float = 0.0
+    logs: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was promised was so."""
+        return not self.problems
+
+
+def run(
+    scenario: Scenario, *, keep: Path | None = None, progress: Callable[[str], None] = lambda _: None
+) -> Outcome:
+    """Run it. `keep`: a folder for the logs of one that fails. `HarnessError`."""
+    outcome, began = Outcome(scenario), time.monotonic()
+    name = f"x{os.getpid()}_{random.randrange(10**4)}"
+    topology = build(name, scenario.network.topology())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            with (
+                ForkedLab(topology, name=name, loss=scenario.network.loss, progress=progress) as lab,
+                Crew(lab) as crew,
+                serving(crew) as controller,
+            ):
+                world = World(scenario, lab, crew, controller, folder)
+                try:
+                    Job(world, outcome, progress).run()
+                finally:
+                    crew_logs(world, outcome)
+                    if outcome.problems and keep is not None:
+                        outcome.logs = _keep(lab.directory, folder, keep / f"seed{scenario.seed}")
+                    for member in [*world.shadows.values(), *([world.keeper] if world.keeper else [])]:
+                        crew.kill(member)
+        except LabError as error:
+            outcome.problems.append(str(error))
+        finally:
+            labs.down(name)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def crew_logs(world: World, outcome: Outcome) -> None:
+    """What nobody must say."""
+    for file in sorted(world.lab.directory.glob("*.log")):
+        if file.name.startswith(("rank", "reference", "keeper")):
+            continue  # a rank that is killed or loses another may say anything
+        text = file.read_text(errors="replace")
+        for bad in ("Traceback", " differ"):
+            if bad in text:
+                line = next(line for line in text.splitlines() if bad in line)
+                outcome.problems.append(f"{file.name}: {line}")
+
+
+def _keep(lab: Path, folder: Path, to: Path) -> str:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(lab, to / "lab", ignore=shutil.ignore_patterns("tmp"))
+    shutil.copytree(folder, to / "job")
+    return str(to)
+
+
+class Job:
+    """One job from its first start to the check of its end."""
+
+    def __init__(self, world: World, outcome: Outcome, progress: Callable[[str], None]) -> None:
+        self._world, self._outcome, self._progress = world, outcome, progress
+        self._scenario = world.scenario
+        ranks = range(self._scenario.network.ranks)
+        self._logs = [Log(world.folder / f"rank{rank}.jsonl") for rank in ranks]
+        self._before: Start | None = None
+        self._resumed: int | None = None
+        self._completed: int | None = None  # by any rank, in this start
+        self._newest = -1  # by rank 0, ever
+        self._highest = -1  # by any rank, ever
+        self._deadline = time.monotonic() + SECONDS
+        self._fresh = False
+
+    def run(self) -> None:
+        """All of it; what is wrong is in the outcome."""
+        world = self._world
+        for node in range(len(self._scenario.network.nodes)):
+            world.start_shadow_node(node)
+        self._progress("the undisturbed run")
+        self._await_reference(world.start_reference())
+        world.await_shadow_nodes()
+        self._schedule = Schedule(world)
+        world.start_keeper()
+        self._outcome.happened = self._schedule.done
+        last = False
+        while not self._outcome.problems:
+            self._start()
+            clean = self._follow()
+            if self._outcome.problems or last:
+                break
+            self._note(clean)
+            last = clean and self._newest + 1 >= self._scenario.model.iterations
+            if last:
+                self._until(lambda: self._schedule.idle, "everything to be there again")
+        self._compare()
+
+    def _start(self) -> None:
+        self._resumed, self._completed = None, None
+        self._schedule.struck = False
+        if self._world.attempt + 1 >= _STARTS:
+            self._outcome.problems.append(f"not through after {_STARTS} starts")
+        self._world.start_ranks(fresh=self._fresh)
+        self._progress(f"start {self._world.attempt}")
+
+    def _follow(self) -> bool:
+        """Until this start is over; whether all ranks have ended well."""
+        ranks = self._world.ranks
+        while True:
+            self._tick()
+            ended = [process.poll() for process in ranks]
+            if self._outcome.problems:
+                self._world.end_ranks()
+                return False
+            if all(status == 0 for status in ended):
+                self._tick()
+                return True
+            if any(ended):
+                self._over = time.monotonic()
+                self._failed(ended)
+                self._world.end_ranks()
+                self._tick()
+                return False
+            self._check_crew()
+            time.sleep(_POLL_SECONDS)
+
+    def _failed(self, ended: list[int | None]) -> None:
+        """A rank has failed: as it was told, because there was nothing to resume, or for no good reason."""
+        time.sleep(0.2)  # others may say more
+        rank = next(rank for rank, status in enumerate(ended) if status)
+        words = [self._world.last_words(r) for r in range(len(ended))]
+        self._fresh = False
+        nothing = [word for word in words if "RestoreError" in word]
+        if nothing and self._resumed is None:
+            self._check(None)
+            self._outcome.seen.append(nothing[0])
+            self._fresh = True
+        elif ended[rank] == ANEW:
+            self._fresh = True
+        elif not self._schedule.struck and not any("as ordered" in word for word in words):
+            told = "; ".join(f"rank{r} said last: {word}" for r, word in enumerate(words))
+            self._outcome.problems.append(f"rank{rank} ended with status {ended[rank]} by itself; {told}")
+
+    def _note(self, clean: bool) -> None:
+        """Remember a start that is over, if it came as far as resuming."""
+        if self._resumed is not None and not (self._fresh and not clean):
+            over = time.monotonic() if clean else self._over
+            self._before = Start(self._resumed, self._completed, over, clean)
+        if clean:
+            self._fresh = False
+
+    def _tick(self) -> None:
+        for rank, log in enumerate(self._logs):
+            for line in log.look():
+                self._take(rank, line)
+        self._schedule.tick(self._newest)
+
+    def _take(self, rank: int, line: dict[str, Any]) -> None:
+        if line["attempt"] != self._world.attempt:
+            return
+        if line["event"] == "iteration":
+            iteration = int(line["iteration"])
+            self._outcome.repeated += rank == 0 and iteration <= self._newest
+            self._newest = max(self._newest, iteration) if rank == 0 else self._newest
+            self._completed = max(iteration, -1 if self._completed is None else self._completed)
+        elif line["event"] == "error":
+            self._schedule.struck = True
+        elif rank == 0 and line["event"] == "resumed":
+            self._resumed = int(line["iteration"])
+            self._check(self._resumed)
+        elif rank == 0 and line["event"] == "protected":
+            self._schedule.protected()
+
+    def _check(self, resumed: int | None) -> None:
+        """Hold a start against what was promised."""
+        if self._before is None or self._fresh:
+            return
+        made: Promise = promise(
+            self._scenario.network,
+            self._schedule.facts,
+            self._before,
+            time.monotonic(),
+            on_disk=self._world.on_disk,
+        )
+        self._outcome.promises.append(f"start {self._world.attempt}: {made}")
+        self._outcome.seen.append(f"start {self._world.attempt}: resumed with {resumed}")
+        if wrong := made.broken_by(resumed, silent=resumed == 0):
+            self._outcome.problems.append(f"start {self._world.attempt}: {wrong}")
+
+    def _check_crew(self) -> None:
+        """Nothing ends by itself, and nothing hangs."""
+        world = self._world
+        for member in [*world.shadows.values(), *([world.keeper] if world.keeper else [])]:
+            if member in world.crew and not member.running:
+                self._outcome.problems.append(member.obituary())
+        if time.monotonic() > self._deadline:
+            words = [world.last_words(rank) for rank in range(len(world.ranks))]
+            states = [p.poll() for p in world.ranks]
+            told = "; ".join(f"rank{r} ({states[r]}) said last: {word}" for r, word in enumerate(words))
+            self._outcome.problems.append(f"not through after {SECONDS:g} s, at {self._newest}; {told}")
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            self._schedule.tick(self._newest)
+            if time.monotonic() > deadline:
+                self._outcome.problems.append(f"{what}: not within 30 s")
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _await_reference(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        deadline = time.monotonic() + 60
+        while any(process.poll() is None for process in ranks):
+            if time.monotonic() > deadline or any(process.poll() for process in ranks):
+                for process in ranks:
+                    process.kill()
+                logs = sorted(self._world.lab.directory.glob("reference*.log"))
+                told = "\n".join(file.read_text()[-2000:] for file in logs)
+                raise HarnessError(f"seed {self._scenario.seed}: the undisturbed run failed:\n{told}")
+            time.sleep(_POLL_SECONDS)
+
+    def _compare(self) -> None:
+        for rank, log in enumerate(self._logs):
+            expected = Log(self._world.folder / "reference" / f"rank{rank}.jsonl")
+            expected.look()
+            self._outcome.problems += differences(rank, log.lines, expected.lines)

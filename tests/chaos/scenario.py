@@ -1,0 +1,151 @@
+"""What a scenario consists of, and its JSON. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+FEATURES: Final[Mapping[str, str]] = {
+    "memory-format": "channels_last, channels_last_3d and transposed parameters",
+    "scalar": "a 0-dim parameter",
+    "wide": "an fp64 parameter",
+    "half": "bf16 parameters",
+    "empty": "a parameter without elements",
+    "tied": "a weight that two layers share",
+    "frozen": "a frozen parameter, of which the optimizer has state",
+    "unused": "a parameter that never has a gradient",
+    "sometimes": "a layer that some iterations leave out",
+    "norm": "BatchNorm",
+    "embedding": "an embedding",
+    "dropout": "dropout",
+    "buffer": "a buffer that every forward changes",
+    "groups": "two parameter groups",
+    "schedule": "a learning-rate scheduler",
+    "clip": "clipping",
+    "scaler": "a GradScaler, with overflows",
+    "accumulate": "two or three micro-batches",
+    "autocast": "autocast to bf16",
+    "ema": "an EMA in extra(), updated after the step",
+    "validation": "random numbers drawn after the step",
+    "fast": "iterations without a pause",
+    "switches": "two or three switches",
+    "channels": "two channels",
+    "replicas": "two holders of each shard",
+    "packet-loss": "training links that lose frames",
+    "disk": "consolidate --every beside training",
+    "rank-kills": "kill -9 of a rank",
+    "double-kills": "kill -9 of another rank while the job starts again",
+    "terminations": "SIGTERM to a rank",
+    "errors": "a script that raises",
+    "closes": "clean stops",
+    "stalls": "SIGSTOP and SIGCONT of a shadow node, a rank or a switch",
+    "stalled-kills": "kill -9 of a rank while a shadow node is stopped",
+    "shadow-kills": "kill -9 of a shadow node, which comes back",
+    "switch-kills": "kill -9 of a switch, which comes back",
+    "controller-kills": "kill -9 of the controller, which comes back",
+    "links": "an interface that goes down and comes back",
+}
+"""What a scenario may have, by the name with which `--without` switches it off."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained. `parts`: names of FEATURES that are parts of the model; `turned`: of `OddShapes`."""
+
+    parts: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
+    width: int = 24
+    optimizer: str = "AdamW"
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.01})
+    schedule: str = "none"
+    clip: float = 0.0
+    clip_norm: float = 2.0
+    accumulate: int = 1
+    infinite: tuple[int, ...] = ()
+    boundary: str = "steps"
+    bucket_mb: float = 0.01
+    iterations: int = 40
+    pause: float = 0.03
+
+    def has(self, part: str) -> bool:
+        """Whether it has this feature."""
+        return part in self.parts
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where it trains. `nodes`: each shadow node's NICs; `loss`: of frames on training links."""
+
+    ranks: int = 2
+    switches: int = 1
+    channels: int = 1
+    nodes: tuple[int, ...] = (1,)
+    replicas: int = 1
+    loss: float = 0.0
+    every: int = 0
+
+    def topology(self) -> dict[str, Any]:
+        """The data of its lab's YAML: ranks and shadow nodes are dealt to the switches in turn."""
+        names = [f"tor{number}" for number in range(self.switches)]
+        return {
+            "title": f"a ring of {self.ranks} on {self.switches} switches",
+            "channels": self.channels,
+            "replicas": self.replicas,
+            "switches": names,
+            "links": [[a, b] for a, b in itertools.pairwise(names)],
+            "dp_groups": [{"ranks": [names[rank % self.switches] for rank in range(self.ranks)]}],
+            "shadow_nodes": [[names[node % self.switches]] * count for node, count in enumerate(self.nodes)],
+        }
+
+    def holders(self, shard: int) -> list[int]:
+        """The shadow nodes that hold a shard."""
+        return [(shard + i) % len(self.nodes) for i in range(self.replicas)]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens `delay` s after rank 0 has first completed iteration `at`.
+
+    `kind`: kill, terminate, error, close, stall, down. `who`: `rank1`, `shadow0`, `tor0`, `ctl`; `job` of a
+    close. `seconds`: how long a stall or a link's loss lasts, or until what was killed is started again.
+    """
+
+    at: int
+    kind: str
+    who: str
+    delay: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        when = f"{self.at}" + (f" + {self.delay:g} s" if self.delay else "")
+        return f"{self.kind} {self.who} at {when}" + (f" for {self.seconds:g} s" if self.seconds else "")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job, and what happens to it."""
+
+    seed: int
+    model: Model = Model()
+    network: Network = Network()
+    events: tuple[Event, ...] = ()
+
+    def to_json(self) -> str:
+        """As `from_json` takes it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Scenario:
+        """What `to_json` wrote."""
+        found = json.loads(text)
+        model, network = found["model"], found["network"]
+        for name in ("parts", "turned", "infinite"):
+            model[name] = tuple(model[name])
+        if "betas" in model["options"]:
+            model["options"]["betas"] = tuple(model["options"]["betas"])
+        network["nodes"] = tuple(network["nodes"])
+        events = tuple(Event(**event) for event in found["events"])
+        return cls(found["seed"], Model(**model), Network(**network), events)

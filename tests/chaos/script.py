@@ -1,0 +1,227 @@
+"""A rank of a scenario's job: `python -m tests.chaos.script ORDERS.json`, with torchrun's environment.
+
+It leaves rank{r}.jsonl: what began and ended, and each iteration's loss and a digest of all state. With
+`reference` it trains over the same ring without tags, on loopback, and nothing else of Checkmate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import checkmate
+from checkmate.ring import Place, connect_ring
+from checkmate.training.hook import GradientHook
+from checkmate.training.session import lay_out, trained
+from tests.chaos.model import INPUTS, ROWS, Net, make_optimizer, make_scheduler
+from tests.chaos.scenario import Scenario
+from topologies.digest import digest
+from topologies.substitutes import Unprotected
+
+TIMEOUT = 12.0
+ANEW = 3
+"""The status with which a rank ends that found nothing to resume: it has to be started with `fresh`."""
+
+
+class Untagged(Unprotected):
+    """In `protect`'s place: the same ring and the same bits, on loopback, without a job."""
+
+    def __init__(self, ddp: DistributedDataParallel, channels: int, shards: int) -> None:
+        layout = lay_out(ddp, shards)
+        ips = [f"127.0.0.{rank + 1}" for rank in range(dist.get_world_size())]
+        self._ring = connect_ring(Place(dist.get_rank(), ips, channels, fingerprint=layout.fingerprint))
+        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
+        self._hook.register()
+
+    def close(self) -> None:
+        """End the ring."""
+        self._hook.close()
+        self._ring.close()
+
+
+class Rank:
+    """One rank, from its start to its end."""
+
+    def __init__(self, scenario: Scenario, orders: Mapping[str, Any]) -> None:
+        self.scenario, self.orders, self.training = scenario, orders, scenario.model
+        self.rank, self.attempt = dist.get_rank(), int(orders["attempt"])
+        self.folder = Path(orders["folder"])
+        self.reference = bool(orders["reference"])
+        begins = 0 if orders["fresh"] else self.attempt  # what is restored never looks as what was made
+        torch.manual_seed(scenario.seed + 1000 * begins)
+        self.model = Net(self.training)
+        self.ddp = DistributedDataParallel(
+            self.model, bucket_cap_mb=self.training.bucket_mb, find_unused_parameters=True
+        )
+        self.optimizer = make_optimizer(self.model, self.training)
+        self.scheduler = make_scheduler(self.optimizer, self.training)
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+            if self.training.has("scaler")
+            else None
+        )
+        averaging: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+        self.ema = AveragedModel(self.model, multi_avg_fn=averaging)
+        self.best = 0.0
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(100 * (scenario.seed + 1) % 2**31 + self.rank + 7 * begins)
+
+    def run(self) -> None:
+        """Restore, protect, train to the end or to a clean stop."""
+        self.say("started", pid=os.getpid())
+        first, protection = self._begin()
+        self.say("protected")
+        iteration = first - 1
+        loop = range(first, self.training.iterations)
+        for iteration in protection.steps(loop) if self.training.boundary == "steps" else loop:
+            loss = self.iterate(iteration)
+            self.after_step(iteration)
+            self.say("iteration", iteration=iteration, loss=repr(loss), digest=self.digest())
+            if self.training.boundary == "mark":
+                protection.mark()
+            if self.once("error", iteration):
+                raise ArithmeticError("as ordered")
+            if self.once("close", iteration):
+                break
+            if not self.reference:
+                time.sleep(self.training.pause)
+        began = time.monotonic()
+        protection.close()
+        ended = iteration + 1 >= self.training.iterations
+        self.say("ended" if ended else "closed", iteration=iteration, seconds=time.monotonic() - began)
+
+    def _begin(self) -> tuple[int, Any]:
+        if self.reference:
+            network = self.scenario.network
+            return 0, Untagged(self.ddp, network.channels, len(network.nodes))
+        parts = {"scheduler": self.scheduler, "scaler": self.scaler}
+        checkpoints = self.orders["checkpoints"]
+        first, extra = checkmate.restore(
+            self.ddp,
+            self.optimizer,
+            **parts,
+            fresh=self.orders["fresh"],
+            timeout=TIMEOUT,
+            checkpoints=checkpoints,
+        )
+        if extra is not None:
+            self.best = extra["best"]
+            if "ema" in extra:
+                self.ema.load_state_dict(extra["ema"])
+        self.say("resumed", iteration=first, digest=self.digest() if first else "")
+        if first == 0 and not self.orders["fresh"]:
+            sys.exit(ANEW)
+        return first, checkmate.protect(self.ddp, self.optimizer, **parts, extra=self.extra, wait=20.0)
+
+    def iterate(self, iteration: int) -> float:
+        """One iteration up to the end of the optimizer's step and what belongs to it; its loss."""
+        orders, total = self.training, 0.0
+        sometimes = orders.has("sometimes") and iteration % 3 == 1
+        for micro in range(orders.accumulate):
+            with nullcontext() if micro == orders.accumulate - 1 else self.ddp.no_sync():
+                x = torch.randn(ROWS, INPUTS)
+                x[0, 1] += random.random() + float(np.random.rand())
+                with torch.autocast("cpu", torch.bfloat16, enabled=orders.has("autocast")):
+                    loss = ((self.ddp(x, sometimes=sometimes) - x.sum(1) * 0.1) ** 2).mean()
+                if iteration in orders.infinite:
+                    loss = loss * float("inf")
+                total += float(loss.detach())
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self._step()
+        return total
+
+    def _step(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.training.clip:
+            norm = self.training.clip_norm
+            checkmate.clip_grad_norm_(self.ddp.parameters(), self.training.clip, norm_type=norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def after_step(self, iteration: int) -> None:
+        """What belongs to the iteration only if the loop's boundary is named."""
+        if self.training.has("ema"):
+            self.ema.update_parameters(self.model)
+        if self.training.has("validation"):
+            self.best = max(self.best, float(torch.rand(())), random.random(), float(np.random.rand()))
+
+    def extra(self) -> dict[str, Any]:
+        """As `protect` asks for it."""
+        ema = {"ema": self.ema.state_dict()} if self.training.has("ema") and self.rank == 0 else {}
+        return {"best": self.best, **ema}
+
+    def digest(self) -> str:
+        """Of all state; mappings in order of their keys."""
+        state = {
+            "model": self.model.state_dict(),
+            "parameters": dict(self.model.named_parameters()),
+            "buffers": dict(self.model.named_buffers()),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": [str(part) for part in np.random.get_state()],
+            "extra": self.extra(),
+        }
+        return " ".join(f"{name}={digest(_sorted(part)).hex()[:12]}" for name, part in state.items())
+
+    def once(self, kind: str, iteration: int) -> bool:
+        """Whether an event of this kind is due here now; it never is again."""
+        for number, event in enumerate(self.scenario.events):
+            if event.kind == kind and event.at == iteration and event.who in ("job", f"rank{self.rank}"):
+                mark = self.folder / f"rank{self.rank}.event{number}"
+                if not mark.exists() and not self.reference:
+                    mark.touch()
+                    return True
+        return False
+
+    def say(self, event: str, **more: Any) -> None:
+        """A line in this rank's log."""
+        said = {"event": event, "attempt": self.attempt, "at": time.monotonic(), **more}
+        with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
+            print(json.dumps(said), file=log)
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value, key=repr)}
+    return [_sorted(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def main() -> None:
+    """Train as the orders say."""
+    orders = json.loads(Path(sys.argv[1]).read_text())
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    try:
+        Rank(Scenario.from_json(orders["scenario"]), orders).run()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

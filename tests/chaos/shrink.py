@@ -1,0 +1,64 @@
+"""Makes a failing scenario smaller, one event or feature at a time, while it still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from tests.chaos.run import Outcome
+from tests.chaos.scenario import Model, Network, Scenario
+
+_TRIES = 2
+"""Runs of a smaller scenario before it counts as passing: faults come at slightly other moments each time."""
+
+
+def shrink(
+    scenario: Scenario, attempt: Callable[[Scenario], Outcome], say: Callable[[str], None] = lambda _: None
+) -> Outcome | None:
+    """The smallest scenario found that fails, as it failed; `None` if the whole one passes."""
+    smallest = _fails(scenario, attempt)
+    found = smallest
+    while found is not None:
+        found = None
+        for what, smaller in smaller_ones(smallest.scenario if smallest else scenario):
+            found = _fails(smaller, attempt)
+            say(f"without {what}: {'still fails' if found else 'passes'}")
+            if found is not None:
+                smallest = found
+                break
+    return smallest
+
+
+def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    """Scenarios that lack one thing, and what that is. Pure."""
+    model, network, events = scenario.model, scenario.network, scenario.events
+    for number, event in enumerate(events):
+        yield f"event {event}", replace(scenario, events=events[:number] + events[number + 1 :])
+    for part in model.parts:
+        fewer = tuple(one for one in model.parts if one != part)
+        infinite = () if part == "scaler" else model.infinite
+        yield part, replace(scenario, model=replace(model, parts=fewer, infinite=infinite))
+    plain = Model(optimizer=model.optimizer, options=model.options)
+    for name in ("turned", "schedule", "clip", "accumulate", "boundary"):
+        if getattr(model, name) != getattr(plain, name):
+            yield name, replace(scenario, model=replace(model, **{name: getattr(plain, name)}))
+    for name in ("loss", "every", "channels", "replicas"):
+        if getattr(network, name) != getattr(Network(), name):
+            smaller = replace(network, **{name: getattr(Network(), name)})
+            yield name, replace(scenario, network=smaller)
+    used = {event.who for event in events}
+    if network.ranks > 2 and f"rank{network.ranks - 1}" not in used:
+        yield "a rank", replace(scenario, network=replace(network, ranks=network.ranks - 1))
+    if network.switches > 1 and f"tor{network.switches - 1}" not in used:
+        yield "a switch", replace(scenario, network=replace(network, switches=network.switches - 1))
+    last = len(network.nodes) - 1
+    if last >= network.replicas and f"shadow{last}" not in used:
+        yield "a shadow node", replace(scenario, network=replace(network, nodes=network.nodes[:-1]))
+
+
+def _fails(scenario: Scenario, attempt: Callable[[Scenario], Outcome]) -> Outcome | None:
+    for _ in range(_TRIES):
+        outcome = attempt(scenario)
+        if not outcome.passed:
+            return outcome
+    return None
