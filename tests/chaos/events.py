@@ -46,6 +46,8 @@ class Schedule:
 
     def _begin(self, event: Event) -> None:
         world, who, now = self._world, event.who, time.monotonic()
+        if who in self._again:
+            return  # it is dead already
         self.done.append(f"{event} (start {world.attempt})")
         for node in loses(event, world.scenario.network, world.controller_is_down):
             self._lose(node, now + event.seconds + settles(event))
@@ -65,8 +67,6 @@ class Schedule:
     def _kill(self, event: Event) -> None:
         """Something that is started again by its supervisor."""
         world, who = self._world, event.who
-        if who in self._again:
-            return  # it is dead already
         self._again.add(who)
         if who == "ctl":
             world.controller_is_down = True

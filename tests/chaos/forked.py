@@ -20,33 +20,11 @@ from pyroute2 import netns
 from topologies import namespaces
 from topologies.lab import Lab
 
-_PRELOADED: Final = (
-    *(
-        "torch",
-        "numpy",
-        "torch.distributed",
-        "torch.nn.parallel",
-        "torch.optim",
-        "checkmate.training.protect",
-    ),
-    *(
-        "checkmate.cli.main",
-        "checkmate.shadow.serve",
-        "checkmate.shadow.view",
-        "controlplane",
-        "softswitch.__main__",
-        "controlplane.serve",
-    ),
-    *(
-        "softswitch.pipeline",
-        "softswitch.switch",
-        "tests.chaos.model",
-        "topologies.substitutes",
-        "topologies.digest",
-        "tests.chaos.forked",
-        "pyroute2",
-    ),
-)
+_PRELOADED: Final = """
+torch numpy torch.distributed torch.nn.parallel torch.optim pyroute2
+checkmate.training.protect checkmate.cli.main checkmate.shadow.serve checkmate.shadow.view controlplane.serve
+softswitch.__main__ tests.chaos.model topologies.substitutes topologies.digest
+"""
 _MODULE: Final = [sys.executable, "-m"]
 
 
@@ -89,11 +67,19 @@ class ForkedLab(Lab):
 
     _context: Any = None
 
+    def __enter__(self) -> ForkedLab:
+        self.up()
+        return self
+
+    def switch_process(self, name: str) -> subprocess.Popen[bytes]:
+        """A switch that was started and not stopped since."""
+        return self._switch_processes[name]
+
     @classmethod
     def serve(cls) -> None:
         """Start the server, in this process's environment."""
         cls._context = multiprocessing.get_context("forkserver")
-        cls._context.set_forkserver_preload(list(_PRELOADED))
+        cls._context.set_forkserver_preload(_PRELOADED.split())
 
     def start(
         self,

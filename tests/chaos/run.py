@@ -29,6 +29,7 @@ SECONDS = 120.0
 """For all of a scenario: one that takes longer hangs."""
 _POLL_SECONDS = 0.01
 _STARTS = 12
+_QUOTED = 300
 
 
 class HarnessError(Exception):
@@ -89,13 +90,13 @@ def run(
 def crew_logs(world: World, outcome: Outcome) -> None:
     """What nobody must say."""
     for file in sorted(world.lab.directory.glob("*.log")):
-        if file.name.startswith(("rank", "reference", "keeper")):
+        if file.name.startswith(("rank", "reference", "keeper")) or file.name.endswith(".out.log"):
             continue  # a rank that is killed or loses another may say anything
         text = file.read_text(errors="replace")
         for bad in ("Traceback", " differ"):
             if bad in text:
                 line = next(line for line in text.splitlines() if bad in line)
-                outcome.problems.append(f"{file.name}: {line}")
+                outcome.problems.append(f"{file.name}: {line[:_QUOTED]}")
 
 
 def _keep(lab: Path, folder: Path, to: Path) -> str:
@@ -182,7 +183,7 @@ class Job:
         nothing = [word for word in words if "RestoreError" in word]
         if nothing and self._resumed is None:
             self._check(None)
-            self._outcome.seen.append(nothing[0])
+            self._outcome.seen.append(nothing[0][:_QUOTED])
             self._fresh = True
         elif ended[rank] == ANEW:
             self._fresh = True

@@ -124,7 +124,7 @@ class Rank:
             if "ema" in extra:
                 self.ema.load_state_dict(extra["ema"])
         self.say("resumed", iteration=first, digest=self.digest() if first else "")
-        if first == 0 and not self.orders["fresh"]:
+        if first == 0 and self.attempt and not self.orders["fresh"]:
             sys.exit(ANEW)
         return first, checkmate.protect(self.ddp, self.optimizer, **parts, extra=self.extra, wait=20.0)
 

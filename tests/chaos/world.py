@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.forked import ForkedLab
 from tests.chaos.scenario import Scenario
 from topologies.crew import Crew, Member
-from topologies.lab import Lab
 from topologies.links import MGMT_INTERFACE
 from topologies.namespaces import netlink
 from topologies.serving import CHECKMATE, Controller
@@ -48,7 +48,7 @@ class World:
     """The lab with its controller, shadow nodes and ranks."""
 
     def __init__(
-        self, scenario: Scenario, lab: Lab, crew: Crew, controller: Controller, folder: Path
+        self, scenario: Scenario, lab: ForkedLab, crew: Crew, controller: Controller, folder: Path
     ) -> None:
         self.scenario, self.lab, self.crew, self.folder = scenario, lab, crew, folder
         self.controller = controller
@@ -131,7 +131,7 @@ class World:
             return self.ranks[int(who.removeprefix("rank"))]
         if who.startswith("shadow"):
             return self.shadows[int(who.removeprefix("shadow"))].process
-        return self.controller.member.process if who == "ctl" else self.lab._switch_processes[who]
+        return self.controller.member.process if who == "ctl" else self.lab.switch_process(who)
 
     def set_link(self, who: str, *, up: bool) -> None:
         """The switch's end of a host's first training link."""
