@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,16 +16,13 @@ from tests.chaos.oracle import Fact, Promise, Start, loses, promise, settles
 from tests.chaos.run import Outcome
 from tests.chaos.scenario import FEATURES, Event, Model, Network, Scenario
 from tests.chaos.shrink import shrink, smaller_ones
+from tests.live import needs_clang, needs_root
 from topologies.describe import build
 
-CORPUS = "9,15,47"
+CORPUS = "3,9,47"
 OFF: dict[str, str] = {}
 """Features that are off in the corpus and in random runs, and the defect because of which."""
 
-in_labs = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
-]
 TWO = Network(nodes=(1, 1))
 TWICE = Network(nodes=(1, 1), replicas=2)
 LIVE = [Fact(1.0, "live", 0), Fact(1.0, "live", 1)]
@@ -41,17 +36,18 @@ def chaos(*arguments: str, seconds: float) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mark", [pytest.param("", marks=in_labs)])
+@needs_root
+@needs_clang
 @pytest.mark.timeout(200)
-@pytest.mark.xdist_group("chaos")
-def test_a_fixed_corpus(mark: str) -> None:
+def test_a_fixed_corpus() -> None:
     chaos("--seeds", CORPUS, seconds=190)
 
 
-@pytest.mark.parametrize("mark", [pytest.param("", marks=in_labs)])
+@needs_root
+@needs_clang
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_ten_minutes_of_random_seeds(mark: str) -> None:
+def test_ten_minutes_of_random_seeds() -> None:
     chaos("--minutes", "10", seconds=990)
 
 

@@ -29,6 +29,9 @@ def main(asked: argparse.Namespace) -> int:
     except (UnknownFeature, HarnessError, LabError, OSError) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
 
 
 def _run(asked: argparse.Namespace) -> int:
