@@ -89,6 +89,7 @@ class RecordingNode(rpc.ShadowServicer):
         return pb.SeedReply(again=self.again(reader.header))
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        self.answering.wait(SECONDS)
         return self.status
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:

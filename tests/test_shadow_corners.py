@@ -390,6 +390,21 @@ def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., Wo
     training.check(0, 0, 0)
 
 
+def test_settling_ends_if_a_step_changes_nothing(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when training begins anew between two steps of it."""
+    here = world(nodes=1, ranks=2)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    fence(here, training)
+    node = here.nodes[0].node
+    monkeypatch.setattr(node, "step", lambda due: None)
+    node.state.groups[0].holds[0].in_full = 2
+    assert not settle(here, training, 2)[0].holds
+
+
 def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None:
     here = world(nodes=1, ranks=2)
     training = here.training()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,10 +18,11 @@ import trustme
 from checkmate import state
 from checkmate.layout import Parameter, make_layout
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import OPTIONS, TlsError, open_channel
+from checkmate.rpc.channels import OPTIONS, TlsError, open_channel, server_context
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.schema import Job
+from checkmate.schema import Job, MgmtTls
 from checkmate.shadow.connect import StreamError
+from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.serve import Serving
 from checkmate.shadow.service import ServeError
 from tests.copies import Copies, local_job
@@ -235,6 +238,28 @@ def test_tls_lets_in_who_shows_a_certificate_of_the_jobs_authority(tmp_path: Pat
             ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=5)
         with pytest.raises(ssl.SSLError):
             RecordLine(stranger, 0)
+
+
+@pytest.mark.parametrize("sent", [b"", b"neither TLS nor a greeting"])
+def test_a_connection_that_is_reset_before_it_is_accepted_leaves_the_others_alone(
+    tmp_path: Path, sent: bytes
+) -> None:
+    tls = MgmtTls.model_validate(certificates(tmp_path, "host", ["127.0.3.1"]))
+    listener = socket.create_server(("127.0.3.1", 0))
+    inbox = Inbox(listener, lambda part, _: pb.RecordReply(iteration=part.iteration), server_context(tls))
+    address = listener.getsockname()
+    with socket.create_connection(address) as sock:
+        sock.sendall(sent)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    inbox.start()
+    try:
+        data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+        data["shadow_nodes"][0]["records"] = f"127.0.3.1:{address[1]}"
+        line = RecordLine(Job.model_validate({**data, "mgmt_tls": tls.model_dump(mode="json")}), 0)
+        assert line.answer(pb.RecordPart(iteration=3)).iteration == 3
+        line.close()
+    finally:
+        inbox.stop()
 
 
 def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from checkmate.schedule import stream_layout
 from checkmate.schema import Job
 from checkmate.shadow.buckets import SETS
 from checkmate.shadow.clock import STALL
+from checkmate.shadow.effects import Empty
 from checkmate.shadow.group import Group
-from checkmate.shadow.hold_state import HoldState, Snapshot, Stepped, StreamState
-from checkmate.shadow.node_state import NodeState
+from checkmate.shadow.hold_state import AHEAD, HoldState, Snapshot, Stepped, StreamState
+from checkmate.shadow.node_state import Due, NodeState
 from checkmate.shadow.records import Records
 from checkmate.shadow.status import hold_status
 from checkmate.shadow.streams import hold_plans
@@ -226,3 +227,80 @@ def test_what_one_node_has_stepped_every_other_has_on_its_way(
         stepped = [max((hold.stepped for hold in node.holds), default=-1) for node in world.nodes]
         assert all(old <= new <= world.newest for old, new in zip(before, stepped, strict=True))
         before = stepped
+
+
+def live_node() -> Node:
+    """The only node of a job, which has stepped 3 and has 5 whole."""
+    world = World(1, 1)
+    (node,) = world.nodes
+    for _ in range(6):
+        world.train()
+        node.receive(world.newest)
+        for _ in range(RANKS):
+            node.take_record()
+        node.refresh()
+        if world.newest < 4:
+            node.step()
+            node.refresh()
+    (hold,) = node.holds
+    assert (hold.stepped, hold.in_full, hold.live) == (3, 5, True)
+    return node
+
+
+def test_a_gap_gives_up_nothing_that_is_whole() -> None:
+    """What waits for another node may be what a restart resumes from."""
+    node = live_node()
+    (hold,) = node.holds
+    records = node.state.groups[0].records
+    for position in range(RANKS):
+        records.add(pb.RecordPart(iteration=7, position=position), node.now)  # 6 was passed over
+    node.state.grace = 1.0
+    node.now += 10
+    node.state.tick(node.now)
+    node.refresh()
+    assert (hold.live, hold.joined, hold.in_full) == (True, 0, 5)
+    node.step()
+    node.step()
+    node.state.tick(node.now)
+    assert (hold.live, hold.stepped, hold.joined) == (False, 5, 8 + AHEAD)
+
+
+def test_a_gap_gives_up_nothing_while_a_restart_drains() -> None:
+    node = live_node()
+    node.step()
+    node.step()
+    (hold,) = node.holds
+    for position in range(RANKS):
+        node.state.groups[0].records.add(pb.RecordPart(iteration=7, position=position), node.now)
+    node.state.grace = 1.0
+    node.state.drain()
+    node.state.tick(node.now + 10)
+    assert (hold.live, hold.joined) == (True, 0)
+
+
+def test_a_settled_hold_has_no_more_than_it_is_settled_at() -> None:
+    (hold,) = live_node().holds
+    hold.settle()
+    assert (hold.stepped, hold.in_full) == (3, 3)
+
+
+def test_a_step_that_fails_in_a_restart_leaves_what_is_whole() -> None:
+    node = live_node()
+    (hold,) = node.holds
+    node.state.fence()
+    due = Due(node.state.groups[0], hold, 4)
+    assert node.state.begin_step(due) is not None
+    node.state.step_failed(due, ValueError("a bucket is missing"), Snapshot(99, dict(hold.at)))
+    assert not any(isinstance(effect, Empty) for effect in node.state.take_effects())
+    assert (hold.seeded, hold.stepped) == (True, 3)
+    assert "a bucket is missing" in hold.trouble
+
+
+def test_a_hold_in_doubt_covers_no_shard() -> None:
+    """A silent node that has it right is waited for."""
+    node = live_node()
+    (hold,) = node.holds
+    assert node.state.committee.mine.shards == {hold.shard}
+    hold.doubt.found(3, 2)
+    node.refresh()
+    assert not node.state.committee.mine.shards

@@ -21,6 +21,9 @@ R = TypeVar("R")
 ANSWER_SECONDS: Final = 5.0
 """A node that takes longer for a short answer is taken to be away."""
 
+UNREACHABLE: Final = "can't be reached"
+"""So begins the reason of a node whose address refuses connections, or that no way leads to."""
+
 _REFUSALS: Final = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """With these a shadow node refuses a call, in words of its own."""
 _PLAIN: Final = {
@@ -98,7 +101,7 @@ def reason(error: Exception) -> str:
     if code in _REFUSALS and detail:
         return detail
     if code == grpc.StatusCode.UNAVAILABLE:
-        return f"can't be reached{unreached(detail)}"
+        return f"{UNREACHABLE}{unreached(detail)}"
     return _PLAIN.get(code) or f"{code.name}{detail and ': '}{detail}"
 
 

@@ -156,6 +156,11 @@ class HoldState:
         return self.stepping is not None or self.loading > 0
 
     @property
+    def has_whole(self) -> bool:
+        """Whether it is live, and has an iteration whole that is not stepped: others may come to have it."""
+        return self.live and self.in_full > self.released
+
+    @property
     def holds_something(self) -> bool:
         """Whether a restart can't simply begin anew."""
         return bool(self.at) or self.joined > 0 or self.receiving >= 0
@@ -190,8 +195,8 @@ class HoldState:
         self.released = self.in_full = iteration - 1
 
     def settle(self) -> None:
-        """Take nothing more; the state stays, to be read."""
-        self.settled = True
+        """Take nothing more; the state stays, to be read. What came beyond it is dropped."""
+        self.settled, self.in_full = True, self.released
         for stream in self.streams:
             stream.received, stream.connected = 0, False
 

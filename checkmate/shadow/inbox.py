@@ -81,20 +81,28 @@ class Inbox:
                     self._turn(key.data)
 
     def _accept(self) -> None:
+        """Take a connection; one that goes wrong changes nothing for the others."""
+        sock = None
         try:
             sock, address = self._listener.accept()
-        except OSError as error:  # it has gone already, or we have too many files open
-            log.warning("a connection for step records can't be accepted: %s", error.strerror)
-            time.sleep(_AGAIN_SECONDS)
-            return
+            sock = self._prepared(sock)
+            connection = _Connection(sock, address[0])
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._connections[connection] = None
+        except (OSError, ValueError) as error:  # it has gone already, or we have too many files open
+            log.warning("a connection for step records can't be accepted: %s", error)
+            if sock is not None:
+                sock.close()
+            else:
+                time.sleep(_AGAIN_SECONDS)
+
+    def _prepared(self, sock: socket.socket) -> socket.socket:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tcp.notice_vanished(sock, _VANISHED_SECONDS)
-        if self._tls is not None:
-            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        connection = _Connection(sock, address[0])
-        self._connections[connection] = None
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        if self._tls is None:
+            return sock
+        return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def _turn(self, connection: _Connection) -> None:
         """Read what is there, answer, and write what can be written."""

@@ -125,8 +125,9 @@ class Node:
             result = hold.step(due.iteration, step)
         except Exception as error:
             log.exception("%s: iteration %d can't be stepped", hold, due.iteration)
+            snapshot = hold.snapshot()
             with self.moving() as state:
-                state.step_failed(due, error)
+                state.step_failed(due, error, snapshot)
             return
         with self.moving() as state:
             state.stepped(due, step, result, self.now())

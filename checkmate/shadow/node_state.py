@@ -17,7 +17,7 @@ from checkmate.schema import Job
 from checkmate.shadow.commit import NEVER, Committee, Progress
 from checkmate.shadow.effects import Close, Connect, Effect, Empty, Join, Log, Release
 from checkmate.shadow.group import Group, Start, check_job, in_start, start_of
-from checkmate.shadow.hold_state import AHEAD, HoldState, Stepped
+from checkmate.shadow.hold_state import AHEAD, HoldState, Snapshot, Stepped
 from checkmate.shadow.patience import PatienceMeter
 
 _REMEMBERED = 64  # fenced starts of training
@@ -111,7 +111,7 @@ class NodeState:
     @property
     def undecided(self) -> bool:
         """Whether an iteration has come whole and is not stepped: others have not said that they have it."""
-        return any(hold.in_full > hold.released for _, hold in self._present if hold.live)
+        return any(hold.has_whole for _, hold in self._present)
 
     def drain(self) -> None:
         """Let no training begin that has begun before, and go on committing what is recorded."""
@@ -152,7 +152,7 @@ class NodeState:
                 max((hold.released for hold in live), default=NEVER),
                 bool(live),
                 patience,
-                frozenset(hold.shard for hold in live),
+                frozenset(hold.shard for hold in live if not hold.doubtful),
                 tuple(kept),
                 any(hold.pressed(patience, self.receive_buffer) for hold in live),
                 self.committee.start,
@@ -200,10 +200,15 @@ class NodeState:
             hold.trouble = ""
             self.tell(f"{hold}: {over}")
 
-    def step_failed(self, due: Due, error: Exception) -> None:
-        """A hold that can't step is seeded anew."""
-        due.hold.stepping = None
-        self._renew(due.group, due.hold, f"iteration {due.iteration} can't be stepped: {error}")
+    def step_failed(self, due: Due, error: Exception, snapshot: Snapshot) -> None:
+        """A hold that can't step is seeded anew; during a restart it stays, if its state is still whole."""
+        hold, trouble = due.hold, f"iteration {due.iteration} can't be stepped: {error}"
+        hold.stepping = None
+        hold.took(snapshot)
+        if self.fenced and hold.seeded:
+            hold.trouble = trouble
+        else:
+            self._renew(due.group, hold, trouble)
 
     def tell(self, trouble: str) -> None:
         """Say what is wrong with the node, once."""
@@ -227,11 +232,11 @@ class NodeState:
         self.forget()
         self._patience.measure((stream for _, hold in self.holds for stream in hold.streams), now)
         for group, hold in self.holds:
-            if hold.settled or self.fenced:
-                continue
+            if hold.settled or self.phase is not Phase.OPEN:
+                continue  # what has come is wanted as it is
             lost = hold.gap(group.records, now, self.grace)
             if lost is not None:
-                if not hold.busy:  # else after that: to wait for it would stop the reading
+                if not (hold.busy or hold.has_whole):  # else once that is stepped
                     self._join_again(group, hold, lost)
             elif hold.live and (said := hold.lag(group.records.newest, now)):
                 self._log(*said)

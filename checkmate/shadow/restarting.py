@@ -42,7 +42,7 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     with node.moving() as state:
         _check_wanted(wanted)
         state.drain()
-    _read_on(node, time.monotonic() + timeout, QUIET)
+    _read_on(node, node.now() + timeout, QUIET)
     with node.changed:
         return _answer(node)
 
@@ -54,7 +54,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     comes, or training has begun anew meanwhile.
     """
     check_job(node.job, job)
-    deadline = time.monotonic() + timeout
+    deadline = node.now() + timeout
     with node.moving() as state:
         _check_wanted(wanted)
         committee, patience = state.committee, QUIET_AGAIN if state.phase is Phase.DRAINING else QUIET
@@ -101,7 +101,7 @@ def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
 
 def _check_wanted(wanted: Wanted) -> None:
     if not wanted():
-        raise Refused("who called has gone: nothing is fenced", precondition=True)
+        raise Refused("who called has gone: nothing is done", precondition=True)
 
 
 def _read_on(node: Node, deadline: float, patience: float) -> None:
@@ -110,8 +110,8 @@ def _read_on(node: Node, deadline: float, patience: float) -> None:
     Less if nothing has come in part; more if what has come waits for other nodes to say that they have it.
     What this machine has received counts as coming, until it is read: a process may have been stopped.
     """
-    since, seen = time.monotonic(), _seen(node)
-    while (now := time.monotonic()) < deadline:
+    since, seen = node.now(), _seen(node)
+    while (now := node.now()) < deadline:
         with node.changed:
             state = node.state
             enough = min(patience, QUIET_AGAIN) if state.drained else patience
@@ -121,7 +121,7 @@ def _read_on(node: Node, deadline: float, patience: float) -> None:
             return
         time.sleep(QUIET_AGAIN / 5)
         if (now_seen := _seen(node)) != seen or node.unread():
-            since, seen = time.monotonic(), now_seen
+            since, seen = node.now(), now_seen
 
 
 def _answer(node: Node) -> pb.NodeStatus:
@@ -152,10 +152,11 @@ def _seen(node: Node) -> tuple[int, ...]:
     return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups), *steps)
 
 
-def settle(node: Node, job: str, iteration: int, run: str) -> pb.NodeStatus:
+def settle(node: Node, job: str, iteration: int, run: str, wanted: Wanted = lambda: True) -> pb.NodeStatus:
     """Step up to the target, then drop streams and gradients. A hold that can't, or of another run, goes."""
     check_job(node.job, job)
     with node.changed:
+        _check_wanted(wanted)
         if not node.state.fenced and node.state.groups:
             raise Refused("the node is not fenced: call Fence first", precondition=True)
         holds = list(node.state.holds)
@@ -170,8 +171,10 @@ def _settle(node: Node, group: Group, hold: HoldState, iteration: int, run: str)
     with node.changed:
         node.wait_for(lambda: not hold.busy, QUIET)
         fits = hold.seeded and not hold.doubtful and group.begin.run == run
-    while fits and hold.stepped == hold.released < min(iteration, hold.in_full):
-        node.step(Due(group, hold, hold.released + 1))
+    while fits and hold.stepped == (before := hold.released) < min(iteration, hold.in_full):
+        node.step(Due(group, hold, before + 1))
+        if hold.released == before:
+            break  # it can't, or training has begun anew meanwhile
     with node.moving() as state:
         data = node.data.get(hold)
         if data is None:

@@ -56,7 +56,10 @@ class Service(rpc.ShadowServicer):
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(
-            context, lambda: restarting.settle(self._node, request.job, request.iteration, request.run)
+            context,
+            lambda: restarting.settle(
+                self._node, request.job, request.iteration, request.run, context.is_active
+            ),
         )
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:

@@ -19,6 +19,7 @@ from contextlib import closing
 from typing import Any, Final, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from checkmate import tcp
 from checkmate.nodes.stubs import reason
@@ -119,12 +120,16 @@ class Line:
         with self._changed:
             return self._changed.wait_for(lambda: not self._parts, timeout)
 
-    def close(self) -> None:
-        """End the thread, if it was started; what is still queued is lost."""
+    def end(self) -> None:
+        """Have the thread end, without waiting for it."""
         self._closing.set()
         os.eventfd_write(self._wake, 1)
         if self._call is not None:
             self._call.cancel()
+
+    def close(self) -> None:
+        """End the thread, if it was started; what is still queued is lost."""
+        self.end()
         if self._thread.ident is not None:
             self._thread.join()
         os.close(self._wake)
@@ -142,7 +147,7 @@ class Line:
                 why = reason(error)
             except grpc.FutureCancelledError:
                 return  # closed
-            except (OSError, FrameError) as error:
+            except (OSError, FrameError, DecodeError) as error:
                 why = str(error)
             if not why:
                 return

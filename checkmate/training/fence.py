@@ -32,6 +32,8 @@ PATIENCE_SECONDS: Final = 2.0
 """How long nodes without which all is whole are waited for."""
 SETTLE_SECONDS: Final = 30.0
 COPY_SECONDS: Final = 20.0
+LATE_SECONDS: Final = 5.0
+"""So much a restart may take beyond its timeout, for each call to nodes that have answered before."""
 _AGAIN_SECONDS: Final = 0.25
 
 
@@ -100,8 +102,13 @@ class Fence:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Ask no more."""
-        self._ended.set()
+        """Ask no more; what is answered from now on comes too late."""
+        with self._changed:
+            self._ended.set()
+
+    def within(self, seconds: float) -> float:
+        """Return for how long to wait for a call that takes so long at most: little beyond the deadline."""
+        return min(seconds, max(self._deadline - time.monotonic(), 0) + LATE_SECONDS)
 
     def _ask(self, node: int, stub: ShadowStub) -> None:
         while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
@@ -110,10 +117,14 @@ class Fence:
                 status = stub.Fence(request, timeout=left)
             except grpc.RpcError as error:
                 with self._changed:
+                    if self._ended.is_set():
+                        return
                     self.failures[node] = reason(error)
                 self._ended.wait(_AGAIN_SECONDS)
                 continue
             with self._changed:
+                if self._ended.is_set():
+                    return
                 self.answers[node] = status
                 self.failures.pop(node, None)
                 self._changed.notify_all()
@@ -166,17 +177,24 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     """Have nodes that have drained copy what they lack from each other, drain the rest, and stop for good."""
     wanted = wanted_parts(_given(fence))
-    for node, request in wanted.items():
-        for reply in stubs.ask([node], lambda stub: stub.Copy, request, COPY_SECONDS).values():
-            for trouble in [reply] if isinstance(reply, str) else reply.troubles:
-                _log.warning("%s: %s", node_name(job, node), trouble)
+    calls = {
+        node: stubs.to(node).Copy.future(request, timeout=fence.within(COPY_SECONDS))
+        for node, request in wanted.items()
+    }
+    for node, call in calls.items():
+        try:
+            troubles = list(call.result().troubles)
+        except grpc.RpcError as error:
+            troubles = [reason(error)]
+        for trouble in troubles:
+            _log.warning("%s: %s", node_name(job, node), trouble)
     drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True)
     if wanted or not all(answer.drained for answer in fence.answers.values()):
         # A node that answered early may have waited for one that answered late.
-        stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, 2 * DRAIN_SECONDS)
+        stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, fence.within(2 * DRAIN_SECONDS))
     stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS)
     for node, answer in stubs.ask(
-        list(fence.answers), lambda stub: stub.Fence, stop, 2 * READ_SECONDS
+        list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS)
     ).items():
         if isinstance(answer, str):
             fence.failures[node] = answer
@@ -226,5 +244,5 @@ def _enough(job: Job, said: Answers) -> bool:
 def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> Answers:
     """Have all nodes step up to the target at once; the answers of those that did, which are the newest."""
     request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
-    settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, SETTLE_SECONDS)
+    settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, fence.within(SETTLE_SECONDS))
     return {**fence.failures, **settled}

@@ -94,6 +94,8 @@ class Followers:
 
     def close(self) -> None:
         """End all threads."""
+        for line in self.lines:
+            line.end()
         self._undo.close()
 
     def _begun(self, request: pb.BeginRequest) -> None:

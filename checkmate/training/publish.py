@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import MESSAGE_BYTES
 from checkmate.training.records import Noted
 from checkmate.training.windows import to_message
 
@@ -155,6 +156,11 @@ class Publisher:
         while (noted := self._queue.get()) is not None:
             try:
                 data = to_part(self._author, noted).SerializeToString()
+                if len(data) > MESSAGE_BYTES:
+                    raise state.StateError(
+                        f"the step record of iteration {noted.iteration} has {len(data) >> 20} MiB, and may "
+                        f"have {MESSAGE_BYTES >> 20}: let extra() give less"
+                    )
                 if not self._await_passed(noted):
                     return
             except Exception as error:  # noqa: BLE001 - training has to learn of it, whatever it is

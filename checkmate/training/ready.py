@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from checkmate.nodes.shards import node_name
-from checkmate.nodes.stubs import Stubs
+from checkmate.nodes.stubs import UNREACHABLE, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.session import Session
 
@@ -29,12 +29,14 @@ def await_stepped(place: Session, stubs: Stubs, incarnation: int, iteration: int
     while True:
         said = _holds(place, stubs, incarnation)
         holds = [hold for holds in said.values() if not isinstance(holds, str) for hold in holds]
+        there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
+        missing = [shard for shard in range(place.shards) if shard not in there]
+        silent = [said[node.id] for shard in missing for node in place.holders(shard)]
         waiting = any(hold.live and hold.stepped < iteration for hold in holds)
+        waiting |= any(isinstance(one, str) and not one.startswith(UNREACHABLE) for one in silent)
         if waiting and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)
             continue
-        there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
-        missing = [shard for shard in range(place.shards) if shard not in there]
         return "; ".join(f"shard {shard}: {_stand(place, shard, said)}" for shard in missing)
 
 
