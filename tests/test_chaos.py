@@ -19,7 +19,7 @@ from tests.chaos.shrink import shrink, smaller_ones
 from tests.live import needs_clang, needs_root
 from topologies.describe import build
 
-CORPUS = "3,9,47"
+CORPUS = "9,47"
 OFF: dict[str, str] = {}
 """Features that are off in the corpus and in random runs, and the defect because of which."""
 
