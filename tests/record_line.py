@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import ssl
 import threading
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import client_context
 from checkmate.rpc.frames import ANSWER, GREETING, Unpacker, pack
 from checkmate.schema import Job
+
+WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class RecordLine:
@@ -24,15 +28,16 @@ class RecordLine:
         self._socket = socket.create_connection(address, 10)
         if job.mgmt_tls is not None:
             self._socket = client_context(job.mgmt_tls).wrap_socket(self._socket, server_hostname=address[0])
-        self._socket.settimeout(None)
-        self._socket.sendall(GREETING)
+        self._socket.setblocking(False)
+        self._turn = threading.Lock()  # one TLS connection is not for two threads at a time
+        self._send_all(GREETING)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def send(self, part: pb.RecordPart | None, flags: int = ANSWER) -> None:
         """A part, or nothing but the question for a reply."""
         with contextlib.suppress(ConnectionError):  # the node has gone, as in many a test
-            self._socket.sendall(pack(part.SerializeToString() if part is not None else b"", flags))
+            self._send_all(pack(part.SerializeToString() if part is not None else b"", flags))
 
     def wanted(self) -> list[pb.SeedWanted]:
         """What replies since the last call have asked for."""
@@ -55,10 +60,27 @@ class RecordLine:
         self._thread.join()
         self._socket.close()
 
+    def _send_all(self, data: bytes) -> None:
+        while data:
+            try:
+                with self._turn:
+                    data = data[self._socket.send(data) :]
+            except WAIT:
+                select.select([], [self._socket], [], 0.05)
+
+    def _receive(self) -> bytes:
+        """What comes next; empty: the end."""
+        while True:
+            try:
+                with self._turn:
+                    return self._socket.recv(1 << 16)
+            except WAIT:
+                select.select([self._socket], [], [], 0.05)
+
     def _read(self) -> None:
         unpacker = Unpacker()
         with contextlib.suppress(OSError):  # it broke: the same as its end
-            while data := self._socket.recv(1 << 16):
+            while (data := self._receive()) != b"":
                 for frame in unpacker.feed(data):
                     reply = pb.RecordReply.FromString(frame.data)
                     self.refused = reply.refused
