@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from checkmate.schema import records_beside
+
 Path = tuple[str | int, ...]
 
 
@@ -90,8 +92,8 @@ def served_at(node: Part) -> Iterator[tuple[str, str]]:
     """
     if (mgmt := node.get("mgmt")) is not None:
         yield "mgmt", mgmt[0]
-        host, _, port = mgmt[0].rpartition(":")
         if node.fields.get("records", "") is None:  # not given; one with a fault says nothing
-            yield "mgmt", f"{host}:{int(port) + 1}"
+            host, _, _ = mgmt[0].rpartition(":")
+            yield "mgmt", f"{host}:{records_beside(mgmt[0])[1]}"
     if (records := node.fields.get("records")) is not None:
         yield "records", records

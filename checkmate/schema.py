@@ -57,6 +57,18 @@ def _host_port(value: str) -> str:
     return value
 
 
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of `host:port` or `[host]:port`, as sockets take them."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def records_beside(mgmt: str) -> tuple[str, int]:
+    """Return where a node at this mgmt address takes step records by default: at the port after it."""
+    host, port = split_address(mgmt)
+    return host, port + 1
+
+
 def _dscp_bit(value: int) -> int:
     if value not in (1, 2, 4, 8, 16, 32):
         raise ValueError("must be one of the six bits of DSCP: 1, 2, 4, 8, 16 or 32")
@@ -233,8 +245,7 @@ class ShadowNode(_Model):
     @property
     def records_at(self) -> tuple[str, int]:
         """Host and port for step records: by default `mgmt`'s host, and the port after its own."""
-        host, _, port = (self.records or self.mgmt).rpartition(":")
-        return host.strip("[]"), int(port) + (self.records is None)
+        return records_beside(self.mgmt) if self.records is None else split_address(self.records)
 
 
 class Job(_Model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -71,7 +71,16 @@ class Stubs:
         timeout: float = ANSWER_SECONDS,
     ) -> dict[int, R | str]:
         """Call nodes, all at once; return each one's answer, or why there is none. `timeout`: seconds."""
-        calls = {node: call(self.to(node)).future(request, timeout=timeout) for node in nodes}
+        return self.ask_each(dict.fromkeys(nodes, request), call, timeout)
+
+    def ask_each(
+        self,
+        requests: Mapping[int, Q],
+        call: Callable[[ShadowStub], grpc.UnaryUnaryMultiCallable[Q, R]],
+        timeout: float = ANSWER_SECONDS,
+    ) -> dict[int, R | str]:
+        """The same with a request of its own for each node."""
+        calls = {node: call(self.to(node)).future(one, timeout=timeout) for node, one in requests.items()}
         found: dict[int, R | str] = {}
         for node, answer in calls.items():
             try:

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from checkmate.nodes.shards import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.schema import split_address
 from checkmate.shadow.commit import PATIENCE, Kept, Progress
 from checkmate.shadow.node import Node
 
@@ -92,9 +93,9 @@ class Peers:
 
     def _ended(self, other: int) -> None:
         """A stream ended. If the node's process did, connections are refused; else it may only be silent."""
-        host, _, port = self._node.job.node(other).mgmt.rpartition(":")
+        address = split_address(self._node.job.node(other).mgmt)
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+            socket.create_connection(address, _PROBE_SECONDS).close()
         except ConnectionRefusedError:
             with self._node.moving() as state:
                 state.committee.gone(other)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import grpc
 
+from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -61,8 +62,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
         state.fence()
         node.quiet(timeout)
     _read_on(node, deadline, patience)
-    with node.moving():
-        pass
+    node.touch()
     with node.changed:
         if state.committee is not committee:
             number = state.committee.incarnation
@@ -86,7 +86,7 @@ def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
                     record(node, part, answer=False)
                     reply.copied += 1
         except (grpc.RpcError, Refused) as error:
-            reply.troubles.append(f"records from shadow node {wanted.node}: {error}")
+            reply.troubles.append(f"records from shadow node {wanted.node}: {reason(error)}")
     return reply
 
 

@@ -16,7 +16,7 @@ from checkmate import tcp
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, server_credentials
-from checkmate.schema import Job
+from checkmate.schema import Job, split_address
 from checkmate.shadow import reading, restarting, seeding, starting
 from checkmate.shadow.group import Refused
 from checkmate.shadow.node import Node
@@ -119,8 +119,7 @@ class ServeError(RuntimeError):
 
 def check_address(job: Job, node_id: int) -> None:
     """Bind a node's mgmt address as gRPC will, which only says on standard error what fails. `ServeError`."""
-    host, _, port = job.node(node_id).mgmt.rpartition(":")
-    _listen((host.strip("[]"), int(port)), _named(job, node_id), node_id).close()
+    _listen(split_address(job.node(node_id).mgmt), _named(job, node_id), node_id).close()
 
 
 def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.socket:

@@ -177,16 +177,8 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> Plan:
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     """Have nodes that have drained copy what they lack from each other, drain the rest, and stop for good."""
     wanted = wanted_parts(_given(fence))
-    calls = {
-        node: stubs.to(node).Copy.future(request, timeout=fence.within(COPY_SECONDS))
-        for node, request in wanted.items()
-    }
-    for node, call in calls.items():
-        try:
-            troubles = list(call.result().troubles)
-        except grpc.RpcError as error:
-            troubles = [reason(error)]
-        for trouble in troubles:
+    for node, reply in stubs.ask_each(wanted, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
+        for trouble in [reply] if isinstance(reply, str) else reply.troubles:
             _log.warning("%s: %s", node_name(job, node), trouble)
     drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True)
     if wanted or not all(answer.drained for answer in fence.answers.values()):
