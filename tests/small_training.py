@@ -18,6 +18,7 @@ from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.schedule import StreamLayout, stream_layout
 from checkmate.schema import Job
+from checkmate.training.windows import Slices, to_message
 from tests.copies import Copies, StreamKey
 from tests.record_line import RecordLine
 
@@ -69,6 +70,8 @@ class Training:
         self.buffers: dict[str, torch.Tensor] = {}
         """What records bring: those whose names are in `saying`, with the next one."""
         self.saying: list[str] = []
+        self.slices: Slices | None = None
+        """As a trainer takes them; else the first bytes of a parameter, in turns."""
         self.first = 0
         self.iteration = -1
         self.states: dict[int, dict[int, tuple[torch.Tensor, dict[str, Any]]]] = {}
@@ -190,14 +193,21 @@ class Training:
             if self.saying:
                 part.buffers = state.dumps({name: self.buffers[name] for name in self.saying})
             part.step.options.extend(optimizers.options_of(g) for g in self.optimizer.param_groups)
-            number = self.iteration % len(self.parameters)
-            piece = bytes(state.bytes_of(self.states[self.iteration][number][0]))[:256]
-            part.step.slices.add(parameter=number, offset=0, data=piece)
+            part.step.slices.extend(self._slices())
         return part
+
+    def _slices(self) -> list[pb.Slice]:
+        if self.slices is not None:
+            return [to_message(window, later()) for window, later in self.slices.take()]
+        number = self.iteration % len(self.parameters)
+        piece = bytes(state.bytes_of(self.states[self.iteration][number][0]))[:256]
+        return [pb.Slice(parameter=number, offset=0, data=piece)]
 
     def give_wanted(self) -> None:
         """Seed what the nodes have asked for in their replies."""
         for (node, position), line in list(self.lines.items()):
+            if self.slices is not None and line.replies and line.replies[-1].suspects:
+                self.slices.look_first(line.replies[-1].suspects)
             for wanted in line.wanted():
                 assert wanted.shard % self.ranks == position
                 self.seed(node, wanted.shard, wanted.parameters)

@@ -16,6 +16,7 @@ import torch
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.windows import SLICE_BYTES, Slices
 from tests.end_hosts import needs_buffers
 from tests.shadow_world import World, check_now, fence, going_on, settle
 from tests.small_training import RUN, Training
@@ -171,6 +172,26 @@ def test_a_hold_in_doubt_is_seeded_anew_and_offered_once_it_was_found_right(
     assert "DP group 0, shard 0: checkpoints of iterations 0 to 1 are doubtful" in here.status(0).trouble[0]
     check_now(here, training)
     assert not training.lines[0, 0].replies[-1].trouble
+
+
+def test_a_hold_in_doubt_is_not_out_for_as_long_as_comparing_takes_to_come_round(
+    world: Callable[..., World],
+) -> None:
+    """Trainers compare first what was found wrong."""
+    here = world(nodes=1, ranks=2)
+    training = here.started(shapes=((512, 512), (40,)))
+    training.slices = Slices(training.layout, training.parameters, training.optimizer)
+    check_now(here, training)
+    with torch.no_grad():
+        training.parameters[0][0, 0] += 1
+    hold = here.hold()
+    cycle = 3 * 4 * 512 * 512 // SLICE_BYTES
+    with going_on(training):
+        wait_until(lambda: hold.state.doubtful and hold.state.live, "found once it has come round", 30)
+        live = training.iteration
+        wait_until(lambda: here.status(0).holds[0].offered and not hold.state.doubtful, "that it is over", 30)
+    assert training.iteration - live < cycle // 2
+    check_now(here, training)
 
 
 def test_what_was_kept_while_in_doubt_is_not_served_once_the_doubt_is_over(

@@ -162,6 +162,7 @@ def test_a_new_process_goes_on_from_the_newest(
     first = again.parts[0].step
     assert list(first.next_options) == list(record.parts[0].step.next_options)
     assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)
+    assert first.scheduler_class == record.parts[0].step.scheduler_class == "OneCycleLR"
     assert set(again.buffers) == {name for name in record.buffers if not state.is_frozen_state(name)}
     assert [part.position for part in again.parts] == [0, 1]
 
@@ -263,12 +264,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         disk.resume(path, PLACE, Script(1, width=7).watched)
     bare = Watched(script.ddp, script.optimizer)
     with pytest.raises(
-        InstallError, match="the state has a scheduler: give checkmate.restore its scheduler="
+        InstallError, match="has a scheduler, a OneCycleLR: give checkmate.restore its scheduler="
     ):
         disk.resume(path, PLACE, bare)
     other = Script(2)
     other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
     expected = other.everything()
+    with pytest.raises(InstallError, match="scheduler is a OneCycleLR, and the script's an ExponentialLR"):
+        disk.resume(path, PLACE, other.watched)
+    older = {name: value for name, value in made.items() if name != "scheduler_class"}
+    on_disk.save(older, path, "torch", replace=True)
     with pytest.raises(InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR gamma"):
         disk.resume(path, PLACE, other.watched)
     more = session.place(job(ranks=3), 0, 3, [0, 1, 2])

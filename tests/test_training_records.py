@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import checkmate
 from checkmate import state
 from checkmate.optimizers import apply_options
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import windows
 from checkmate.training.checks import check_kept
 from checkmate.training.records import RefusedError, Watched
@@ -453,6 +454,24 @@ def test_windows_go_round_every_element_once(
         assert seen == every
         again = rotation.next()  # what is left is empty, or it has begun anew
         assert not every or (again or rotation.next())[0].start == 0
+
+
+def test_suspects_come_first_and_leave_the_others_their_turn() -> None:
+    known = {0: [("", 10_000, 4)], 1: [("", 10_000, 4), ("step", 1, 1)]}
+    rotation = Rotation([0, 1], known.__getitem__, 16_384)
+    rotation.next()
+    rotation.look_first(
+        [
+            pb.Suspect(parameter=1, start=8_001, stop=20_000),
+            pb.Suspect(parameter=1, state="step", stop=1),
+            pb.Suspect(parameter=1, state="gone", stop=8),
+        ]
+    )
+    assert rotation.next() == [Window(1, "", 2_000, 4_048), Window(0, "", 4_096, 6_144)]
+    rotation.look_first([pb.Suspect(parameter=0, stop=4)])  # waits until all of the first have come
+    assert rotation.next()[:-1] == [Window(1, "", 4_048, 5_000), Window(1, "step", 0, 1)]
+    assert rotation.next()[0] == Window(0, "", 0, 1)
+    assert len(rotation.next()) == 1
 
 
 def test_windows_follow_state_that_comes_and_goes() -> None:

@@ -20,11 +20,12 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
     """A job's checkpoint: one DP group's dictionary, or `{"group0": ..., "group1": ...}` of several.
 
     Each has `model` (for `load_state_dict`), `optimizer`, `scheduler`, `scaler` (likewise; `None` where there
-    is none), `rng` and `extra` by global rank, `buffers` by name (and `rank_buffers`, where ranks have their
-    own), `job`, `run`, `generation`, `group` and `iteration`, the last one that was trained. `by_name`, for
-    PyTorch Distributed Checkpoint, which makes strings of all keys: the optimizer calls parameters by name
-    instead of by number (`load_state_dict` takes either), and `exact` has scheduler, scaler, rng and extra
-    as bytes of `torch.save`. `StateError` where a part can't be read.
+    is none), `scheduler_class` (empty where there is none), `rng` and `extra` by global rank, `buffers` by
+    name (and `rank_buffers`, where ranks have their own), `job`, `run`, `generation`, `group` and
+    `iteration`, the last one that was trained. `by_name`, for PyTorch Distributed Checkpoint, which makes
+    strings of all keys: the optimizer calls parameters by name instead of by number (`load_state_dict` takes
+    either), and `exact` has scheduler, scaler, rng and extra as bytes of `torch.save`. `StateError` where a
+    part can't be read.
     """
     groups = [_group(snapshot, index, group, by_name) for index, group in enumerate(snapshot.groups)]
     return groups[0] if len(groups) == 1 else {f"group{index}": group for index, group in enumerate(groups)}
@@ -55,6 +56,7 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
         "model": _model(group, buffers),
         "optimizer": optimizer_state(group, step, state.frozen_states(everything), by_name),
         "buffers": buffers,
+        "scheduler_class": step.scheduler_class,
         **small,
     }
     if own:

@@ -1248,6 +1248,7 @@ class RecordReply(google.protobuf.message.Message):
     TROUBLE_FIELD_NUMBER: builtins.int
     BUFFERS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    SUSPECTS_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     """all parts up to this one have come; -1: none has"""
     trouble: builtins.str
@@ -1259,6 +1260,12 @@ class RecordReply(google.protobuf.message.Message):
     def wanted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SeedWanted]:
         """Shards of this group that the node lacks and no other holder can give, and which parameters."""
 
+    @property
+    def suspects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Suspect]:
+        """What comparing has found wrong, and not right since: no shard with a suspect is offered to a restart, so slices of
+        these come before any others.
+        """
+
     def __init__(
         self,
         *,
@@ -1267,11 +1274,40 @@ class RecordReply(google.protobuf.message.Message):
         trouble: builtins.str = ...,
         buffers: builtins.bool = ...,
         refused: builtins.str = ...,
+        suspects: collections.abc.Iterable[Global___Suspect] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "iteration", b"iteration", "refused", b"refused", "trouble", b"trouble", "wanted", b"wanted"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "iteration", b"iteration", "refused", b"refused", "suspects", b"suspects", "trouble", b"trouble", "wanted", b"wanted"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordReply: typing_extensions.TypeAlias = RecordReply
+
+@typing.final
+class Suspect(google.protobuf.message.Message):
+    """Bytes [start, stop) of a parameter, or of an entry of its optimizer state, in memory order."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARAMETER_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    parameter: builtins.int
+    state: builtins.str
+    """as in Slice"""
+    start: builtins.int
+    stop: builtins.int
+    def __init__(
+        self,
+        *,
+        parameter: builtins.int = ...,
+        state: builtins.str = ...,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["parameter", b"parameter", "start", b"start", "state", b"state", "stop", b"stop"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Suspect: typing_extensions.TypeAlias = Suspect
 
 @typing.final
 class SeedWanted(google.protobuf.message.Message):

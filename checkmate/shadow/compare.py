@@ -53,6 +53,13 @@ class Comparison:
         self._equal: dict[Compared, int] = {}  # when it was last found right, if that was since it was seeded
         self._seeded: dict[int, int] = {}
 
+    def to_messages(self) -> list[pb.Suspect]:
+        """Return the suspects as replies to trainers name them."""
+        return [
+            pb.Suspect(parameter=number, state=entry, start=run.start, stop=run.stop)
+            for (number, entry), run in self.suspects.items()
+        ]
+
     def seeded(self, number: int, iteration: int, entries: Collection[str]) -> None:
         """A parameter was seeded, with these entries of optimizer state."""
         self._seeded[number] = iteration

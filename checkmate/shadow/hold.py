@@ -78,7 +78,7 @@ class Hold:
             self.sets.released = iteration
             comparison = self.replica.comparison
             equal = min(comparison.doubtful.values(), default=iteration - 1)
-            return Stepped(self._snapshot(), troubles, equal, bool(comparison.suspects))
+            return Stepped(self._snapshot(), troubles, equal, comparison.to_messages())
 
     def load(
         self, iteration: int, seeds: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schedule import StreamLayout
 from checkmate.shadow.buckets import SETS
 from checkmate.shadow.doubt import Doubt
@@ -66,14 +67,14 @@ class Snapshot(NamedTuple):
 class Stepped:
     """What came of a step: the parameters' iterations, and what comparing then found wrong.
 
-    `equal`: the last iteration after which all that is wrong now was found right. `suspects`: whether
-    anything that was found wrong has not been found right since.
+    `equal`: the last iteration after which all that is wrong now was found right. `suspects`: what was
+    found wrong and has not been found right since.
     """
 
     snapshot: Snapshot
     troubles: Sequence[str] = ()
     equal: int = -1
-    suspects: bool = False
+    suspects: Sequence[pb.Suspect] = ()
 
 
 @dataclass(eq=False)
@@ -88,6 +89,8 @@ class HoldState:
     joined: int
     """The iteration from which on it receives everything."""
     doubt: Doubt = field(default_factory=Doubt)
+    suspects: Sequence[pb.Suspect] = ()
+    """As in `Stepped`, of the last step."""
     live: bool = False
     settled: bool = False
     trouble: str = ""

@@ -188,6 +188,7 @@ class NodeState:
             hold.released = due.iteration
         hold.took(result.snapshot)
         hold.last = due.iteration if step.last else None
+        hold.suspects = result.suspects
         group.records.stepped(due.iteration)
         self.tell(group.records.trouble)
         if result.troubles:

@@ -48,7 +48,10 @@ def _reply(group: Group, part: pb.RecordPart, now: float) -> pb.RecordReply:
     trouble = [_to_tell(hold) for hold in group.holds] if part.position == 0 else []
     said = "; ".join(filter(None, trouble))
     buffers = part.position == 0 and group.records.take_wants_buffers()
-    return pb.RecordReply(iteration=part.iteration, wanted=wanted, trouble=said, buffers=buffers)
+    suspects = [one for hold in group.holds for one in hold.suspects] if part.position == 0 else []
+    return pb.RecordReply(
+        iteration=part.iteration, wanted=wanted, trouble=said, buffers=buffers, suspects=suspects
+    )
 
 
 def _to_ask(hold: HoldState, now: float) -> list[int]:

@@ -77,7 +77,7 @@ def resume(path: Path, place: Session, watched: Watched) -> tuple[pb.IterationRe
 
 def _install(found: dict[str, Any], place: Session, watched: Watched) -> None:
     check_ranks(len(found["rng"]), place)
-    check_scheduler(watched.scheduler, found["scheduler"])
+    check_scheduler(watched.scheduler, found["scheduler"], found.get("scheduler_class", ""))
     check_scaler(watched.scaler, found["scaler"])
     model = watched.ddp.module
     missing, unexpected = model.load_state_dict(found["model"], strict=False)
@@ -109,7 +109,8 @@ def record_of(found: dict[str, Any], place: Session, optimizer: torch.optim.Opti
         if own:
             part.buffers = state.dumps(own)
     options = [options_of(group) for group in optimizer.param_groups]
-    step = pb.Step(options=options, next_options=options)
+    kind = found.get("scheduler_class", "")
+    step = pb.Step(options=options, next_options=options, scheduler_class=kind)
     for name in ("scheduler", "scaler"):
         if found[name] is not None:
             setattr(step, name, state.dumps(found[name]))

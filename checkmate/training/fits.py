@@ -98,4 +98,5 @@ def _listed(keys: set[str]) -> str:
 
 
 def _a(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
+    vowel = name[:1] in "AEIOU" and not name.startswith("One")
+    return f"an {name}" if vowel else f"a {name}"

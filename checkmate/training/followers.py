@@ -16,6 +16,7 @@ from checkmate.training.opening import Opening
 from checkmate.training.ready import await_ready, await_stepped
 from checkmate.training.seeding import Seeder, Source
 from checkmate.training.start_seeds import give_buffers, seed_at_start
+from checkmate.training.windows import Slices
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -29,8 +30,10 @@ class Followers:
     `close` ends all threads; what is queued is lost.
     """
 
-    def __init__(self, opening: Opening, stubs: Stubs, source: Source) -> None:
+    def __init__(self, opening: Opening, stubs: Stubs, source: Source, slices: Slices | None) -> None:
+        """`slices`: where suspects are looked at first; `None` on ranks but the group's first."""
         self._opening = opening
+        self._slices = slices
         self._place = place = opening.place
         self._stubs = stubs
         self._troubles: dict[int, str] = {}
@@ -110,6 +113,8 @@ class Followers:
             if wanted.shard % self._place.ranks == self._place.position:
                 numbers = wanted.parameters or self._opening.layout.of_shard(wanted.shard)
                 self._seeders[node].want(wanted.shard, numbers)
+        if self._slices is not None and reply.suspects:
+            self._slices.look_first(reply.suspects)
         if reply.buffers and self._opening.buffers is not None:
             self._opening.buffers.again()
         if reply.trouble != self._troubles.get(node, ""):

@@ -119,11 +119,11 @@ def _assemble(
     steps, buffers, fault = Steps(start.next_iteration), _buffers(place, watched, parameters, start), Fault()
     device = parameters[0].device.type
     opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
-    followers = Followers(opening, stubs, Source(layout, parameters, watched.optimizer, steps))
+    slices = Slices(layout, parameters, watched.optimizer) if place.first else None
+    followers = Followers(opening, stubs, Source(layout, parameters, watched.optimizer, steps), slices)
     undo.callback(followers.close)
     publisher = Publisher(opening.author(), followers.lines, hook.passed, fault.set)
     undo.callback(publisher.close, 0.0)
-    slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     recorder = Recorder(
         watched,
         names,

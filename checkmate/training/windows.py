@@ -46,14 +46,59 @@ class Rotation:
     ) -> None:
         """`entries`: what a parameter has now, itself first."""
         self._numbers = numbers
+        self._known = frozenset(numbers)
         self._entries = entries
         self._nbytes = nbytes
         self._at = (0, 0, 0)  # which parameter, its entry, and the entry's element
+        self._first: list[tuple[int, str, int, int]] = []  # suspects: parameter, entry, first and last byte
+        self._named: Sequence[pb.Suspect] = ()
+
+    def has(self, number: int) -> bool:
+        """Return whether it goes round this parameter."""
+        return number in self._known
+
+    def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
+        """Have the next windows lie there, unless earlier suspects are still to come. From any thread."""
+        self._named = suspects
 
     def next(self) -> list[Window]:
-        """The next windows; after the last parameter it begins anew, another time."""
+        """The next windows; after the last parameter it begins anew, another time.
+
+        Suspects get half of the bytes: what is wrong in each iteration leaves the rest its turn.
+        """
+        found = self._suspects(self._nbytes // 2)
+        return found + self._further(self._nbytes - sum(self._size(window) for window in found))
+
+    def _suspects(self, left: int) -> list[Window]:
+        """The windows of the next suspects that there still are, so many bytes of them."""
+        if not self._first:
+            named, self._named = self._named, ()
+            self._first = [(one.parameter, one.state, one.start, one.stop) for one in named]
+        found = list[Window]()
+        while self._first and left > 0:
+            number, name, start, stop = self._first.pop(0)
+            for elements, itemsize in self._sizes(number, name):
+                first, last = start // itemsize, min(-(-stop // itemsize), elements)
+                end = min(last, first + max(left // itemsize, 1))
+                if end > first:
+                    found.append(Window(number, name, first, end))
+                    left -= self._size(found[-1])
+                if end < last:
+                    self._first.insert(0, (number, name, end * itemsize, stop))
+        return found
+
+    def _sizes(self, number: int, name: str) -> list[tuple[int, int]]:
+        return [(count, itemsize) for entry, count, itemsize in self._entries(number) if entry == name]
+
+    def _size(self, window: Window) -> int:
+        """The bytes for which a window counts."""
+        ((_, itemsize),) = self._sizes(window.parameter, window.state)
+        return max((window.stop - window.start) * itemsize, WINDOW_BYTES)
+
+    def _further(self, left: int) -> list[Window]:
+        """The windows of so many bytes that follow where it stands."""
         index, entry, start = self._at
-        left, found = self._nbytes, list[Window]()
+        found = list[Window]()
         while index < len(self._numbers):
             number = self._numbers[index]
             known = self._entries(number)
@@ -83,6 +128,11 @@ class Slices:
         self._parameters = parameters
         self._optimizer = optimizer
         self._rotations = [Rotation(layout.of_shard(s), self._entries) for s in range(layout.shards)]
+
+    def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
+        """Have the next slices of the suspects' shards be these. From any thread."""
+        for rotation in self._rotations:
+            rotation.look_first([one for one in suspects if rotation.has(one.parameter)])
 
     def take(self) -> list[tuple[Window, Copy]]:
         """The next windows, each with what will give its copy."""
