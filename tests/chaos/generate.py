@@ -15,6 +15,7 @@ _PARTS: Final = {
     "scalar": 0.5,
     "wide": 0.3,
     "half": 0.25,
+    "float16": 0.15,
     "empty": 0.3,
     "tied": 0.3,
     "frozen": 0.4,
@@ -28,6 +29,7 @@ _PARTS: Final = {
     "autocast": 0.15,
     "ema": 0.3,
     "validation": 0.3,
+    "loader": 0.25,
     "scaler": 0.25,
 }
 """How often a model has each part."""
@@ -37,6 +39,7 @@ _OPTIMIZERS: Final = (
     *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
 _SCHEDULES: Final = ("lambda", "cosine", "onecycle", "step", "warm-restarts")
+_COMPOUND: Final = ("sequential", "chained", "plateau")
 _DENSE_EVENTS: Final = ("rank-kills", "rank-kills", "stalls", "stalled-kills", "shadow-kills", "closes")
 _RARE_EVENTS: Final = (
     *("double-kills", "terminations", "errors", "switch-kills", "controller-kills", "links", "stalls"),
@@ -54,7 +57,10 @@ def generate(seed: int, without: Collection[str] = ()) -> Scenario:
     draw = _Draw(seed, frozenset(without))
     network = _network(draw)
     model = _model(draw)
-    return Scenario(seed, model, network, _events(draw, network, model.iterations))
+    events = _events(draw, network, model.iterations)
+    if draw.has("lost-shards", 0.15):
+        events += _lost_shards(draw.of("which lost shards"), network, model.iterations)
+    return Scenario(seed, model, network, tuple(sorted(events, key=lambda event: (event.at, event.delay))))
 
 
 class _Draw:
@@ -96,8 +102,12 @@ def _model(draw: _Draw) -> Model:
     iterations = draw.of("iterations").choice((30, 40, 50))
     accumulate = draw.of("micro-batches").choice((2, 3)) if draw.has("accumulate", 0.25) else 1
     fast = draw.has("fast", 0.3)
-    after = {"ema", "validation"} & set(parts)  # work after the step: the boundary has to be named
-    optimizer, options = _optimizer(draw.of("optimizer"), half="half" in parts)
+    boundaries: tuple[str, ...] = ("steps", "mark", "none")
+    if {"ema", "validation"} & set(parts):  # work after the step: the boundary has to be named
+        boundaries = ("steps", "mark")
+    if "loader" in parts:
+        boundaries = ("steps",)
+    optimizer, options = _optimizer(draw.of("optimizer"), half=bool({"half", "float16"} & set(parts)))
     infinite = draw.of("infinite").sample(range(iterations), 4) if "scaler" in parts else []
     return Model(
         parts=parts,
@@ -105,16 +115,22 @@ def _model(draw: _Draw) -> Model:
         width=draw.of("width").choice((16, 24, 64, 128)),
         optimizer=optimizer,
         options=options,
-        schedule=draw.of("which schedule").choice(_SCHEDULES) if draw.has("schedule", 0.6) else "none",
+        schedule=_schedule(draw),
         clip=draw.of("clip at").choice((0.05, 0.5, 5.0)) if draw.has("clip", 0.5) else 0.0,
         clip_norm=draw.of("clip norm").choice((2.0, 2.0, 1.0)),
         accumulate=accumulate,
         infinite=tuple(sorted(infinite)),
-        boundary=draw.of("boundary").choice(("steps", "mark") if after else ("steps", "mark", "none")),
+        boundary=draw.of("boundary").choice(boundaries),
         bucket_mb=draw.of("bucket").choice((0.002, 0.01, 0.05)),
         iterations=iterations * (3 if fast else 1),
         pause=0.0 if fast else draw.of("pause").choice((0.02, 0.05, 0.1)),
     )
+
+
+def _schedule(draw: _Draw) -> str:
+    if draw.has("compound", 0.2):
+        return draw.of("which compound").choice(_COMPOUND)
+    return draw.of("which schedule").choice(_SCHEDULES) if draw.has("schedule", 0.6) else "none"
 
 
 def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]:
@@ -151,7 +167,14 @@ def _events(draw: _Draw, network: Network, iterations: int) -> tuple[Event, ...]
         made = _happening(kind, draw.of(f"event {index}"), network, iterations)
         if draw.allows(kind) and (kind != "stalled-kills" or draw.allows("stalls")):
             found += made
-    return tuple(sorted(found, key=lambda event: (event.at, event.delay)))
+    return tuple(found)
+
+
+def _lost_shards(draw: random.Random, network: Network, iterations: int) -> tuple[Event, ...]:
+    """A shadow node and a rank, killed at once."""
+    at, seconds = draw.randrange(iterations // 2, iterations - 4), round(draw.uniform(0.2, 3), 2)
+    node, rank = f"shadow{draw.randrange(len(network.nodes))}", f"rank{draw.randrange(network.ranks)}"
+    return Event(at, "kill", node, 0.0, seconds), Event(at, "kill", rank, 0.005)
 
 
 def _happening(kind: str, draw: random.Random, network: Network, iterations: int) -> list[Event]:

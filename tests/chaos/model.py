@@ -70,6 +70,8 @@ class Net(nn.Module):
             self.wide = nn.Parameter(torch.linspace(0.1, 0.3, 3, dtype=torch.float64))
         if orders.has("half"):
             self.short = nn.Parameter(torch.randn(INPUTS, 5).to(torch.bfloat16))
+        if orders.has("float16"):
+            self.shorter = nn.Parameter(torch.randn(INPUTS, 5).to(torch.float16) / 8)
         if orders.has("empty"):
             self.empty = nn.Parameter(torch.zeros(0, 4))
         if orders.has("unused"):
@@ -95,6 +97,8 @@ class Net(nn.Module):
             result = result + (x @ self.weight).tanh().mean(1)
         if self.has("half"):
             result = result + (x.to(torch.bfloat16) @ self.short).float().tanh().mean(1)
+        if self.has("float16"):
+            result = result + (x @ self.shorter.float()).tanh().mean(1)
         if self.has("frozen"):
             result = result + self.frozen.mean()
         if self.has("wide"):
@@ -132,5 +136,17 @@ def make_scheduler(optimizer: torch.optim.Optimizer, orders: Orders) -> Any:
         ),
         "step": lambda: lr_scheduler.StepLR(optimizer, 3, 0.9),
         "warm-restarts": lambda: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+        "sequential": lambda: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.LinearLR(optimizer, 0.2, total_iters=6),
+                lr_scheduler.CosineAnnealingLR(optimizer, 12),
+            ],
+            milestones=[6],
+        ),
+        "chained": lambda: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.StepLR(optimizer, 4, 0.9), lr_scheduler.ExponentialLR(optimizer, 0.99)], optimizer
+        ),
+        "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer, patience=2, factor=0.8),
     }
     return makers[orders.schedule]()

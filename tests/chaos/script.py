@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkmate
 from checkmate.ring import Place, connect_ring
@@ -78,6 +80,8 @@ class Rank:
         averaging: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
         self.ema = AveragedModel(self.model, multi_avg_fn=averaging)
         self.best = 0.0
+        self.loader = StatefulDataLoader(_Rows(scenario.seed), batch_size=ROWS, shuffle=True)
+        self._rows = torch.zeros(ROWS, INPUTS)
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(100 * (scenario.seed + 1) % 2**31 + self.rank + 7 * begins)
 
@@ -87,8 +91,7 @@ class Rank:
         first, protection = self._begin()
         self.say("protected")
         iteration = first - 1
-        loop = range(first, self.training.iterations)
-        for iteration in protection.steps(loop) if self.training.boundary == "steps" else loop:
+        for iteration in self._loop(first, protection):
             loss = self.iterate(iteration)
             self.after_step(iteration)
             self.say("iteration", iteration=iteration, loss=repr(loss), digest=self.digest())
@@ -104,6 +107,21 @@ class Rank:
         protection.close()
         ended = iteration + 1 >= self.training.iterations
         self.say("ended" if ended else "closed", iteration=iteration, seconds=time.monotonic() - began)
+
+    def _loop(self, first: int, protection: Any) -> Iterator[int]:
+        """Iterations, from a range, or from a loader epoch by epoch."""
+        iteration, end = first, self.training.iterations
+        if not self.training.has("loader"):
+            loop = range(first, end)
+            yield from protection.steps(loop) if self.training.boundary == "steps" else loop
+            return
+        while iteration < end:
+            for rows in protection.steps(self.loader):
+                self._rows = rows
+                if iteration == end:
+                    return
+                yield iteration
+                iteration += 1
 
     def _begin(self) -> tuple[int, Any]:
         if self.reference:
@@ -123,6 +141,8 @@ class Rank:
             self.best = extra["best"]
             if "ema" in extra:
                 self.ema.load_state_dict(extra["ema"])
+            if "loader" in extra:
+                self.loader.load_state_dict(extra["loader"])
         self.say("resumed", iteration=first, digest=self.digest() if first else "")
         if first == 0 and self.attempt and not self.orders["fresh"]:
             sys.exit(ANEW)
@@ -134,7 +154,7 @@ class Rank:
         sometimes = orders.has("sometimes") and iteration % 3 == 1
         for micro in range(orders.accumulate):
             with nullcontext() if micro == orders.accumulate - 1 else self.ddp.no_sync():
-                x = torch.randn(ROWS, INPUTS)
+                x = self._rows + torch.randn(ROWS, INPUTS)
                 x[0, 1] += random.random() + float(np.random.rand())
                 with torch.autocast("cpu", torch.bfloat16, enabled=orders.has("autocast")):
                     loss = ((self.ddp(x, sometimes=sometimes) - x.sum(1) * 0.1) ** 2).mean()
@@ -142,10 +162,10 @@ class Rank:
                     loss = loss * float("inf")
                 total += float(loss.detach())
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        self._step()
+        self._step(total)
         return total
 
-    def _step(self) -> None:
+    def _step(self, loss: float) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.training.clip:
@@ -156,9 +176,17 @@ class Rank:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        if self.scheduler is not None:
+        if self.training.schedule == "plateau":
+            self.scheduler.step(self._mean(loss))
+        elif self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad()
+
+    def _mean(self, loss: float) -> float:
+        """Of all ranks: schedulers have to do the same everywhere."""
+        mean = torch.tensor(loss, dtype=torch.float64)
+        dist.all_reduce(mean)
+        return float(mean) / dist.get_world_size()
 
     def after_step(self, iteration: int) -> None:
         """What belongs to the iteration only if the loop's boundary is named."""
@@ -170,7 +198,8 @@ class Rank:
     def extra(self) -> dict[str, Any]:
         """As `protect` asks for it."""
         ema = {"ema": self.ema.state_dict()} if self.training.has("ema") and self.rank == 0 else {}
-        return {"best": self.best, **ema}
+        loader = {"loader": self.loader.state_dict()} if self.training.has("loader") else {}
+        return {"best": self.best, **ema, **loader}
 
     def digest(self) -> str:
         """Of all state; mappings in order of their keys."""
@@ -203,6 +232,19 @@ class Rank:
         said = {"event": event, "attempt": self.attempt, "at": time.monotonic(), **more}
         with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
             print(json.dumps(said), file=log)
+
+
+class _Rows(Dataset[torch.Tensor]):
+    """So few that an epoch ends every six batches."""
+
+    def __init__(self, seed: int) -> None:
+        self._rows = torch.randn(6 * ROWS, INPUTS, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._rows[index]
 
 
 def _sorted(value: Any) -> Any:
