@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from checkmate.nodes.stubs import Stubs
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.schema import Job
 from checkmate.shadow.clock import STALL, AwakeClock
 from checkmate.shadow.replica import Replica
+from checkmate.shadow.restarting import QUIET
 from checkmate.training import fence
 from checkmate.training.fence import Plan
 from tests.copies import Copies, local_job
@@ -53,6 +55,26 @@ def followed(job: Job, start: Start) -> Iterator[tuple[Training, list[Process]]]
         training.seed_all()
         wait_until(lambda: all(hold.live for n in ids for hold in status(job, n).holds), "live", SECONDS)
         yield training, nodes
+
+
+def test_a_node_that_was_quiet_for_long_enough_is_not_waited_for_again(start: Start) -> None:
+    """A rank that died has left an iteration in part: reading on does not complete that."""
+    with followed(local_job(nodes=1, ranks=2), start) as (training, _):
+        training.iterate()
+        for (boundary, channel, shard), layout in training.layouts.items():
+            training.copies.tagged((boundary, channel, shard), training.incarnation, layout.nbytes, b"part")
+        wait_until(lambda: not drained(training)[0], "that something has come in part", SECONDS)
+        again, seconds = drained(training)
+        assert not again
+        assert seconds < QUIET
+
+
+def drained(training: Training) -> tuple[bool, float]:
+    """Whether node 0 says that it has stepped all that was sent, and how long it took to say so."""
+    request = pb.FenceRequest(job=training.job.job, timeout=SECONDS, drain=True)
+    began = time.monotonic()
+    answer = training.stubs[0].Fence(request, timeout=SECONDS)
+    return answer.drained, time.monotonic() - began
 
 
 @pytest.mark.timeout(180)

@@ -29,9 +29,11 @@ class Phase(enum.IntEnum):
     OPEN = 0
     DRAINING = 1
     """What is recorded is committed and stepped; no start of training that has begun begins again."""
-    FENCED = 2
+    DRAINED = 2
+    """As while draining, and nothing has come for a while."""
+    FENCED = 3
     """Nothing more is committed."""
-    ANSWERED = 3
+    ANSWERED = 4
     """What there is has been said: it stays as it is until the next `Fence` or `Begin`."""
 
 
@@ -115,7 +117,7 @@ class NodeState:
 
     def drain(self) -> None:
         """Let no training begin that has begun before, and go on committing what is recorded."""
-        self.phase = Phase.FENCED if self.fenced else Phase.DRAINING
+        self.phase = Phase.FENCED if self.fenced else max(self.phase, Phase.DRAINING)
         for group in self.groups.values():
             start = start_of(group.begin)
             if start not in self.fenced_starts:

@@ -15,7 +15,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.group import Group, Refused, check_job, in_start
 from checkmate.shadow.hold_state import HoldState
 from checkmate.shadow.node import Node
-from checkmate.shadow.node_state import Due, Phase
+from checkmate.shadow.node_state import Due, NodeState, Phase
 from checkmate.shadow.seeding import record
 from checkmate.shadow.status import locked_status, node_status
 
@@ -42,9 +42,12 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     check_job(node.job, job)
     with node.moving() as state:
         _check_wanted(wanted)
+        patience = _patience(state)
         state.drain()
-    _read_on(node, node.now() + timeout, QUIET)
+    _read_on(node, node.now() + timeout, patience)
     with node.changed:
+        if state.phase is Phase.DRAINING:
+            state.phase = Phase.DRAINED
         return _answer(node)
 
 
@@ -58,7 +61,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
     deadline = node.now() + timeout
     with node.moving() as state:
         _check_wanted(wanted)
-        committee, patience = state.committee, QUIET_AGAIN if state.phase is Phase.DRAINING else QUIET
+        committee, patience = state.committee, _patience(state)
         state.fence()
         node.quiet(timeout)
     _read_on(node, deadline, patience)
@@ -102,6 +105,10 @@ def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
 def _check_wanted(wanted: Wanted) -> None:
     if not wanted():
         raise Refused("who called has gone: nothing is done", precondition=True)
+
+
+def _patience(state: NodeState) -> float:
+    return QUIET_AGAIN if state.phase >= Phase.DRAINED else QUIET
 
 
 def _read_on(node: Node, deadline: float, patience: float) -> None:
