@@ -175,7 +175,7 @@ def test_a_later_mark_counts_until_the_next_forward() -> None:
         loop.optimizer.step()
         loop.recorder.mark()
         script.work()
-        loop.recorder.mark(settled=False)  # nobody knows whether that work is whole
+        loop.recorder.mark(left=True)  # nobody knows whether that work is whole
         script.work()
         script.note()
         loop.recorder.mark()
@@ -270,7 +270,7 @@ def test_what_is_marked_is_kept_after_an_error_too() -> None:
         for _ in range(2):
             loop.backward()
             loop.optimizer.step()
-            loop.recorder.mark(settled=settled)
+            loop.recorder.mark(left=not settled)
         loop.recorder.close(last=False)
         assert emitted(loop) == [(0, False), (1, False)] if settled else [(0, False)]
 
@@ -338,6 +338,7 @@ def test_micro_batches_may_be_drawn_one_by_one() -> None:
 
 
 def test_a_loop_that_is_left_ends_its_iteration() -> None:
+    """Training that ends there is resumed between two batches of that loop, training that goes on is not."""
     script = Script()
     loop = script.loop
     batches = Batches(loop.recorder, None, lambda: True)
@@ -353,7 +354,7 @@ def test_a_loop_that_is_left_ends_its_iteration() -> None:
     parts = loop.close()
     script.check(parts)
     in_loop = [state.load_generators(part.rng).get("in_loop", False) for part in parts]
-    assert in_loop == [True, False, True, False]
+    assert in_loop == [True, False, True, True]
 
 
 def test_an_error_in_a_loop_leaves_its_iteration_half_way() -> None:

@@ -35,8 +35,8 @@ class Loop:
             for batch in iterator:
                 try:
                     yield batch
-                except GeneratorExit:  # left by `break`, or by an error: nobody goes on with this iterator
-                    self._recorder.mark(settled=False)
+                except GeneratorExit:  # left by `break`, or by an error
+                    self._recorder.mark(left=True)
                     raise
                 self._recorder.mark(in_loop=True)
         finally:

@@ -34,6 +34,7 @@ class Noted:
     stepped: bool = False
     marked: bool = False  # the script has said where it ends,
     settled: bool = False  # and come there
+    left: bool = False  # by leaving its loop over batches
     last: bool = False
     infinite: Sequence[torch.Tensor] = ()  # not zero: the scaler made the optimizer skip
     options: list[str] = field(default_factory=list)

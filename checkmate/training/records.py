@@ -120,15 +120,16 @@ class Recorder:
         if self._drift is not None:
             self._drift.forget()
 
-    def mark(self, *, in_loop: bool = False, settled: bool = True) -> None:
+    def mark(self, *, in_loop: bool = False, left: bool = False) -> None:
         """The open iteration ends here, if there is one; a later mark before the next forward counts instead.
 
-        `in_loop`: as in `Capture.take`. `settled`: false where the script may have left it half-way.
+        `in_loop`: as in `Capture.take`. `left`: the script has left its loop, and may have left the iteration
+        half-way.
         """
         self.marks()
         noted = self._open
-        if noted is not None and (settled or not noted.settled):
-            noted.marked, noted.settled = True, settled
+        if noted is not None and not (left and noted.settled):
+            noted.marked, noted.settled, noted.left = True, not left, left
             self._end_here(noted, in_loop=in_loop)
 
     def close(self, last: bool) -> None:
@@ -142,6 +143,8 @@ class Recorder:
             noted.last = last
             if self._marking and not noted.marked:
                 self.mark()
+            if last and noted.left:  # whoever resumes makes that loop's iterator again
+                noted.rng = {**noted.rng, "in_loop": True}
             self._finish(noted)
         self._open = None
         self._checks.gradients.forget()

@@ -98,6 +98,8 @@ def _network(draw: _Draw) -> Network:
 
 def _model(draw: _Draw) -> Model:
     parts = tuple(name for name, share in _PARTS.items() if draw.has(name, share))
+    if "scaler" in parts:  # a GradScaler refuses to unscale gradients of float16
+        parts = tuple(name for name in parts if name != "float16")
     turned = [one for one in ("flat", "deep", "weight") if draw.of(f"turned {one}").random() < 0.6]
     iterations = draw.of("iterations").choice((30, 40, 50))
     accumulate = draw.of("micro-batches").choice((2, 3)) if draw.has("accumulate", 0.25) else 1
