@@ -12,10 +12,10 @@ setup: ## Virtual environment; Debian packages when root
 	@tools/setup.sh
 
 demo: setup ## Training loses a rank to kill -9, and ends as if nothing had happened; 3 minutes
-	@$(PYTHON) -m topologies.training_demo --target $(TARGET)
+	@$(PYTHON) -m topologies.training.demo --target $(TARGET)
 
 demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams
-	@$(PYTHON) -m topologies.demo --target $(TARGET)
+	@$(PYTHON) -m topologies.traffic.demo --target $(TARGET)
 
 test: setup ## Lint and quick tests, under 10 minutes
 	@$(PYTHON) -m pytest -m "not slow" -n 2 --dist loadgroup
@@ -27,7 +27,7 @@ lint: setup ## ruff, mypy --strict, import-linter
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
-	@.venv/bin/lint-imports --config setup.cfg
+	@.venv/bin/lint-imports
 
 ptf: setup ## Packet tests; TARGET=softswitch (default), bmv2 or tna; tofino with PTF_CONFIG=FILE
 	@$(PYTHON) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))

@@ -19,10 +19,21 @@ from rich.console import Console
 from benchmarks.figures import Result, markdown, table
 from topologies.signals import unwinding
 
-SUITES = (
-    *("goodput", "packets", "copies", "faults", "control_plane"),
-    *("allreduce", "shadow_receive", "shadow_step", "shadow_memory", "iteration", "batches", "recovery"),
-)
+SUITES = {
+    "goodput": "switch.goodput",
+    "packets": "switch.packets",
+    "copies": "switch.copies",
+    "faults": "switch.faults",
+    "control_plane": "switch.control_plane",
+    "allreduce": "training.allreduce",
+    "shadow_receive": "shadow.receive",
+    "shadow_step": "shadow.step",
+    "shadow_memory": "shadow.memory",
+    "iteration": "training.iteration",
+    "batches": "shadow.batches",
+    "recovery": "training.recovery",
+}
+"""Each suite's module."""
 
 
 def main() -> int:
@@ -37,7 +48,7 @@ def main() -> int:
     console = Console(stderr=arguments.json)
     found: dict[str, tuple[str, list[Result]]] = {}
     for name in arguments.suite or SUITES:
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         console.print(f"[bold]{name}[/bold] ...")
         start = time.monotonic()
         with unwinding():  # a signal ends it as Ctrl-C does, and removes what it made

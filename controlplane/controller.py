@@ -6,22 +6,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
-from checkmate.schema import Switch
+from checkmate.job.schema import Switch
 from checkmate.wording import counted
 from controlplane import plan as planning
-from controlplane.codec import Codec
-from controlplane.endpoint import Answer, Connected, FairQueue, View, answer
+from controlplane.endpoint.endpoint import Answer, Connected, FairQueue, View, answer
+from controlplane.endpoint.frames import Segment, parse
 from controlplane.entities import EntryKey, Holdings
 from controlplane.errors import SwitchUnreachable, TooMuch, Unsure, WriteRefused
-from controlplane.memory import Memory
+from controlplane.memory import SwitchMemory
 from controlplane.network import Network
+from controlplane.p4runtime.codec import Codec
+from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import SwitchPlan
 from controlplane.reconcile import Update, difference
-from controlplane.session import Session
-from controlplane.stub_frames import Segment, parse
 
 LOG = logging.getLogger("checkmate")
 RECONNECT_SECONDS = 0.5
@@ -67,9 +67,11 @@ class SwitchController:
         self.switch = switch
         self.codec = Codec.for_switch(switch)
         self.network = network
-        self._memory: Memory | None = None
+        self._memory: SwitchMemory | None = None
         self.plan: SwitchPlan = planning.empty_plan(switch.name)
-        self.session: Session | None = None
+        self.session: SwitchSession | None = None
+        self._opened = AsyncExitStack()
+        self._checked: tuple[Network, Holdings, SwitchPlan] | None = None
         self._view = View(network, switch.name, {}, Connected(), {})
         self._queue = FairQueue()
         self._waiting = asyncio.Event()
@@ -85,8 +87,10 @@ class SwitchController:
         return self._memory.held if self._memory is not None else None
 
     def check(self, network: Network) -> SwitchPlan:
-        """The plan for `network`, held to the switch's limits; raises `TooMuch`."""
+        """Return the plan for `network`, checked against the switch's limits. Raises `TooMuch`."""
         held = self.held or Holdings()
+        if self._checked is not None and self._checked[:2] == (network, held):
+            return self._checked[2]
         plan = (
             planning.plan_switch(network, self.switch.name, held)
             if self.switch.name in network.switches
@@ -95,19 +99,17 @@ class SwitchController:
         found = planning.excesses(plan, self.switch.target, self.codec.table_sizes())
         if found:
             raise TooMuch("\n".join(map(str, found)))
+        self._checked = network, held.copy(), plan  # what is held changes as streams connect
         return plan
 
     async def open(self, *, replace: bool = False) -> None:
         """Open a session and read what the switch holds. Writes nothing but a missing program."""
         self.check(self.network)
-        session = Session(self.switch, self.codec)
-        await session.__aenter__()
-        try:
+        async with AsyncExitStack() as opened:
+            session = await opened.enter_async_context(SwitchSession(self.switch, self.codec))
             self._loaded = await session.ensure_pipeline(replace=replace)
             self._read = await session.read()
-        except BaseException:
-            await session.__aexit__(None, None, None)
-            raise
+            self._opened = opened.pop_all()
         self.session = session
 
     async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
@@ -120,7 +122,7 @@ class SwitchController:
         async with self._writing:
             network = self.network
             if self._memory is None:
-                self._memory = Memory(self._read)
+                self._memory = SwitchMemory(self._read)
             plan = self.check(network)
             updates = difference(self._read, plan.holdings)
             done = 0
@@ -152,9 +154,8 @@ class SwitchController:
 
     async def close(self) -> None:
         """End the session; the switch keeps what it holds."""
-        if self.session is not None:
-            session, self.session = self.session, None
-            await session.__aexit__(None, None, None)
+        self.session = None
+        await self._opened.aclose()
 
     async def apply(self, network: Network) -> Reconciled:
         """Change to another set of jobs, as far as this switch is concerned.
@@ -180,7 +181,7 @@ class SwitchController:
 
     def _adopt(self, network: Network, plan: SwitchPlan) -> None:
         self.network, self.plan = network, plan
-        self._memory = Memory(Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups)))
+        self._memory = SwitchMemory(plan.holdings.copy())
         self._view = View.of(network, self.switch.name, plan.boundary_ids, self._memory.connected)
 
     @property
@@ -208,7 +209,7 @@ class SwitchController:
                 await self.close()
                 await asyncio.sleep(RECONNECT_SECONDS)
 
-    async def _serve_session(self, session: Session) -> None:
+    async def _serve_session(self, session: SwitchSession) -> None:
         self._lost.clear()
         tasks = [
             asyncio.create_task(work)
@@ -230,14 +231,14 @@ class SwitchController:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fill_queue(self, session: Session) -> None:
+    async def _fill_queue(self, session: SwitchSession) -> None:
         async for port, frame in session.packets():
             segment = parse(frame)
             if segment is not None:
                 self._queue.put(segment, port, self._view)
                 self._waiting.set()
 
-    async def _answer_queued(self, session: Session) -> None:
+    async def _answer_queued(self, session: SwitchSession) -> None:
         while True:
             await self._waiting.wait()
             while batch := self._queue.take(ANSWERS_AT_ONCE):
@@ -251,7 +252,7 @@ class SwitchController:
                 await asyncio.sleep(0)  # a flood must not keep reads and reloads from their turn
             self._waiting.clear()
 
-    async def _answer(self, session: Session, batch: Sequence[tuple[Segment, int]]) -> None:
+    async def _answer(self, session: SwitchSession, batch: Sequence[tuple[Segment, int]]) -> None:
         """Answer segments in order; their frames go out once all their changes are on the switch."""
         assert self._memory is not None
         memory = self._memory

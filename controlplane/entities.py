@@ -35,7 +35,7 @@ WRITE_ORDER = ("streams", "groups", "replication", "stub", "forwarding")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TableEntry:
     """A table entry by names; `match` and `params` in P4Info's order."""
 
     table: str
@@ -71,7 +71,7 @@ EntryKey = tuple[str, Pairs, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MulticastGroup:
     """A multicast group; each replica is (port, instance), instance 0 being the training copy."""
 
     id: int
@@ -93,15 +93,15 @@ class Group:
         return f"group {self.id} -> ports {ports}"
 
 
-Entity = Entry | Group
+Entity = TableEntry | MulticastGroup
 
 
 @dataclass(slots=True)
 class Holdings:
     """All that a switch holds, or should hold."""
 
-    entries: dict[EntryKey, Entry] = field(default_factory=dict)
-    groups: dict[int, Group] = field(default_factory=dict)
+    entries: dict[EntryKey, TableEntry] = field(default_factory=dict)
+    groups: dict[int, MulticastGroup] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entities: Iterable[Entity]) -> Holdings:
@@ -110,21 +110,25 @@ class Holdings:
             held.put(entity)
         return held
 
+    def copy(self) -> Holdings:
+        """Return the same entities, in dictionaries of their own."""
+        return Holdings(dict(self.entries), dict(self.groups))
+
     def put(self, entity: Entity) -> None:
         """Add, or replace what has the same key."""
-        if isinstance(entity, Group):
+        if isinstance(entity, MulticastGroup):
             self.groups[entity.id] = entity
         else:
             self.entries[entity.key] = entity
 
     def drop(self, entity: Entity) -> None:
         """Remove what has the key of `entity`, if there is one."""
-        if isinstance(entity, Group):
+        if isinstance(entity, MulticastGroup):
             self.groups.pop(entity.id, None)
         else:
             self.entries.pop(entity.key, None)
 
-    def table(self, name: str) -> list[Entry]:
+    def table(self, name: str) -> list[TableEntry]:
         """The entries of one table."""
         return [entry for entry in self.entries.values() if entry.table == name]
 

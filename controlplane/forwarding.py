@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controlplane.entities import FLOOD_GROUP, Entry, Group, mac_number
+from controlplane.entities import FLOOD_GROUP, MulticastGroup, TableEntry, mac_number
 from controlplane.network import Network
 
 
-def forward(mac: str, port: int) -> Entry:
+def forward(mac: str, port: int) -> TableEntry:
     """Frames to `mac` leave by `port`."""
-    return Entry("forwarding", (("mac", mac_number(mac)),), "forward", (("port", port),))
+    return TableEntry("forwarding", (("mac", mac_number(mac)),), "forward", (("port", port),))
 
 
-def discard(mac: str) -> Entry:
+def discard(mac: str) -> TableEntry:
     """Frames to `mac` end here, unless a feature before forwarding took them."""
-    return Entry("forwarding", (("mac", mac_number(mac)),), "discard")
+    return TableEntry("forwarding", (("mac", mac_number(mac)),), "discard")
 
 
-def flood_group(ports: set[int]) -> Group:
+def flood_group(ports: set[int]) -> MulticastGroup:
     """The group of broadcast and unknown frames; the program keeps a frame from going back."""
-    return Group(FLOOD_GROUP, frozenset((port, 0) for port in ports))
+    return MulticastGroup(FLOOD_GROUP, frozenset((port, 0) for port in ports))
 
 
-def entries(network: Network, switch: str) -> Iterator[Entry | Group]:
+def entries(network: Network, switch: str) -> Iterator[TableEntry | MulticastGroup]:
     """What `switch` needs to forward between all hosts and stubs of the jobs."""
     ports = set(network.tree_ports(switch))
     for host in network.hosts:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controlplane.endpoint import Answer, Connected
-from controlplane.entities import Entity, Entry, EntryKey, Holdings
+from controlplane.endpoint.endpoint import Answer, Connected
+from controlplane.entities import Entity, EntryKey, Holdings, TableEntry
 from controlplane.reconcile import Update
 
 
-class Memory:
+class SwitchMemory:
     """Changed before the switch is, and changed back where the switch refuses."""
 
     def __init__(self, held: Holdings) -> None:
@@ -42,5 +42,5 @@ class Memory:
         elif old is not None:
             self.held.drop(old)
         for entity, change in ((old, self.connected.drop), (new, self.connected.put)):
-            if isinstance(entity, Entry) and entity.table == "streams":
+            if isinstance(entity, TableEntry) and entity.table == "streams":
                 change(entity)

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 
-from checkmate.holdings import Stream, streams
-from checkmate.schema import Attachment, Job, Nic, Rank, Switch
+from checkmate.job.boundaries import Stream, streams
+from checkmate.job.schema import Attachment, Job, Nic, Rank, Switch
 
 
 class Network:
-    """Switches, links and hosts of all jobs. Jobs are taken to be checked (`checkmate.checks`)."""
+    """Switches, links and hosts of all jobs. Jobs are taken to be checked (`checkmate.job.checks`)."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from checkmate import tofino
-from checkmate.holdings import Stream
-from checkmate.schema import Job
+from checkmate.job.boundaries import Stream
+from checkmate.job.schema import Job
+from checkmate.job.tofino import chips
 from controlplane import forwarding, replication, streams, stub
 from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.streams import StreamKey
 
-_NODES_OF_CHIPS = {target: chip.multicast_nodes for target, chip in tofino.CHIPS.items()}
-GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(tofino.TARGETS, tofino.GROUPS_MAX)
+_NODES_OF_CHIPS = {target: chip.multicast_nodes for target, chip in chips.CHIPS.items()}
+GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(chips.TARGETS, chips.GROUPS_MAX)
 NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | _NODES_OF_CHIPS
 """Multicast groups and nodes of each target's PRE. A node is a group's copies of one instance."""
 

@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from checkmate.holdings import boundaries
-from checkmate.schema import Job
-from controlplane.codec import Codec
+from checkmate.job.boundaries import boundaries
+from checkmate.job.schema import Job
 from controlplane.controller import Reconciled
-from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Group, Holdings, mac_number
+from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Holdings, MulticastGroup, mac_number
 from controlplane.errors import ControlError
 from controlplane.network import Network
+from controlplane.p4runtime.codec import Codec
+from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconcile import difference
-from controlplane.session import Session
 
 
 def without(held: Holdings, network: Network, switch: str) -> Holdings:
@@ -44,7 +44,7 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
     ports = {host.port for host in network.hosts if host.switch == switch}
     for group in held.groups.values():
         if group.id == FLOOD_GROUP:
-            rest.put(Group(group.id, frozenset(r for r in group.replicas if r[0] not in ports)))
+            rest.put(MulticastGroup(group.id, frozenset(r for r in group.replicas if r[0] not in ports)))
         elif group.id < FIRST_JOB_GROUP or group.id in used:
             rest.put(group)
     return rest
@@ -60,11 +60,11 @@ async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
     All switches are reached before anything is written; where one refuses, the others get back what they had.
     """
     network = Network(jobs)
-    changes: list[tuple[Session, Holdings, Holdings]] = []
+    changes: list[tuple[SwitchSession, Holdings, Holdings]] = []
     done: list[Reconciled] = []
     async with AsyncExitStack() as stack:
         for name, switch in network.switches.items():
-            session = await stack.enter_async_context(Session(switch, Codec.for_switch(switch)))
+            session = await stack.enter_async_context(SwitchSession(switch, Codec.for_switch(switch)))
             await session.check_pipeline()
             held = await session.read()
             changes.append((session, held, without(held, network, name)))

@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import IPv4Address
 
-from checkmate.holdings import Boundary
-from checkmate.schema import Attachment, Job
-from controlplane.entities import FIRST_JOB_GROUP, Entry, Group, Holdings
+from checkmate.job.boundaries import Boundary
+from checkmate.job.schema import Attachment, Job
+from controlplane.entities import FIRST_JOB_GROUP, Holdings, MulticastGroup, TableEntry
 from controlplane.network import Network
 
 Replicas = frozenset[tuple[int, int]]
 BOUNDARY_IDS = 1 << 16
 
 
-def mark(dscp_bit: int) -> Entry:
+def mark(dscp_bit: int) -> TableEntry:
     """Segments whose DSCP has this bit may be tagged."""
-    return Entry("marks", (("dscp", (dscp_bit, dscp_bit)),), "mark", (), priority=1)
+    return TableEntry("marks", (("dscp", (dscp_bit, dscp_bit)),), "mark", (), priority=1)
 
 
 def replicate(
     source: IPv4Address, destination: IPv4Address, shadow_id: int, channel: int, *, group: int, boundary: int
-) -> Entry:
+) -> TableEntry:
     """Tagged segments of a boundary rank, for one shard and channel, go to `group`."""
-    return Entry(
+    return TableEntry(
         "replication",
         (
             ("source", int(source)),
@@ -81,7 +81,7 @@ def group_contents(network: Network, switch: str) -> dict[tuple[str, int, int, i
 
 def _port(network: Network, switch: str, place: Attachment) -> int:
     port = network.port_towards(switch, place)
-    assert port is not None  # `checkmate.checks` refuses a job whose parts no link joins
+    assert port is not None  # `checkmate.job.checks` refuses a job whose parts no link joins
     return port
 
 
@@ -106,12 +106,12 @@ def group_ids(contents: Iterable[Replicas], held: Holdings) -> dict[Replicas, in
 
 def entries(
     network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
-) -> Iterator[Entry | Group]:
+) -> Iterator[TableEntry | MulticastGroup]:
     """The switch's multicast groups, and what leads to them."""
     contents = group_contents(network, switch)
     ids = group_ids(contents.values(), held)
     for content, number in ids.items():
-        yield Group(number, content)
+        yield MulticastGroup(number, content)
     by_key = {(b.job, b.number): b for b in _boundaries(network)}
     for (job, number, shadow_id, channel), content in contents.items():
         boundary = by_key[(job, number)]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from checkmate.jobs import JobError, fabric_files, job_files, read_jobs
-from checkmate.schema import Job
+from checkmate.job.files import JobError
+from checkmate.job.followed import JobFiles
+from checkmate.job.schema import Job
 from checkmate.wording import counted
 from controlplane.controller import LOG, Reconciled, SwitchController
 from controlplane.errors import ControlError, SwitchUnreachable
 from controlplane.network import Network
 
 POLL_SECONDS = 0.5
-Signature = tuple[tuple[str, int, int], ...]
 
 
 class Fleet:
@@ -137,38 +135,6 @@ def _same_switch(controller: SwitchController, network: Network) -> None:
         )
 
 
-@dataclass
-class JobFiles:
-    """The job files of a command line, and what they said when they were last whole."""
-
-    arguments: Sequence[Path]
-    _seen: Signature = ()
-    _fabrics: tuple[Path, ...] = ()
-
-    def read(self) -> list[Job]:
-        """Every job now; raises `JobError`."""
-        files = job_files(self.arguments)
-        first = not self._seen
-        self._fabrics = tuple(fabric for file in files for fabric in fabric_files(file))
-        self._seen = self._signature()
-        return read_jobs([file for file in files if file.exists() or first])
-
-    def changed(self) -> bool:
-        """Whether a file came, went or was written since the last `read`."""
-        return self._signature() != self._seen
-
-    def _signature(self) -> Signature:
-        """The job files themselves, and the fabric files that they named when they were read."""
-        found = []
-        for file in sorted({*job_files(self.arguments), *self._fabrics}):
-            try:
-                stat = file.stat()
-            except OSError:
-                continue  # gone between the listing and the look
-            found.append((str(file), stat.st_mtime_ns, stat.st_size))
-        return (*found, ("", 0, 0))
-
-
 async def follow(files: JobFiles, fleet: Fleet) -> None:
     """Apply every change of the job files; what can't be applied is said, and changes nothing."""
     while True:
@@ -178,7 +144,7 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
         await asyncio.sleep(POLL_SECONDS / 5)  # an editor may still be writing
         before = {job.job for job in fleet.network.jobs}
         try:
-            jobs = files.read()
+            jobs = files.read().require()
             done = await fleet.change(jobs)
         except JobError as error:
             LOG.error("jobs stay as they were:\n%s", error)

@@ -8,11 +8,11 @@ from typing import Any
 
 from finsy import P4CounterEntry
 
-from checkmate.holdings import boundaries
+from checkmate.job.boundaries import boundaries
 from controlplane.entities import Holdings, mac_number
 from controlplane.network import Network
+from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
-from controlplane.session import Session
 from controlplane.streams import StreamKey, key_of
 
 PASSED = ("without_tag", "without_entry")
@@ -21,7 +21,7 @@ LOSSES = ("not_connected", "old_incarnation")
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class StreamCount:
     packets: int = 0
     bytes: int = 0
 
@@ -54,8 +54,8 @@ class SwitchStatus:
     switch: str
     target: str
     streams: tuple[StreamStatus, ...]
-    passed: dict[str, Count] = field(default_factory=dict)
-    losses: dict[str, Count] = field(default_factory=dict)
+    passed: dict[str, StreamCount] = field(default_factory=dict)
+    losses: dict[str, StreamCount] = field(default_factory=dict)
     not_installed: tuple[str, ...] = ()
     """Jobs that were asked for, and that the switch holds nothing of."""
     acks_dropped: int = 0
@@ -65,7 +65,7 @@ class SwitchStatus:
         return asdict(self)
 
 
-async def read_status(session: Session, network: Network, held: Holdings | None = None) -> SwitchStatus:
+async def read_status(session: SwitchSession, network: Network, held: Holdings | None = None) -> SwitchStatus:
     """Ask one switch. `held` spares reading its entries again where the controller knows them."""
     switch = session.switch
     if held is None:
@@ -78,8 +78,8 @@ async def read_status(session: Session, network: Network, held: Holdings | None 
     for key, stream in plan.streams.items():
         entry = connected.get(key)
         incarnation = entry["incarnation"] if entry else None
-        count = moved.get((key, incarnation), Count())
-        miss = lost.get((key, None), Count())
+        count = moved.get((key, incarnation), StreamCount())
+        miss = lost.get((key, None), StreamCount())
         streams.append(
             StreamStatus(
                 stream.boundary.job,
@@ -134,21 +134,21 @@ def _key(match: Mapping[str, Any]) -> StreamKey:
     return (boundary, channel, shadow_id, replication_id)
 
 
-async def _direct(session: Session, table: str) -> dict[tuple[StreamKey, int | None], Count]:
+async def _direct(session: SwitchSession, table: str) -> dict[tuple[StreamKey, int | None], StreamCount]:
     found = {}
     codec = session.codec
     async for message in session.read_entities([codec.read_direct_counters(table)]):
         counted = codec.decode_direct_counter(message)
         incarnation = counted.match.get("incarnation")
-        found[(_key(counted.match), incarnation)] = Count(counted.packets, counted.bytes)
+        found[(_key(counted.match), incarnation)] = StreamCount(counted.packets, counted.bytes)
     return found
 
 
-async def _cells(session: Session, counter: str, names: tuple[str, ...]) -> dict[str, Count]:
-    found = {name: Count() for name in names}
+async def _cells(session: SwitchSession, counter: str, names: tuple[str, ...]) -> dict[str, StreamCount]:
+    found = {name: StreamCount() for name in names}
     codec = session.codec
     async for message in session.read_entities([codec.read_counter(counter)]):
         entry = P4CounterEntry.decode(message, codec.schema)
         if entry.index is not None and entry.index < len(names):
-            found[names[entry.index]] = Count(entry.packet_count, entry.byte_count)
+            found[names[entry.index]] = StreamCount(entry.packet_count, entry.byte_count)
     return found

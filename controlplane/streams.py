@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
-from checkmate import wire
-from checkmate.holdings import Stream
-from checkmate.schema import Nic, Stub
-from controlplane.entities import Entry, Holdings, mac_number
+from checkmate.job.boundaries import Stream
+from checkmate.job.schema import Nic, Stub
+from checkmate.wire import tag
+from controlplane.entities import Holdings, TableEntry, mac_number
 from controlplane.network import Network
 
 StreamKey = tuple[int, int, int, int]
@@ -20,7 +20,7 @@ StreamKey = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class StreamConnection:
     """A shadow node's end of a stream: its address, port and initial sequence number, and its base."""
 
     ip: IPv4Address
@@ -30,10 +30,10 @@ class Connection:
     base: int = 0
 
 
-def rewrite(key: StreamKey, incarnation: int, connection: Connection, stub: Stub) -> Entry:
+def rewrite(key: StreamKey, incarnation: int, connection: StreamConnection, stub: Stub) -> TableEntry:
     """Copies for `key` and `incarnation` become segments of `connection`."""
     boundary, channel, shadow_id, replication_id = key
-    return Entry(
+    return TableEntry(
         "streams",
         (
             ("boundary", boundary),
@@ -50,21 +50,21 @@ def rewrite(key: StreamKey, incarnation: int, connection: Connection, stub: Stub
             ("stub_ip", int(stub.ip)),
             ("shadow_port", connection.port),
             ("stub_port", stub.port),
-            ("acknowledgement", wire.copy_acknowledgement(connection.isn)),
-            ("minus_base", wire.minus(connection.base)),
+            ("acknowledgement", tag.copy_acknowledgement(connection.isn)),
+            ("minus_base", tag.minus(connection.base)),
         ),
     )
 
 
-def expect(boundary: int, incarnation: int) -> Entry:
+def expect(boundary: int, incarnation: int) -> TableEntry:
     """The boundary's current incarnation: what other ones lose is counted apart."""
-    return Entry("incarnations", (("boundary", boundary),), "expect", (("incarnation", incarnation),))
+    return TableEntry("incarnations", (("boundary", boundary),), "expect", (("incarnation", incarnation),))
 
 
-def lose(key: StreamKey) -> Entry:
+def lose(key: StreamKey) -> TableEntry:
     """Counts what a stream loses while it isn't connected."""
     boundary, channel, shadow_id, replication_id = key
-    return Entry(
+    return TableEntry(
         "lost",
         (
             ("boundary", boundary),
@@ -76,7 +76,7 @@ def lose(key: StreamKey) -> Entry:
     )
 
 
-def key_of(entry: Entry) -> StreamKey:
+def key_of(entry: TableEntry) -> StreamKey:
     """The stream that an entry of `streams` or `lost` belongs to."""
     return (entry["boundary"], entry["channel"], entry["shadow_id"], entry["replication_id"])
 
@@ -97,7 +97,7 @@ def streams_of(
     }
 
 
-def belongs(entry: Entry, nic: Nic, stub: Stub) -> bool:
+def belongs(entry: TableEntry, nic: Nic, stub: Stub) -> bool:
     """Whether a rewrite still leads from the stub to that NIC."""
     return (
         entry["shadow_ip"] == int(nic.ip)
@@ -110,7 +110,7 @@ def belongs(entry: Entry, nic: Nic, stub: Stub) -> bool:
 
 def entries(
     network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
-) -> Iterator[Entry]:
+) -> Iterator[TableEntry]:
     """A loss counter for each stream, and the connected ones among `held` that a job still has."""
     streams = streams_of(network, switch, boundary_id)
     for key in streams:
@@ -131,39 +131,39 @@ class Admission:
     """What a valid hello asks for: entries to put, and the stream's older entries to drop."""
 
     key: StreamKey
-    put: tuple[Entry, ...]
-    drop: tuple[Entry, ...]
+    put: tuple[TableEntry, ...]
+    drop: tuple[TableEntry, ...]
 
 
-class Refused(Exception):
+class StreamRefused(Exception):
     """A hello that gets a RST, and why."""
 
 
 def admit(
-    hello: wire.Hello,
-    connection: Connection,
+    hello: tag.Hello,
+    connection: StreamConnection,
     *,
     network: Network,
     switch: str,
     boundary_id: Mapping[tuple[str, int], int],
-    held: Mapping[StreamKey, Entry],
+    held: Mapping[StreamKey, TableEntry],
 ) -> Admission:
     """Whether this node and NIC may have the stream that `hello` names (design, section 4).
 
     The hello's source address tells the job. `held` has each connected stream's entry.
-    Raises `Refused`.
+    Raises `StreamRefused`.
     """
     job = next(
         (j for j in network.jobs for n in j.shadow_nodes for nic in n.nics if nic.ip == connection.ip), None
     )
     if job is None:
-        raise Refused(f"{connection.ip} is no job's shadow NIC")
+        raise StreamRefused(f"{connection.ip} is no job's shadow NIC")
     boundary = boundary_id.get((job.job, hello.boundary))
     if boundary is None:
-        raise Refused(f"job {job.job} has no boundary {hello.boundary} on {switch}")
+        raise StreamRefused(f"job {job.job} has no boundary {hello.boundary} on {switch}")
     group = hello.boundary // 2
     if hello.channel >= job.channels or hello.shadow_id >= job.shards(group):
-        raise Refused(f"job {job.job} has no channel {hello.channel} of shadow id {hello.shadow_id}")
+        raise StreamRefused(f"job {job.job} has no channel {hello.channel} of shadow id {hello.shadow_id}")
     for replication_id in range(1, job.replicas + 1):
         node = job.holder(group, hello.shadow_id, replication_id)
         side = hello.boundary % 2
@@ -171,11 +171,11 @@ def admit(
         if nic.ip == connection.ip:
             break
     else:
-        raise Refused(
+        raise StreamRefused(
             f"{connection.ip} is not the NIC for channel {hello.channel} of shadow id {hello.shadow_id}"
         )
     if nic.mac != connection.mac:
-        raise Refused(f"{connection.ip} has {nic.mac} in the job, not {connection.mac}")
+        raise StreamRefused(f"{connection.ip} has {nic.mac} in the job, not {connection.mac}")
     key = (boundary, hello.channel, hello.shadow_id, replication_id)
     entry = rewrite(key, hello.incarnation, connection, network.switches[switch].stub)
     old = held.get(key)

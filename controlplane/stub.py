@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import IPv4Address
 
-from controlplane.entities import Entry
+from controlplane.entities import TableEntry
 from controlplane.network import Network
 
 
-def punt(address: IPv4Address) -> tuple[Entry, Entry]:
+def punt(address: IPv4Address) -> tuple[TableEntry, TableEntry]:
     """Segments to `address`, plain ACKs apart, and ARP requests for it go to the controller."""
     key = (("address", int(address)),)
-    return Entry("stub", key, "punt_segment"), Entry("stub_arp", key, "punt_arp")
+    return TableEntry("stub", key, "punt_segment"), TableEntry("stub_arp", key, "punt_arp")
 
 
-def entries(network: Network, switch: str) -> Iterator[Entry]:
+def entries(network: Network, switch: str) -> Iterator[TableEntry]:
     """The switch's own stub."""
     yield from punt(network.switches[switch].stub.ip)

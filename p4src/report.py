@@ -21,7 +21,7 @@ GRESSES = ("ingress", "egress")
 
 
 @dataclass(frozen=True)
-class Chip:
+class ChipReport:
     """What a pipe has."""
 
     stages: int
@@ -35,8 +35,8 @@ class Chip:
 
 
 CHIPS = {
-    "tofino": Chip(stages=12, srams=12 * 80, tcams=12 * 24, phv_bits=4096, parser_rows=256),
-    "tofino2": Chip(stages=20, srams=20 * 80, tcams=20 * 24, phv_bits=5120, parser_rows=256),
+    "tofino": ChipReport(stages=12, srams=12 * 80, tcams=12 * 24, phv_bits=4096, parser_rows=256),
+    "tofino2": ChipReport(stages=20, srams=20 * 80, tcams=20 * 24, phv_bits=5120, parser_rows=256),
 }
 
 

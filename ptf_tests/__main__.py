@@ -19,11 +19,11 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from ptf_tests import targets
-from ptf_tests.config import Config, ConfigError, read_config
-from ptf_tests.namespace import NamespaceError
-from ptf_tests.report import Row, Teller
-from ptf_tests.targets import TargetError
+from ptf_tests.report import SuiteRow, Teller
+from ptf_tests.stage import targets
+from ptf_tests.stage.config import ConfigError, StandingConfig, read_config
+from ptf_tests.stage.namespace import NamespaceError
+from ptf_tests.stage.targets import TargetError
 
 SUITES = ("forwarding", "replication", "streams", "stub")
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(row.outcome == "failed" for row in rows) else 0
 
 
-def _config(target: str | None, file: Path | None) -> Config | None:
+def _config(target: str | None, file: Path | None) -> StandingConfig | None:
     """The file of a switch that is up, which has to be of the target that is asked for."""
     if file is None:
         if target in targets.STANDING:
@@ -68,16 +68,16 @@ def _config(target: str | None, file: Path | None) -> Config | None:
     return config
 
 
-def run(where: Config | str, suites: Sequence[str], teller: Teller) -> list[Row]:
+def run(where: StandingConfig | str, suites: Sequence[str], teller: Teller) -> list[SuiteRow]:
     """Run suites on a target, in a network namespace that this process enters for good; or as a file says."""
     # Imported late: nobody should wait for them to read --help; and PTF greets on stdout.
     with contextlib.redirect_stdout(io.StringIO()):
         from ptf_tests.base import SwitchTest  # noqa: PLC0415
-        from ptf_tests.lab import Lab  # noqa: PLC0415
-        from ptf_tests.standing import Standing  # noqa: PLC0415
+        from ptf_tests.stage.lab import NamespaceStage  # noqa: PLC0415
+        from ptf_tests.stage.standing import StandingSwitch  # noqa: PLC0415
 
-    lab = Lab(where) if isinstance(where, str) else Standing(where)
-    rows: list[Row] = []
+    lab = NamespaceStage(where) if isinstance(where, str) else StandingSwitch(where)
+    rows: list[SuiteRow] = []
     try:
         with teller.running():
             SwitchTest.lab, SwitchTest.switch = lab, lab.start()

@@ -17,13 +17,12 @@ from ptf.base_tests import BaseTest
 from ptf.testutils import dp_poll, send_packet, verify_no_other_packets
 from scapy.layers.l2 import ARP, Ether
 
-from controlplane.entities import Entity, Entry, Group, Holdings
+from controlplane.entities import Entity, Holdings, MulticastGroup, TableEntry
 from controlplane.forwarding import flood_group, forward
 from controlplane.reconcile import Update
 from controlplane.replication import mark, replicate
 from controlplane.streams import rewrite
 from controlplane.stub import punt
-from ptf_tests.lab import Stage
 from ptf_tests.packets import (
     BOUNDARY,
     BROADCAST,
@@ -38,7 +37,8 @@ from ptf_tests.packets import (
     compare,
     stream_key,
 )
-from ptf_tests.switch import Count, Punted, Switch
+from ptf_tests.stage.lab import Stage
+from ptf_tests.switch import CounterValue, PtfSwitch, Punted
 
 _FENCE_IP = IPv4Address("192.0.2.254")
 _FENCE_SECONDS = 5.0
@@ -53,7 +53,7 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
     """A test with the one switch under test; it starts with a flood group of all ports."""
 
     lab: ClassVar[Stage]
-    switch: ClassVar[Switch]
+    switch: ClassVar[PtfSwitch]
 
     def setUp(self) -> None:
         super().setUp()
@@ -157,7 +157,7 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         self.check((PORTS[0], ()), {})
 
     @contextmanager
-    def counts(self, counter: str, *added: Count) -> Iterator[None]:
+    def counts(self, counter: str, *added: CounterValue) -> Iterator[None]:
         """What happens inside must add exactly this to the cells of an indexed counter."""
         before = self.switch.counts(counter)
         yield
@@ -165,11 +165,13 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         grown = [now - then for now, then in zip(after, before, strict=True)]
         self._check_counts(added, grown, f"counter {counter}")
 
-    def check_count(self, entry: Entry, *frames: bytes) -> None:
+    def check_count(self, entry: TableEntry, *frames: bytes) -> None:
         """An entry's direct counter must have counted exactly these frames."""
         self._check_counts([count(*frames)], [self.switch.direct_count(entry)], str(entry))
 
-    def _check_counts(self, expected: Sequence[Count], found: Sequence[Count], what: str) -> None:
+    def _check_counts(
+        self, expected: Sequence[CounterValue], found: Sequence[CounterValue], what: str
+    ) -> None:
         """A chip's bytes are others than the frame's: there, packets alone."""
         if self.lab.hardware:
             packets = [[each.packets for each in counts] for counts in (expected, found)]
@@ -185,32 +187,32 @@ class TaggedTest(SwitchTest):
         super().setUp()
         self.put(mark(DSCP_BIT), forward(PEER_MAC, PEER_PORT))
 
-    def replicate(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> Entry:
+    def replicate(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> TableEntry:
         """Copies for these holders, the first one being holder 1. No stream is connected by this."""
         copies = {(shadow.switch_port, holder) for holder, shadow in enumerate(shadows, 1)}
         entry = replicate(TRAINER_IP, PEER_IP, shadow_id, channel, group=group, boundary=BOUNDARY)
-        self.put(Group(group, frozenset({(PEER_PORT, 0), *copies})), entry)
+        self.put(MulticastGroup(group, frozenset({(PEER_PORT, 0), *copies})), entry)
         return entry
 
     def connect(
         self, shadow: Shadow, *, holder: int = 1, shadow_id: int = 0, channel: int = 0, incarnation: int = 1
-    ) -> Entry:
+    ) -> TableEntry:
         """Connect a stream."""
         key = stream_key(shadow_id, channel, holder)
         entry = rewrite(key, incarnation, shadow.connection(), STUB)
         self.put(entry)
         return entry
 
-    def protect(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> Entry:
+    def protect(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> TableEntry:
         """Copies for these holders, all connected in incarnation 1; returns the entry of `replication`."""
         for holder, shadow in enumerate(shadows, 1):
             self.connect(shadow, holder=holder, shadow_id=shadow_id, channel=channel)
         return self.replicate(*shadows, shadow_id=shadow_id, channel=channel, group=group)
 
 
-def count(*frames: bytes) -> Count:
+def count(*frames: bytes) -> CounterValue:
     """What a counter says of frames, each with the length that it came in with."""
-    return Count(len(frames), sum(len(frame) for frame in frames))
+    return CounterValue(len(frames), sum(len(frame) for frame in frames))
 
 
 def _listed(frames: bytes | Sequence[bytes]) -> list[bytes]:

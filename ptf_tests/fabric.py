@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import IPv4Address
 
-from checkmate.schema import Attachment, DpGroup, Fabric, Job, Nic, Rank, ShadowNode, Stub, Switch
+from checkmate.job.schema import Attachment, DpGroup, Fabric, Job, Nic, Rank, ShadowNode, Stub, Switch
 
 SWITCHES = (1, 2, 3)
 HOST_PORTS = (1, 2)

@@ -13,15 +13,15 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import ARP, Dot1AD, Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
-from controlplane.entities import Group, Holdings
+from controlplane.entities import Holdings, MulticastGroup
 from controlplane.forwarding import discard, flood_group, forward
 from controlplane.plan import plan
 from controlplane.reconcile import Update
 from ptf_tests import fabric
 from ptf_tests.base import SwitchTest
-from ptf_tests.namespace import frames_sent
 from ptf_tests.packets import BROADCAST, PORTS, payload
-from ptf_tests.switch import Switch
+from ptf_tests.stage.namespace import frames_sent
+from ptf_tests.switch import PtfSwitch
 
 HOST, OTHER, STRANGER = "02:00:00:00:00:0a", "02:00:00:00:00:0b", "02:00:00:00:00:0c"
 
@@ -179,7 +179,7 @@ class Frames(SwitchTest):
 class Loops(BaseTest):  # type: ignore[misc]
     """Three switches, with what `controlplane.plan` gives each for a job on them."""
 
-    switches: ClassVar[dict[str, Switch]]
+    switches: ClassVar[dict[str, PtfSwitch]]
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -258,7 +258,7 @@ class Loops(BaseTest):  # type: ignore[misc]
         time.sleep(0.3)
         carried = sum(frames_sent(fabric.link_interfaces()).values()) - before
         for name, ports in loop.items():
-            self.switches[name].write([Update(flood_group(ports), Group(1, frozenset({(1, 0)})))])
+            self.switches[name].write([Update(flood_group(ports), MulticastGroup(1, frozenset({(1, 0)})))])
         self._calm()
         self.assertGreater(carried, 20)
 

@@ -15,8 +15,8 @@ from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import Ether
 from scapy.packet import Raw
 
-from checkmate.schema import Stub
-from controlplane.streams import Connection, StreamKey
+from checkmate.job.schema import Stub
+from controlplane.streams import StreamConnection, StreamKey
 
 TRAINER_PORT, PEER_PORT = 1, 2
 SHADOW_PORTS = tuple(range(3, 19))
@@ -51,7 +51,7 @@ SACK = bytes([1, 1, 5, 10]) + bytes.fromhex("00001000 00002000")
 
 
 @dataclass(frozen=True)
-class Segment:
+class TaggedSegment:
     """A segment of the training connection, as the boundary rank sends it."""
 
     options: bytes = b""
@@ -107,9 +107,9 @@ class Segment:
         return bytes(self.packet())
 
 
-def tagged_segment(option: bytes, *, timestamps: bool = False, **fields: object) -> Segment:
+def tagged_segment(option: bytes, *, timestamps: bool = False, **fields: object) -> TaggedSegment:
     """A segment whose option block is exactly the tag, or timestamps and the tag."""
-    return replace(Segment(), options=(TIMESTAMPS if timestamps else b"") + option, **fields)  # type: ignore[arg-type]
+    return replace(TaggedSegment(), options=(TIMESTAMPS if timestamps else b"") + option, **fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,17 @@ class Shadow:
     def tcp_port(self) -> int:
         return 33000 + self.number
 
-    def connection(self) -> Connection:
+    def connection(self) -> StreamConnection:
         """As the controller knows it."""
-        return Connection(self.ip, self.mac, self.tcp_port, self.isn, self.base)
+        return StreamConnection(self.ip, self.mac, self.tcp_port, self.isn, self.base)
 
 
-def expected_copy(segment: Segment, shadow: Shadow, sequence: int) -> bytes:
+def expected_copy(segment: TaggedSegment, shadow: Shadow, sequence: int) -> bytes:
     """The shadow copy of a tagged segment, at `sequence` of the stream (design, section 4)."""
     return bytes(copy_packet(segment, shadow, sequence))
 
 
-def copy_packet(segment: Segment, shadow: Shadow, sequence: int) -> Ether:
+def copy_packet(segment: TaggedSegment, shadow: Shadow, sequence: int) -> Ether:
     """`expected_copy` in scapy, checksums still to be computed."""
     return (
         Ether(dst=shadow.mac, src=STUB.mac)

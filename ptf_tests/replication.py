@@ -10,7 +10,7 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
-from controlplane.entities import Entry, Group
+from controlplane.entities import MulticastGroup, TableEntry
 from controlplane.replication import mark, replicate
 from controlplane.streams import rewrite
 from ptf_tests.base import TaggedTest, count
@@ -25,14 +25,14 @@ from ptf_tests.packets import (
     TRAINER_IP,
     TRAINER_MAC,
     TRAINER_PORT,
-    Segment,
     Shadow,
+    TaggedSegment,
     expected_copy,
     payload,
     tag,
     tagged_segment,
 )
-from ptf_tests.switch import Count
+from ptf_tests.switch import CounterValue
 
 SHADOW = Shadow(0)
 TAGGED = tagged_segment(tag(sequence=5000))
@@ -49,10 +49,10 @@ class Replicated(TaggedTest):
         entry = self.protect(SHADOW)
         self._replicates(entry, tagged_segment(tag(sequence=5000), timestamps=True))
 
-    def _replicates(self, entry: Entry, segment: Segment) -> None:
+    def _replicates(self, entry: TableEntry, segment: TaggedSegment) -> None:
         sent = replace(segment, sequence=0).frame()
         copy = expected_copy(segment, SHADOW, sequence=5000)
-        with self.counts("passed", Count(), Count()):
+        with self.counts("passed", CounterValue(), CounterValue()):
             self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copy})
         self.check_count(entry, sent)
 
@@ -95,7 +95,7 @@ class Groups(TaggedTest):
         """each of 16 shadow ids and 8 channels has a group of its own"""
         sent: list[bytes] = []
         out: dict[int, list[bytes]] = {PEER_PORT: sent}
-        entries: list[tuple[Entry, bytes]] = []
+        entries: list[tuple[TableEntry, bytes]] = []
         for shadow_id in range(16):
             for channel in range(8):
                 stream = 8 * shadow_id + channel
@@ -165,7 +165,7 @@ class Groups(TaggedTest):
         self.put(
             rewrite((BOUNDARY, 0, 0, 1), 1, first.connection(), STUB),
             rewrite((BOUNDARY, 0, 0, 2), 1, second.connection(), STUB),
-            Group(2, frozenset({(PEER_PORT, 0), (PEER_PORT, 1), (PEER_PORT, 2)})),
+            MulticastGroup(2, frozenset({(PEER_PORT, 0), (PEER_PORT, 1), (PEER_PORT, 2)})),
             replicate(TRAINER_IP, PEER_IP, 0, 0, group=2, boundary=BOUNDARY),
         )
         segment = replace(TAGGED, sequence=0)
@@ -185,7 +185,7 @@ class Passed(TaggedTest):
         self.entry = self.protect(SHADOW)
 
     def _passes(self, *frames: bytes, without_tag: bool = False, without_entry: bool = False) -> None:
-        nothing, all_of_them = Count(), count(*frames)
+        nothing, all_of_them = CounterValue(), count(*frames)
         counted = (all_of_them if without_tag else nothing, all_of_them if without_entry else nothing)
         with self.counts("passed", *counted):
             self.check((TRAINER_PORT, frames), {PEER_PORT: frames})

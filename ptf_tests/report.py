@@ -15,7 +15,7 @@ _COLOURS = {"passed": "green", "failed": "red", "skipped": "yellow"}
 
 
 @dataclass
-class Row:
+class SuiteRow:
     """A test and what became of it: `passed`, `failed` or `skipped`, and why."""
 
     suite: str
@@ -29,9 +29,9 @@ class Row:
 class Rows(unittest.TestResult):
     """Collects a row for each test of a suite, and tells `ended` of each."""
 
-    def __init__(self, suite: str, ended: Callable[[Row], None] = lambda _: None) -> None:
+    def __init__(self, suite: str, ended: Callable[[SuiteRow], None] = lambda _: None) -> None:
         super().__init__()
-        self.rows: list[Row] = []
+        self.rows: list[SuiteRow] = []
         self._suite = suite
         self._ended = ended
         self._began = 0.0
@@ -40,7 +40,7 @@ class Rows(unittest.TestResult):
         super().startTest(test)
         self._began = time.monotonic()
         name = test.id().split(".", 2)[2]
-        self.rows.append(Row(self._suite, name, test.shortDescription() or "", "passed", 0.0))
+        self.rows.append(SuiteRow(self._suite, name, test.shortDescription() or "", "passed", 0.0))
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
@@ -62,7 +62,7 @@ class Rows(unittest.TestResult):
         if isinstance(test, unittest.TestCase):
             self._note("failed", why)
         else:  # setUpClass, for one, of which no test begins
-            self.rows.append(Row(self._suite, str(test), "", "failed", 0.0, why.strip()))
+            self.rows.append(SuiteRow(self._suite, str(test), "", "failed", 0.0, why.strip()))
             self._ended(self.rows[-1])
 
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
@@ -93,12 +93,12 @@ class Teller:
         with self._status:
             yield
 
-    def suite(self, name: str, tests: unittest.TestSuite) -> list[Row]:
+    def suite(self, name: str, tests: unittest.TestSuite) -> list[SuiteRow]:
         """Run a suite; its rows."""
         total = tests.countTestCases()
         self._status.update(f"{name}: 0 of {total} tests")
 
-        def ended(row: Row) -> None:
+        def ended(row: SuiteRow) -> None:
             self._status.update(f"{name}: {len(result.rows)} of {total} tests")
             if self._verbose:
                 self._out.print(_line(row))
@@ -111,26 +111,26 @@ class Teller:
                 self._out.print(f"{_line(row)}\n{_indented(row.why)}")
         return result.rows
 
-    def end(self, target: str, rows: Sequence[Row]) -> None:
+    def end(self, target: str, rows: Sequence[SuiteRow]) -> None:
         """The last line: all of it in a few numbers."""
         self._out.print(f"{target}: {summary(rows)} in {sum(row.seconds for row in rows):.1f} s")
 
 
-def suite_line(suite: str, rows: Sequence[Row]) -> str:
+def suite_line(suite: str, rows: Sequence[SuiteRow]) -> str:
     """A suite in one line, in rich's markup: `replication  25 passed, 0 failed  4.1 s`."""
     colour = "red" if any(row.outcome == "failed" for row in rows) else "green"
     seconds = sum(row.seconds for row in rows)
     return f"{suite:<12} [{colour}]{summary(rows)}[/]  {seconds:.1f} s"
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[SuiteRow]) -> str:
     """Such as `57 passed, 0 failed`."""
     counted = {o: sum(row.outcome == o for row in rows) for o in ("passed", "failed", "skipped")}
     skipped = f", {counted['skipped']} skipped" if counted["skipped"] else ""
     return f"{counted['passed']} passed, {counted['failed']} failed{skipped}"
 
 
-def _line(row: Row) -> str:
+def _line(row: SuiteRow) -> str:
     says = f"{row.says} ({row.test})" if row.says else row.test
     return f"  [{_COLOURS[row.outcome]}]{row.outcome:<7}[/] {row.seconds:5.2f} s  {_plain(says)}"
 

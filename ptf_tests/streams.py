@@ -14,8 +14,8 @@ from ptf_tests.packets import (
     PEER_PORT,
     STUB,
     TRAINER_PORT,
-    Segment,
     Shadow,
+    TaggedSegment,
     copy_packet,
     expected_copy,
     payload,
@@ -23,7 +23,7 @@ from ptf_tests.packets import (
     tag,
     tagged_segment,
 )
-from ptf_tests.switch import Count
+from ptf_tests.switch import CounterValue
 
 SHADOW = Shadow(0)
 TAGGED = tagged_segment(tag(), sequence=0, payload=payload(200))
@@ -31,11 +31,11 @@ TOP = 2**32
 
 
 class StreamTest(TaggedTest):
-    def check_copy(self, segment: Segment, shadow: Shadow, sequence: int) -> None:
+    def check_copy(self, segment: TaggedSegment, shadow: Shadow, sequence: int) -> None:
         """The training copy must leave as it came, and the shadow copy at `sequence` of the stream."""
         self.check_copies(segment, {shadow: sequence})
 
-    def check_copies(self, segment: Segment, sequences: dict[Shadow, int]) -> None:
+    def check_copies(self, segment: TaggedSegment, sequences: dict[Shadow, int]) -> None:
         copies = {s.switch_port: expected_copy(segment, s, at) for s, at in sequences.items()}
         self.check((TRAINER_PORT, segment.frame()), {PEER_PORT: segment.frame(), **copies})
 
@@ -204,7 +204,7 @@ class Rewrite(StreamTest):
             self.check_count(entry, *frames)
 
 
-class Training(StreamTest):
+class TrainingTraffic(StreamTest):
     def test_untouched(self) -> None:
         """the training copy leaves byte for byte as it came, whatever its checksums and fields say"""
         shadow = Shadow(0)
@@ -330,14 +330,16 @@ class NotConnected(StreamTest):
         self.put(*self.lost)
         self.frame = TAGGED.frame()
 
-    def _loses(self, losses: tuple[Count, Count], copies: dict[int, bytes] | None = None) -> None:
+    def _loses(
+        self, losses: tuple[CounterValue, CounterValue], copies: dict[int, bytes] | None = None
+    ) -> None:
         with self.counts("losses", *losses):
             self.check((TRAINER_PORT, self.frame), {PEER_PORT: self.frame, **(copies or {})})
 
     def test_before_any_hello(self) -> None:
         """no stream connected, none expected: training gets its segment, the loss is counted by stream"""
         entry = self.replicate(SHADOW)
-        self._loses((count(self.frame), Count()))
+        self._loses((count(self.frame), CounterValue()))
         self.check_count(self.lost[0], self.frame)
         self.check_count(self.lost[1])
         self.check_count(entry, self.frame)
@@ -346,7 +348,7 @@ class NotConnected(StreamTest):
         """the current incarnation, not connected: counted by stream"""
         self.put(expect(BOUNDARY, 1))
         self.replicate(SHADOW)
-        self._loses((count(self.frame), Count()))
+        self._loses((count(self.frame), CounterValue()))
         self.check_count(self.lost[0], self.frame)
 
     def test_old_incarnation(self) -> None:
@@ -354,7 +356,7 @@ class NotConnected(StreamTest):
         self.put(expect(BOUNDARY, 2))
         self.replicate(SHADOW)
         self.connect(SHADOW, incarnation=2)
-        self._loses((Count(), count(self.frame)))
+        self._loses((CounterValue(), count(self.frame)))
         self.check_count(self.lost[0])
 
     def test_one_of_two_holders(self) -> None:
@@ -363,14 +365,14 @@ class NotConnected(StreamTest):
         self.replicate(SHADOW, second)
         self.connect(second, holder=2)
         copy = expected_copy(TAGGED, second, 0)
-        self._loses((count(self.frame), Count()), {second.switch_port: copy})
+        self._loses((count(self.frame), CounterValue()), {second.switch_port: copy})
         self.check_count(self.lost[0], self.frame)
         self.check_count(self.lost[1])
 
     def test_neither_of_two_holders(self) -> None:
         """neither of two holders connected: two losses"""
         self.replicate(SHADOW, Shadow(7))
-        self._loses((count(self.frame, self.frame), Count()))
+        self._loses((count(self.frame, self.frame), CounterValue()))
         for entry in self.lost:
             self.check_count(entry, self.frame)
 
@@ -378,15 +380,15 @@ class NotConnected(StreamTest):
         """a loss that no entry of `lost` counts is still in the sum"""
         self.drop(*self.lost)
         self.replicate(SHADOW)
-        self._loses((count(self.frame), Count()))
+        self._loses((count(self.frame), CounterValue()))
 
     def test_disconnected(self) -> None:
         """a stream that goes away loses from then on, and nothing before"""
         entry = self.connect(SHADOW)
         self.replicate(SHADOW)
         copy = expected_copy(TAGGED, SHADOW, 0)
-        self._loses((Count(), Count()), {SHADOW.switch_port: copy})
+        self._loses((CounterValue(), CounterValue()), {SHADOW.switch_port: copy})
         self.check_count(self.lost[0])
         self.drop(entry)
-        self._loses((count(self.frame), Count()))
+        self._loses((count(self.frame), CounterValue()))
         self.check_count(self.lost[0], self.frame)

@@ -8,8 +8,9 @@ from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from checkmate.wire import Hello
-from controlplane import stub, stub_frames
+from checkmate.wire.tag import Hello
+from controlplane import stub
+from controlplane.endpoint import frames as stub_frames
 from controlplane.forwarding import discard, forward
 from controlplane.replication import mark
 from ptf_tests.base import SwitchTest, TaggedTest, count
@@ -21,13 +22,13 @@ from ptf_tests.packets import (
     SHADOW_PORTS,
     STUB,
     TRAINER_PORT,
-    Segment,
     Shadow,
+    TaggedSegment,
     payload,
     tag,
     tagged_segment,
 )
-from ptf_tests.switch import Count, Punted
+from ptf_tests.switch import CounterValue, Punted
 
 SHADOW = Shadow(4, isn=1_000_000)
 HELLO = Hello(base=0, boundary=0, shadow_id=0, channel=0, incarnation=1).pack()
@@ -56,7 +57,7 @@ class StubTest(SwitchTest):
 
     def punts(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
         """The controller must get the frames as they are, with the port they came in by; nobody else."""
-        with self.counts("plain_acks", Count()):
+        with self.counts("plain_acks", CounterValue()):
             self.check((port, frames), {}, [Punted(frame, port) for frame in frames])
 
     def floods(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
@@ -156,8 +157,8 @@ class PlainAcks(StubTest):
     def test_of_others(self) -> None:
         """ACKs to other addresses are forwarded and not counted"""
         self.put(forward(PEER_MAC, PEER_PORT))
-        frame = Segment(payload=b"", dscp=0).frame()
-        with self.counts("plain_acks", Count()):
+        frame = TaggedSegment(payload=b"", dscp=0).frame()
+        with self.counts("plain_acks", CounterValue()):
             self.check((TRAINER_PORT, frame), {PEER_PORT: frame})
 
 
@@ -184,7 +185,7 @@ class Elsewhere(StubTest):
         with_options[IP].options = [bytes([1, 1, 1, 0])]
         del with_options[IP].chksum, with_options[IP].ihl, with_options[IP].len
         frames = [ether / ip / ICMP(), ether / ip / UDP() / Raw(b"data"), fragment, with_options]
-        with self.counts("plain_acks", Count()):
+        with self.counts("plain_acks", CounterValue()):
             self.check((SHADOW.switch_port, [bytes(frame) for frame in frames]), {})
 
     def test_without_entry(self) -> None:
@@ -192,7 +193,7 @@ class Elsewhere(StubTest):
         frames = segment("S"), segment("A"), arp(1, str(STUB.ip))
         self.check((3, frames[0]), {}, [Punted(frames[0], 3)])
         self.drop(self.segments, self.requests, discard(STUB.mac))
-        with self.counts("plain_acks", Count()):
+        with self.counts("plain_acks", CounterValue()):
             self.floods(*frames)
 
 
@@ -201,7 +202,7 @@ class Tagged(TaggedTest):
         """a tagged segment to the stub's address goes to the controller, and isn't replicated"""
         self.put(*stub.punt(STUB.ip))
         sent = tagged_segment(tag(), destination=STUB.ip).frame()
-        with self.counts("passed", Count(), Count()):
+        with self.counts("passed", CounterValue(), CounterValue()):
             self.check((TRAINER_PORT, sent), {}, [Punted(sent, TRAINER_PORT)])
 
 

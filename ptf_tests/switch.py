@@ -22,8 +22,8 @@ from finsy import (
 )
 from finsy.proto import U128, p4r, p4r_grpc
 
-from controlplane.codec import Codec
-from controlplane.entities import Entity, Entry, Group, Holdings
+from controlplane.entities import Entity, Holdings, MulticastGroup, TableEntry
+from controlplane.p4runtime.codec import Codec
 from controlplane.reconcile import Update, batches, difference
 
 _TIMEOUT = 10.0
@@ -37,17 +37,17 @@ class SwitchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class CounterValue:
     """What a counter cell says."""
 
     packets: int = 0
     bytes: int = 0
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.packets + other.packets, self.bytes + other.bytes)
+    def __add__(self, other: CounterValue) -> CounterValue:
+        return CounterValue(self.packets + other.packets, self.bytes + other.bytes)
 
-    def __sub__(self, other: Count) -> Count:
-        return Count(self.packets - other.packets, self.bytes - other.bytes)
+    def __sub__(self, other: CounterValue) -> CounterValue:
+        return CounterValue(self.packets - other.packets, self.bytes - other.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Punted:
     ingress_port: int
 
 
-class Switch:
+class PtfSwitch:
     """A connected switch; `close` ends the connection.
 
     `ports`: the switch's own number of each port, where tests use others.
@@ -186,20 +186,20 @@ class Switch:
         for response in self._stub.Read(request, timeout=_TIMEOUT):
             yield from response.entities
 
-    def direct_count(self, entry: Entry) -> Count:
+    def direct_count(self, entry: TableEntry) -> CounterValue:
         """The direct counter of one entry (section 9.4)."""
         key = P4TableEntry(entry.table, match=P4TableMatch(entry.match), priority=entry.priority)
         wanted = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
         (found,) = (e.direct_counter_entry.data for e in self._read([wanted]))
-        return Count(found.packet_count, found.byte_count)
+        return CounterValue(found.packet_count, found.byte_count)
 
-    def counts(self, counter: str) -> list[Count]:
+    def counts(self, counter: str) -> list[CounterValue]:
         """All cells of an indexed counter (section 9.3)."""
         found = [
             P4CounterEntry.decode(e, self.codec.schema)
             for e in self._read([self.codec.read_counter(counter)])
         ]
-        cells = {entry.index: Count(entry.packet_count, entry.byte_count) for entry in found}
+        cells = {entry.index: CounterValue(entry.packet_count, entry.byte_count) for entry in found}
         return [cells[index] for index in range(len(cells))]
 
     def packet_out(self, port: int, frame: bytes) -> None:
@@ -217,8 +217,8 @@ class Switch:
 
 def _renumbered(entity: Entity, ports: Mapping[int, int]) -> Entity:
     """The entity with other port numbers: a group's replicas, and where frames are forwarded to."""
-    if isinstance(entity, Group):
-        return Group(entity.id, frozenset((ports.get(port, port), i) for port, i in entity.replicas))
+    if isinstance(entity, MulticastGroup):
+        return MulticastGroup(entity.id, frozenset((ports.get(port, port), i) for port, i in entity.replicas))
     if entity.action == "forward":
         port = entity["port"]
         return replace(entity, params=(("port", ports.get(port, port)),))

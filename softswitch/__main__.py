@@ -18,13 +18,13 @@ from pathlib import Path
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
-from softswitch.afpacket import PacketPort
+from softswitch.codegen.program import UnsupportedProgramError
+from softswitch.frames.afpacket import PacketPort
 from softswitch.options import Options, UsageError, p4info_path, parse
-from softswitch.pipeline import Pipeline, build
-from softswitch.program import UnsupportedProgramError
-from softswitch.server import serve
-from softswitch.service import Service
-from softswitch.switch import Switch
+from softswitch.p4runtime.pipeline import Pipeline, build
+from softswitch.p4runtime.server import serve
+from softswitch.p4runtime.service import P4RuntimeService
+from softswitch.switch import SoftSwitch
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a control-plane thread may keep the interpreter from the packets."""
@@ -60,8 +60,8 @@ def run(options: Options) -> None:
     pipeline = load_pipeline(options.config) if options.config else None
     with ExitStack() as stack:
         ports = open_ports(options.interfaces, stack)
-        switch = Switch(ports, options.cpu_port, partial(print, flush=True) if options.trace else None)
-        service = Service(switch, options.device_id)
+        switch = SoftSwitch(ports, options.cpu_port, partial(print, flush=True) if options.trace else None)
+        service = P4RuntimeService(switch, options.device_id)
         if pipeline is not None:
             service.commit(pipeline)
         try:
@@ -115,7 +115,7 @@ def load_pipeline(config: Path) -> Pipeline:
 class StatsFile:
     """Writes the switch's statistics into a file every second, and once more at the end."""
 
-    def __init__(self, path: Path, switch: Switch, service: Service) -> None:
+    def __init__(self, path: Path, switch: SoftSwitch, service: P4RuntimeService) -> None:
         self._path = path
         self._switch = switch
         self._service = service
@@ -147,7 +147,7 @@ class StatsFile:
         os.replace(unfinished, self._path)
 
 
-def statistics(switch: Switch, service: Service) -> dict[str, object]:
+def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, object]:
     """Counts of every port, and of packets that no port and no controller took, as they are at `time`."""
     now = time.time()
     ports = {

@@ -41,12 +41,12 @@ class Options:
     trace: bool
     verbose: bool
     stats_file: Path | None
-    tls: Tls | None
+    tls: ServerTls | None
     thrift_port: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Tls:
+class ServerTls:
     """Paths of the server's PEM files, and whether clients need a certificate."""
 
     certificate: Path
@@ -144,7 +144,7 @@ def _interfaces(given: list[str]) -> dict[int, str]:
     return interfaces
 
 
-def _tls(given: argparse.Namespace) -> Tls | None:
+def _tls(given: argparse.Namespace) -> ServerTls | None:
     if not given.grpc_server_ssl:
         if given.grpc_server_cert or given.grpc_server_key or given.grpc_server_cacert:
             raise UsageError("certificates are given without --grpc-server-ssl")
@@ -155,7 +155,7 @@ def _tls(given: argparse.Namespace) -> Tls | None:
         raise UsageError("--grpc-server-ssl needs --grpc-server-cert and --grpc-server-key")
     if given.grpc_server_with_client_auth and given.grpc_server_cacert is None:
         raise UsageError("--grpc-server-with-client-auth needs --grpc-server-cacert")
-    return Tls(
+    return ServerTls(
         given.grpc_server_cert,
         given.grpc_server_key,
         given.grpc_server_cacert,

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from softswitch.afpacket import LinkWatch, PacketPort
-from softswitch.checksums import Offload, complete
-from softswitch.ports import Port
-from softswitch.program import Output, Program
-from softswitch.trace import Trace
+from softswitch.codegen.program import Output, Program
+from softswitch.frames.afpacket import LinkWatch, PacketPort
+from softswitch.frames.checksums import Offload, complete
+from softswitch.frames.ports import Port
+from softswitch.program.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ HANDOVER_S = 50e-6
 PASS_S = 0.02
 
 
-class Switch:
+class SoftSwitch:
     """Ports around a program.
 
     `cpu_port` is the number under which the program speaks with the controller (`None`: it doesn't);

@@ -15,9 +15,9 @@ import pytest
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import locks
-from tests.recording_node import RecordingNode
-from tests.shadow_processes import Process, Start, start_in
-from tests.shadow_world import World
+from tests.support.shadow.processes import NodeProcess, Start, start_in
+from tests.support.shadow.recording_node import RecordingNode
+from tests.support.shadow.world import World
 from topologies import lab as labs
 
 
@@ -64,7 +64,7 @@ def world() -> Iterator[Callable[..., World]]:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts shadow nodes as processes, which end with the test."""
-    made: list[Process] = []
+    made: list[NodeProcess] = []
     yield start_in(tmp_path, made)
     for one in made:
         one.process.kill()

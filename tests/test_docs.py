@@ -14,16 +14,16 @@ from rich.text import Text
 
 from checkmate.cli.common import print_error
 from checkmate.cli.main import COMMANDS, app
-from checkmate.jobs import read_job
+from checkmate.job.files import read_job
+from checkmate.job.schema import PanelPort, Pfc, Switch
+from checkmate.job.tofino.chips import FRONT_PANELS
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import PanelPort, Pfc, Switch
 from checkmate.shadow.view import state_of
-from checkmate.tofino import FRONT_PANELS
 from controlplane import plan as planning
-from controlplane.codec import Codec
-from topologies.describe import build
-from topologies.job_files import TARGETS
-from topologies.lab_file import LabFile
+from controlplane.p4runtime.codec import Codec
+from topologies.describe.job_files import TARGETS
+from topologies.describe.lab_file import LabFile
+from topologies.describe.topology import build
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -18,7 +18,7 @@ BIN = Path(sys.executable).parent
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
         ["mypy"],
-        ["lint-imports", "--config", "setup.cfg"],
+        ["lint-imports"],
     ],
     ids=" ".join,
 )

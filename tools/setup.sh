@@ -31,7 +31,7 @@ fi
 
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed" >&2; exit 2; }
 stamp=.venv/.ready
-wanted=$(cat setup.cfg pyproject.toml constraints.txt tools/setup.sh | sha256sum)
+wanted=$(cat pyproject.toml constraints.txt tools/setup.sh | sha256sum)
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 echo "making .venv (once; a minute or two)"
 [ -x .venv/bin/python ] || python3 -m venv .venv

@@ -1,7 +1,7 @@
 """Processes that a lab runs for a while, watched together: those that fail end the run and are quoted.
 
 with Crew(lab) as crew:
-    node = crew.start("shadow0", "shadow0", [sys.executable, "-m", "checkmate.shadow", ...], cpus={1})
+    node = crew.start("shadow0", "shadow0", ["checkmate", "shadow", ...], cpus={1})
     crew.kill(node)
     crew.restart(node)
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from topologies import processes
-from topologies.describe import LabError
+from topologies.describe.topology import LabError
+from topologies.kernel import processes
 from topologies.lab import Lab
 
 _POLL_SECONDS: Final = 0.05

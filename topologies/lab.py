@@ -15,10 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
-from topologies import cgroups, job_files, links, namespaces, state, switches, wiring
-from topologies.describe import CABLES, BadDescription, LabError, SwitchNode, Topology
-from topologies.job_files import Target
-from topologies.processes import pinned
+from topologies import state, switches
+from topologies.describe import job_files
+from topologies.describe.job_files import Target
+from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
+from topologies.kernel import cables, cgroups, links, namespaces
+from topologies.kernel.processes import pinned
 from topologies.signals import undisturbed
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -206,7 +208,7 @@ class Lab:
     def _make(self) -> None:
         self._progress("hosts and links")
         cgroup = cgroups.place(self.name)
-        state.write_record(state.Record(self.name, self.topology.name, self.target, cgroup))
+        state.write_record(state.LabRecord(self.name, self.topology.name, self.target, cgroup))
         if cgroup is not None:
             Path(cgroup).mkdir(exist_ok=True)
         self._cgroup = cgroup
@@ -215,12 +217,12 @@ class Lab:
         for node in (*self.topology.nodes, *([CABLES] if cut else [])):
             namespaces.create(self.namespace(node))
             links.prepare(self.namespace(node))
-        wiring.management(self.name, self.topology)
-        wiring.training(self.name, self.topology, self.mtu, cut=cut)
+        cables.management(self.name, self.topology)
+        cables.training(self.name, self.topology, self.mtu, cut=cut)
         if not self.offloads:
-            wiring.switch_offloads_off(self.name, self.topology, cut=cut)
+            cables.switch_offloads_off(self.name, self.topology, cut=cut)
         if self.loss:
-            self.loss_by = wiring.lose(self.name, self.topology, self.loss)
+            self.loss_by = cables.lose(self.name, self.topology, self.loss)
         if cut:
             self._join_cables()
         for switch in self.topology.switches:
@@ -237,8 +239,8 @@ class Lab:
 
     def _join_cables(self) -> None:
         """Start the process that passes frames on, late, where the ranks' cables are cut."""
-        pairs = [":".join(wiring.cut_ends(rank)) for rank in self.topology.ranks]
-        argv = [sys.executable, "-m", "topologies.jitter", "--seconds", f"{self.jitter:g}", *pairs]
+        pairs = [":".join(cables.cut_ends(rank)) for rank in self.topology.ranks]
+        argv = [sys.executable, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
         with self.log(CABLES).open("wb") as log:
             process = self.start(CABLES, argv, stdout=subprocess.PIPE, stderr=log, cpus=self.switch_cpus)
         assert process.stdout is not None

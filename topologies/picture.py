@@ -12,8 +12,8 @@ from rich import box
 from rich.table import Table
 
 from topologies import torchrun
-from topologies.describe import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
-from topologies.namespaces import name_of
+from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
+from topologies.kernel.namespaces import name_of
 
 SHADOWS_SHOWN: Final = 5
 """`lab up` names so many shadow nodes' commands; the others follow from them."""

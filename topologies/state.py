@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from topologies.describe import BadDescription, LabInUse
-from topologies.job_files import JOB_FILE, Target
+from topologies.describe.job_files import JOB_FILE, Target
+from topologies.describe.topology import BadDescription, LabInUse
 
 RUN: Final = Path("/run/checkmate/labs")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -26,7 +26,7 @@ _RECORD: Final = "lab.json"
 
 
 @dataclass(frozen=True)
-class Record:
+class LabRecord:
     """What `up` wrote down."""
 
     lab: str
@@ -59,17 +59,17 @@ def existing() -> list[str]:
     return sorted(path.name for path in RUN.iterdir()) if RUN.is_dir() else []
 
 
-def write_record(record: Record) -> None:
+def write_record(record: LabRecord) -> None:
     """Remember a lab."""
     fresh = folder(record.lab) / f"{_RECORD}.new"
     fresh.write_text(json.dumps(asdict(record)))
     fresh.replace(folder(record.lab) / _RECORD)
 
 
-def read_record(lab: str) -> Record | None:
+def read_record(lab: str) -> LabRecord | None:
     """What is remembered of a lab; `None` where nothing is."""
     try:
-        return Record(**json.loads((folder(lab) / _RECORD).read_text()))
+        return LabRecord(**json.loads((folder(lab) / _RECORD).read_text()))
     except FileNotFoundError:
         return None
 

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Final
 
-from checkmate.schema import CPU_PORT
-from topologies.describe import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
-from topologies.job_files import Target
-from topologies.namespaces import entered, name_of
+from checkmate.job.schema import CPU_PORT
+from topologies.describe.job_files import Target
+from topologies.describe.topology import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
+from topologies.kernel.namespaces import entered, name_of
 
 BMV2: Final = "simple_switch_grpc"
 QUEUE_DEPTH: Final = 16384

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from topologies.describe import Host, Topology
-from topologies.links import MGMT_INTERFACE
-from topologies.namespaces import name_of
+from topologies.describe.topology import Host, Topology
+from topologies.kernel.links import MGMT_INTERFACE
+from topologies.kernel.namespaces import name_of
 
 PORT: Final = 29400
 ENVIRONMENT: Final[Mapping[str, str]] = {

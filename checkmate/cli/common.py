@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from checkmate.jobs import JobError, JobSet, Located, job_files, read_set
-from checkmate.schema import Job
+from checkmate.job.files import JobError, JobSet, Located
+from checkmate.job.followed import JobFiles
+from checkmate.job.schema import Job
 from checkmate.wording import counted
 
 P = ParamSpec("P")
@@ -45,13 +46,17 @@ def print_json(data: object) -> None:
     sys.stdout.write("\n")
 
 
-def set_of(arguments: list[Path]) -> JobSet:
-    """The job files of a command line, faults and all; `UsageFault` where there are none."""
-    files = job_files(arguments)
-    if not files:
-        folders = ", ".join(str(argument) for argument in arguments)
-        raise UsageFault(f"no job file (*.yaml) in {folders}")
-    return read_set(files)
+def set_of(arguments: Sequence[Path]) -> JobSet:
+    """Return the job files of a command line, faults and all; `UsageFault` if there are none."""
+    return read_files(JobFiles(arguments))
+
+
+def read_files(files: JobFiles) -> JobSet:
+    """As `set_of`, of files that are to be followed."""
+    found = files.read()
+    if not found.files:
+        raise UsageFault(f"no job file (*.yaml) in {files}")
+    return found
 
 
 def jobs_of(arguments: list[Path]) -> list[Job]:

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from checkmate.cli.common import AsJson, JobArgument, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.shadow import stopping
-from checkmate.jobs import read_job
-from checkmate.schema import Job
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from checkmate.consolidate.snapshot import SnapshotReader
 
 
-class Kind(StrEnum):
+class FormatChoice(StrEnum):
     """What is written."""
 
     dcp = "dcp"
@@ -41,8 +41,9 @@ def consolidate(
         typer.Option("--out", help="The checkpoint to write; with --every, the folder to keep them in."),
     ],
     kind: Annotated[
-        Kind, typer.Option("--format", help="dcp: a folder, PyTorch Distributed Checkpoint; torch: one file.")
-    ] = Kind.dcp,
+        FormatChoice,
+        typer.Option("--format", help="dcp: a folder, PyTorch Distributed Checkpoint; torch: one file."),
+    ] = FormatChoice.dcp,
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds within which all shards must be had.")
     ] = 60.0,
@@ -91,10 +92,10 @@ def consolidate(
             )
 
 
-def _check_free(to: Path, kind: Kind) -> None:
+def _check_free(to: Path, kind: FormatChoice) -> None:
     """`UsageFault` if something is in the way of a checkpoint, before it is read."""
     try:
-        taken = to.is_dir() and (kind is Kind.torch or any(to.iterdir()))
+        taken = to.is_dir() and (kind is FormatChoice.torch or any(to.iterdir()))
     except OSError as error:
         raise UsageFault(f"{to} can't be written: {error.strerror}") from None
     if taken:

@@ -8,13 +8,15 @@ import typer
 
 from checkmate.cli import lab_list
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
-from topologies import describe, jitter, loss, namespaces, picture, state
 from topologies import lab as labs
-from topologies.demo import perform
-from topologies.job_files import TARGETS, target_of
+from topologies import picture, state
+from topologies.describe import topology as describe
+from topologies.describe.job_files import TARGETS, target_of
+from topologies.kernel import jitter, loss, namespaces
+from topologies.progress import StepProgress
 from topologies.signals import unwinding
-from topologies.steps import Steps
-from topologies.traffic import Load
+from topologies.traffic.demo import perform
+from topologies.traffic.orders import Load
 
 app = typer.Typer(
     help="Labs: hosts, links and switches in network namespaces of this machine. Needs root.",
@@ -64,7 +66,7 @@ def up(
     Example: checkmate lab up single_tor --target bmv2
     """
     lab = _lab(topology, target, name, mtu, share, delay)
-    with unwinding(), Steps(err) as steps:
+    with unwinding(), StepProgress(err) as steps:
         lab.report_to(steps)
         lab.up()
     lab.release()

@@ -9,11 +9,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from topologies import describe, namespaces, state
+from topologies import state
+from topologies.describe import topology as describe
+from topologies.kernel import namespaces
 
 
 @dataclass(frozen=True)
-class Standing:
+class LabStanding:
     """A lab of this machine.
 
     `up`: something runs in it, else it is what a killed command has left; `None` where only root can tell.
@@ -31,14 +33,14 @@ def topologies() -> dict[str, str]:
     return {name: describe.load(name).title for name in describe.names()}
 
 
-def standing() -> list[Standing]:
+def standing() -> list[LabStanding]:
     """Every lab that this machine has something of."""
     found = []
     for name in state.existing():
         record = state.read_record(name)
         up = bool(namespaces.processes(namespaces.of_lab(name))) if os.geteuid() == 0 else None
         topology, target = (record.topology, record.target) if record else (None, None)
-        found.append(Standing(name, topology, target, up, str(state.job_file(name))))
+        found.append(LabStanding(name, topology, target, up, str(state.job_file(name))))
     return found
 
 
@@ -68,7 +70,7 @@ def show(out: Console) -> None:
             out.print(f"to clear up: checkmate lab down {lab.name}", soft_wrap=True)
 
 
-def _state(lab: Standing) -> str:
+def _state(lab: LabStanding) -> str:
     if lab.up is None:
         return "only root can tell"
     return "up" if lab.up else "left over"

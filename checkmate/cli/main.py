@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module, metadata
 from typing import Annotated, Any, Final
@@ -11,20 +12,20 @@ from typer.core import TyperGroup
 
 from checkmate.cli.common import AsJson, says_errors, switch_extra
 
-COMMANDS: Final = (
-    "validate",
-    "plan",
-    "run",
-    "status",
-    "remove",
-    "shell",
-    "shadow",
-    "consolidate",
-    "cost",
-    "profile",
-    "lab",
-)
-"""Each is a module here, with a function of that name, or an `app` of its own commands."""
+COMMANDS: Final[Mapping[str, str]] = {
+    "validate": "validate",
+    "plan": "planning.plan",
+    "run": "run",
+    "status": "status",
+    "remove": "remove",
+    "shell": "shell",
+    "shadow": "shadow",
+    "consolidate": "consolidate",
+    "cost": "planning.cost",
+    "profile": "planning.profile",
+    "lab": "lab",
+}
+"""Each command's module here, with a function of the command's name, or an `app` of its own commands."""
 _SWITCH_LIBRARIES: Final = ("finsy", "scapy")
 
 
@@ -43,7 +44,7 @@ class Commands(TyperGroup):
 @cache
 def _load(name: str) -> Any:
     try:
-        module = import_module(f"checkmate.cli.{name}")
+        module = import_module(f"checkmate.cli.{COMMANDS[name]}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _SWITCH_LIBRARIES:
             raise

@@ -12,12 +12,14 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from checkmate.cli.common import JobArguments, err, jobs_of, out, says_errors, switch_extra
+from checkmate.cli.common import JobArguments, err, out, read_files, says_errors, switch_extra
 from checkmate.cli.logs import log_to_stderr
 from checkmate.cli.views import switch_tables
+from checkmate.job.followed import JobFiles
+from checkmate.job.schema import Job
 from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable
-from controlplane.serve import Fleet, JobFiles, follow
+from controlplane.serve import Fleet, follow
 from controlplane.status import SwitchStatus, read_status
 
 VIEW_SECONDS = 1.0
@@ -47,20 +49,21 @@ def run(
     Example: checkmate run jobs/
     """
     switch_extra()
-    jobs_of(jobs)  # bad input is refused before anything is started
+    files = JobFiles(jobs)
+    first = read_files(files).require()  # bad input is refused before anything is started
     live = out.is_terminal if view is None else view
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
-    asyncio.run(_run(JobFiles(jobs), once=once, load=load, live=live))
+    asyncio.run(_run(files, first, once=once, load=load, live=live))
 
 
-async def _run(files: JobFiles, *, once: bool, load: bool, live: bool) -> None:
+async def _run(files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool) -> None:
     fleet = Fleet()
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    main = asyncio.create_task(_work(fleet, files, once=once, load=load, live=live))
+    main = asyncio.create_task(_work(fleet, files, jobs, once=once, load=load, live=live))
     stop = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({main, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,8 +76,10 @@ async def _run(files: JobFiles, *, once: bool, load: bool, live: bool) -> None:
         await fleet.stop()
 
 
-async def _work(fleet: Fleet, files: JobFiles, *, once: bool, load: bool, live: bool) -> None:
-    await _apply(fleet, files, load)
+async def _work(
+    fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool
+) -> None:
+    await _apply(fleet, jobs, load)
     if once:
         return
     out.print("serving; stop with Ctrl-C")
@@ -92,7 +97,7 @@ async def _work(fleet: Fleet, files: JobFiles, *, once: bool, load: bool, live: 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _apply(fleet: Fleet, files: JobFiles, load: bool) -> None:
+async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         rows = {}
@@ -102,7 +107,7 @@ async def _apply(fleet: Fleet, files: JobFiles, load: bool) -> None:
                 rows[switch] = bar.add_task(f"writing to {switch}")
             bar.update(rows[switch], completed=done, total=total)
 
-        done = await fleet.start(files.read(), replace=load, progress=progress)
+        done = await fleet.start(jobs, replace=load, progress=progress)
     for report in done:
         loaded = "program loaded, " if report.loaded else ""
         written = counted(report.updates, "update")

@@ -14,8 +14,8 @@ import typer
 
 from checkmate.cli.common import JobArgument, UsageFault, out, says_errors
 from checkmate.cli.logs import log_to_stderr
-from checkmate.jobs import read_job
-from checkmate.schema import Job
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
 
 
 @says_errors
@@ -48,7 +48,7 @@ def shadow(
     loaded = read_job(job)
     _check_id(loaded, node_id)
     log_to_stderr()
-    from checkmate.shadow.serve import Serving  # noqa: PLC0415 - torch takes a second
+    from checkmate.shadow.process import Serving  # noqa: PLC0415 - torch takes a second
     from checkmate.shadow.view import follow  # noqa: PLC0415
 
     with (

@@ -17,12 +17,12 @@ from typing import Annotated
 import typer
 
 from checkmate.cli.common import UsageFault, err, says_errors
-from checkmate.jobs import read_job
-from checkmate.schema import Switch
+from checkmate.job.files import read_job
+from checkmate.job.schema import Switch
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP, PRIMARY = 1, 101
-"""Election ids below and above the controller's (`controlplane.connection.ELECTION_ID`)."""
+"""Election ids below and above the controller's (`controlplane.p4runtime.connection.ELECTION_ID`)."""
 PACKAGES = ("p4runtime-shell==0.0.6", "protobuf==3.20.3", "setuptools<81")
 
 

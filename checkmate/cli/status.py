@@ -21,12 +21,12 @@ from checkmate.cli.common import (
     switch_extra,
 )
 from checkmate.cli.views import switch_tables
-from checkmate.schema import Job, Switch
+from checkmate.job.schema import Job, Switch
 from checkmate.wording import counted
-from controlplane.codec import Codec
 from controlplane.errors import SwitchUnreachable
 from controlplane.network import Network
-from controlplane.session import NoProgram, Session
+from controlplane.p4runtime.codec import Codec
+from controlplane.p4runtime.session import NoProgram, SwitchSession
 from controlplane.status import StreamStatus, SwitchStatus, read_status
 
 POLL_SECONDS = 0.2
@@ -108,7 +108,7 @@ async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
 
 async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatus:
     """A switch's status, once all its streams are connected or the deadline has passed."""
-    async with Session(switch, Codec.for_switch(switch), primary=False) as session:
+    async with SwitchSession(switch, Codec.for_switch(switch), primary=False) as session:
         await session.check_pipeline()
         while True:
             one = await read_status(session, network)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from checkmate.cli.common import AsJson, JobArguments, out, print_json, says_errors, set_of, switch_extra
-from checkmate.jobs import JobError
+from checkmate.job.files import JobError
 from checkmate.wording import counted
 
 
@@ -25,7 +25,7 @@ def validate(jobs: JobArguments, as_json: AsJson = False) -> None:
     Example: checkmate validate jobs/gpt.yaml
     """
     switch_extra()
-    from checkmate.cli.plan import checked_plan  # noqa: PLC0415
+    from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
     try:
         loaded, plans = checked_plan(set_of(jobs))

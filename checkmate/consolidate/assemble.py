@@ -11,8 +11,8 @@ import torch
 
 from checkmate import state
 from checkmate.consolidate.snapshot import GroupState, Snapshot
-from checkmate.optimizer_options import parse_options
-from checkmate.optimizers import FROZEN
+from checkmate.optim.options import parse_options
+from checkmate.optim.supported import FROZEN
 from checkmate.rpc import shadow_pb2 as pb
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from checkmate import state
-from checkmate.layout import Layout
+from checkmate.job.schema import Job
 from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.offers import LAB_HINT, Source, find_source
 from checkmate.nodes.reader import Reading, ShardState, States, read_shards
@@ -23,7 +23,7 @@ from checkmate.nodes.shards import Shard, name
 from checkmate.nodes.standing import Lacking, NoAnswer, lacking
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import Job
+from checkmate.wire.layout import Layout
 
 STEP_SECONDS: Final = 10.0
 """An iteration that isn't stepped so soon may never be: another one is named."""

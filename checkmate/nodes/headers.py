@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkmate.layout import Layout, LayoutError, from_json
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
+from checkmate.wire.layout import Layout, LayoutError, from_json
 
 
 @dataclass(frozen=True)

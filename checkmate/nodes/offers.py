@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from checkmate.job.schema import Job
 from checkmate.nodes.shards import Shard
 from checkmate.nodes.standing import (
     Answers,
@@ -19,7 +20,6 @@ from checkmate.nodes.standing import (
     unfit,
 )
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import Job
 
 LAB_HINT: Final = "a lab's shadow nodes are reached from its namespace of the controller only"
 """Told with `NoAnswer`."""

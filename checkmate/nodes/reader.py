@@ -14,13 +14,13 @@ import grpc
 import torch
 
 from checkmate import state
-from checkmate.layout import Layout
 from checkmate.nodes.headers import Asked, check_header
 from checkmate.nodes.shards import Shard
 from checkmate.nodes.standing import lacking
 from checkmate.nodes.stubs import Stubs, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.wire.layout import Layout
 
 States = dict[int, tuple[torch.Tensor, dict[str, object]]]
 """Parameters by number: the tensor, and the optimizer state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from checkmate.schema import Job
+from checkmate.job.schema import Job
 
 Shard = tuple[int, int]
 """A DP group's index, and a shadow id in it."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
+from checkmate.job.schema import Job
 from checkmate.nodes.shards import Shard, holders_of, name, node_name
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import Job
 
 T = TypeVar("T")
 

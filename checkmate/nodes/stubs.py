@@ -11,9 +11,9 @@ from typing import Final, TypeVar
 
 import grpc
 
+from checkmate.job.schema import Job
 from checkmate.rpc.channels import client_context, open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.schema import Job
 
 Q = TypeVar("Q")
 R = TypeVar("R")

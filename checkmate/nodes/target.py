@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from checkmate.job.schema import Job
 from checkmate.nodes.shards import Shard
 from checkmate.nodes.standing import (
     INCARNATIONS,
@@ -23,7 +24,6 @@ from checkmate.nodes.standing import (
     why_lacking,
 )
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schema import Job
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 from checkmate.ring.allgather import AllGather
 from checkmate.ring.allreduce import AllReduce
-from checkmate.ring.connections import Place, Ring, RingError, connect_ring
+from checkmate.ring.connections import Ring, RingError, RingPlace, connect_ring
 
-__all__ = ["AllGather", "AllReduce", "Place", "Ring", "RingError", "connect_ring"]
+__all__ = ["AllGather", "AllReduce", "Ring", "RingError", "RingPlace", "connect_ring"]

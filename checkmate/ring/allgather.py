@@ -8,9 +8,9 @@ from types import TracebackType
 import torch
 
 from checkmate.ring.connections import Ring, RingError
-from checkmate.ring.engine import Count, Engine, OnTagged
-from checkmate.ring.steps import SLICE_BYTES, Position, Steps, allgather_steps
-from checkmate.schedule import Bucket
+from checkmate.ring.engine import Engine, OnTagged, Watermark
+from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps, allgather_steps
+from checkmate.wire.schedule import Bucket
 
 
 class AllGather:
@@ -21,11 +21,11 @@ class AllGather:
         ring: Ring,
         buckets: Sequence[Bucket],
         slice_bytes: int = SLICE_BYTES,
-        steps_of: Callable[[Bucket, Position, int], Steps] = allgather_steps,
+        steps_of: Callable[[Bucket, Position, int], RingSteps] = allgather_steps,
     ) -> None:
         """`steps_of` `allreduce_steps` makes an AllReduce of it: buckets are summed and averaged first."""
         self._buckets = buckets
-        self._gathered = Count()
+        self._gathered = Watermark()
         self._error: RingError | None = None
         self._engine = Engine(
             ring, buckets, steps_of, slice_bytes, lambda _: self._gathered.advance(), self._fail

@@ -15,8 +15,8 @@ import torch
 from checkmate.ring.connections import Ring, RingError
 from checkmate.ring.engine import Engine
 from checkmate.ring.steps import SLICE_BYTES, allreduce_steps
-from checkmate.schedule import Bucket, side_of
 from checkmate.tagger import TaggedSocket
+from checkmate.wire.schedule import Bucket, side_of
 
 SWITCH_SECONDS = 0.0005
 """Python's switch interval meanwhile: after each slice a thread of the ring waits so long for a main thread

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from checkmate import tcp, wire
 from checkmate.tagger import TaggedSocket, Tagger
+from checkmate.wire import tag, tcp
 
 DEFAULT_PORT = 47000
 """Of channel 0; channel c has this plus c."""
@@ -37,7 +37,7 @@ class RingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RingPlace:
     """A rank's place in its ring: what `connect_ring` needs to know.
 
     `ips` has one address for each rank, in ring order. `fingerprint` (16 bytes) is of what all ranks must
@@ -49,7 +49,7 @@ class Place:
     channels: int
     port: int = DEFAULT_PORT
     incarnation: int = 0
-    dscp_bit: int = wire.DEFAULT_DSCP_BIT
+    dscp_bit: int = tag.DEFAULT_DSCP_BIT
     fingerprint: bytes = bytes(16)
 
     @property
@@ -85,7 +85,10 @@ class Ring:
     """A rank's connections: `senders` to the next rank and `receivers` from the one before, by channel."""
 
     def __init__(
-        self, place: Place, senders: Sequence[TaggedSocket | PlainSocket], receivers: Sequence[socket.socket]
+        self,
+        place: RingPlace,
+        senders: Sequence[TaggedSocket | PlainSocket],
+        receivers: Sequence[socket.socket],
     ) -> None:
         self.place = place
         self.senders = senders
@@ -147,7 +150,7 @@ def _close_in_child(ring: weakref.ref[Ring]) -> None:
         here.close()
 
 
-def connect_ring(place: Place, tagger: Tagger | None = None, timeout: float = 30) -> Ring:
+def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float = 30) -> Ring:
     """Connect to the next rank and wait for the one before, on every channel.
 
     The ranks may start in any order within `timeout` seconds. `RingError` says which rank is missing.
@@ -173,7 +176,7 @@ def connect_ring(place: Place, tagger: Tagger | None = None, timeout: float = 30
     return Ring(place, senders, receivers)
 
 
-def _listen(place: Place, channel: int) -> socket.socket:
+def _listen(place: RingPlace, channel: int) -> socket.socket:
     address = (place.ips[place.rank], place.port + channel)
     listener = socket.socket()
     try:
@@ -190,7 +193,7 @@ def _listen(place: Place, channel: int) -> socket.socket:
 
 
 def _connect(
-    place: Place, channel: int, tagger: Tagger | None, deadline: float
+    place: RingPlace, channel: int, tagger: Tagger | None, deadline: float
 ) -> TaggedSocket | PlainSocket:
     """A connection to the next rank; tried again until it listens."""
     peer = (place.rank + 1) % place.ranks
@@ -221,7 +224,7 @@ def _connect(
             raise
 
 
-def _accept(place: Place, channel: int, listener: socket.socket, deadline: float) -> socket.socket:
+def _accept(place: RingPlace, channel: int, listener: socket.socket, deadline: float) -> socket.socket:
     """The connection from the rank before; others are closed, and named if it never comes."""
     peer = (place.rank - 1) % place.ranks
     expected = place.greeting(peer, channel)

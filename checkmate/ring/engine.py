@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from checkmate.ring.connections import Ring, RingError, receive_into
-from checkmate.ring.steps import Arrival, Position, Steps
-from checkmate.schedule import Bucket
+from checkmate.ring.steps import Arrival, Position, RingSteps
+from checkmate.wire.schedule import Bucket
 
 OnTagged = Callable[[int, int, memoryview], None]
 """Called with (channel, shadow id, bytes) right before they are sent tagged, on the channel's own thread."""
@@ -32,7 +32,7 @@ class Engine:
         self,
         ring: Ring,
         buckets: Sequence[Bucket],
-        steps_of: Callable[[Bucket, Position, int], Steps],
+        steps_of: Callable[[Bucket, Position, int], RingSteps],
         slice_bytes: int,
         on_done: Callable[[int], None],
         on_error: Callable[[RingError], None],
@@ -59,8 +59,8 @@ class Engine:
         self._done = 0
         self._at_work = 2 * place.channels
         self._left = [self._at_work] * len(buckets)  # threads that are still at work on the bucket
-        self._submitted = Count()
-        self._received = [Count() for _ in channels]
+        self._submitted = Watermark()
+        self._received = [Watermark() for _ in channels]
         self._threads: list[threading.Thread] = []
 
     def bind(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
@@ -208,7 +208,7 @@ class Engine:
         )
 
 
-class Count:
+class Watermark:
     """A number that only grows, and threads that wait for it."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from checkmate.schedule import Bucket, chunk_received, chunk_sent, chunk_slice, tags
+from checkmate.wire.schedule import Bucket, chunk_received, chunk_sent, chunk_slice, tags
 
 SLICE_BYTES = 1 << 20
 """A multiple of every element's size."""
@@ -51,7 +51,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class RingSteps:
     """All sends and all receives, each in order."""
 
     sends: tuple[Send, ...]
@@ -68,12 +68,12 @@ class Position:
     channels: int
 
 
-def allgather_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> Steps:
+def allgather_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> RingSteps:
     """An AllGather (design, section 3): rank i brings chunk (i + 1) mod n."""
     return _steps(bucket, at, slice_bytes, range(at.ranks - 1))
 
 
-def allreduce_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> Steps:
+def allreduce_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> RingSteps:
     """Reduce-scatter, average by each chunk's owner, and the AllGather.
 
     Chunk k is summed from rank k on, in ring order, and so ends where the AllGather begins with it.
@@ -81,7 +81,7 @@ def allreduce_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES
     return _steps(bucket, at, slice_bytes, range(1 - at.ranks, at.ranks - 1))
 
 
-def _steps(bucket: Bucket, at: Position, slice_bytes: int, rounds: range) -> Steps:
+def _steps(bucket: Bucket, at: Position, slice_bytes: int, rounds: range) -> RingSteps:
     """A slice is passed on in the next round as soon as it is here, before the rest of its chunk is."""
     sends: list[Send] = []
     receives: list[Receive] = []
@@ -96,7 +96,7 @@ def _steps(bucket: Bucket, at: Position, slice_bytes: int, rounds: range) -> Ste
         before = len(receives)
         coming = _bytes(bucket, at, chunk_received(at.ranks, at.rank, round_))
         receives += [Receive(*piece, _arrival(round_)) for piece in _slices(*coming, slice_bytes)]
-    return Steps(tuple(sends), tuple(receives))
+    return RingSteps(tuple(sends), tuple(receives))
 
 
 def _arrival(round_: int) -> Arrival:

@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from checkmate.schema import Job, MgmtTls
+from checkmate.job.schema import Job, MgmtTls
 
 MESSAGE_BYTES: Final = 256 << 20
 """A record has all of a model's buffers; parameters go in pieces of 1 MiB."""

@@ -27,7 +27,7 @@ class FrameError(ValueError):
     """Bytes that are not frames."""
 
 
-class Frame(NamedTuple):
+class RecordFrame(NamedTuple):
     """One message, serialized; empty: none."""
 
     data: bytes
@@ -53,7 +53,7 @@ class Unpacker:
         self._awaited = greeting
         self._bytes = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+    def feed(self, data: bytes | memoryview) -> Iterator[RecordFrame]:
         """Yield the frames that `data` completes. `FrameError` for what isn't the greeting or a frame."""
         self._bytes += data
         if not self._greeted():
@@ -65,7 +65,7 @@ class Unpacker:
             end = _HEADER.size + length
             if len(self._bytes) < end:
                 return
-            frame = Frame(bytes(self._bytes[_HEADER.size : end]), flags)
+            frame = RecordFrame(bytes(self._bytes[_HEADER.size : end]), flags)
             del self._bytes[:end]
             yield frame
 

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from checkmate.layout import Layout
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.schedule import stream_layout
-from checkmate.shadow.buckets import SETS, BucketSets
-from checkmate.shadow.hold_state import HoldState, Snapshot, Stepped, StreamState
-from checkmate.shadow.inlet import Inlet
 from checkmate.shadow.locks import OrderedLock
-from checkmate.shadow.replica import Replica
-from checkmate.shadow.streams import HoldPlan, check_lengths
+from checkmate.shadow.logic.hold_state import HoldSnapshot, HoldState, Stepped, StreamState
+from checkmate.shadow.receive.buckets import SETS, BucketSets
+from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.plans import HoldPlan, check_lengths
+from checkmate.shadow.replica.replica import Replica
+from checkmate.wire.layout import Layout
+from checkmate.wire.schedule import stream_layout
 
 
 class Hold:
@@ -51,7 +51,7 @@ class Hold:
         self.inlets = self._new_inlets()
         self._version = 0
         self._loaded = False
-        self.state.took(Snapshot(0, dict(replica.at)))
+        self.state.took(HoldSnapshot(0, dict(replica.at)))
         self.look()
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Hold:
                     self._loaded = True
         return late
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> HoldSnapshot:
         """Return each seeded parameter's iteration."""
         with self.lock:
             return self._snapshot()
@@ -139,9 +139,9 @@ class Hold:
         """The state after an iteration that is stepped; of all parameters if none is named."""
         return iter(self.replica.read(iteration, tuple(parameters))) if self.state.parameters else iter(())
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> HoldSnapshot:
         self._version += 1
-        return Snapshot(self._version, dict(self.replica.at))
+        return HoldSnapshot(self._version, dict(self.replica.at))
 
     def _new_inlets(self) -> list[Inlet]:
         state = self.state

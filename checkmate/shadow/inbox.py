@@ -18,12 +18,12 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from checkmate import tcp
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.frames import GREETING, Frame, FrameError, Unpacker, pack
-from checkmate.shadow.group import Refused
-from checkmate.shadow.inlet import waiting
+from checkmate.rpc.frames import GREETING, FrameError, RecordFrame, Unpacker, pack
+from checkmate.shadow.logic.group import CallRefused
+from checkmate.shadow.receive.inlet import waiting
 from checkmate.state import StateError
+from checkmate.wire import tcp
 
 log = logging.getLogger("checkmate")
 
@@ -32,7 +32,7 @@ _VANISHED_SECONDS: Final = 15
 _AGAIN_SECONDS: Final = 0.1
 
 Take = Callable[[pb.RecordPart, bool], pb.RecordReply | None]
-"""Takes a part, and gives the reply if one is wanted; `Refused` or `StateError`."""
+"""Takes a part, and gives the reply if one is wanted; `CallRefused` or `StateError`."""
 
 
 class Inbox:
@@ -125,7 +125,7 @@ class Inbox:
             events |= selectors.EVENT_READ
         self._selector.modify(connection.socket, events, connection)
 
-    def _answer(self, connection: _Connection, frame: Frame) -> None:
+    def _answer(self, connection: _Connection, frame: RecordFrame) -> None:
         if connection.refused:
             return
         reply: pb.RecordReply | None = pb.RecordReply(iteration=connection.newest)
@@ -133,7 +133,7 @@ class Inbox:
             part = pb.RecordPart.FromString(frame.data)
             try:
                 reply = self._take(part, frame.wants_answer)
-            except (Refused, StateError) as error:
+            except (CallRefused, StateError) as error:
                 reply = pb.RecordReply(iteration=connection.newest, refused=str(error))
                 connection.refused = True
             else:
@@ -162,7 +162,7 @@ class _Connection:
         self.newest = -1
         self._unpacker = Unpacker(GREETING)
 
-    def read(self) -> Iterator[Frame]:
+    def read(self) -> Iterator[RecordFrame]:
         """Yield all that is there, also what came before the connection broke: `OSError` after that."""
         while not (self.over or self.refused):
             try:

@@ -15,19 +15,19 @@ from contextlib import contextmanager
 
 import torch
 
-from checkmate.schema import Job
+from checkmate.job.schema import Job
 from checkmate.shadow import memory
 from checkmate.shadow.clock import AwakeClock
-from checkmate.shadow.connect import RECEIVE_BUFFER
-from checkmate.shadow.connecting import Connector
-from checkmate.shadow.effects import Close, Connect, Effect, Empty, Join, Log, Release
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.hold_state import HoldState
-from checkmate.shadow.inlet import Inlet
 from checkmate.shadow.locks import OrderedLock
-from checkmate.shadow.node_state import Due, NodeState
-from checkmate.shadow.receive import Reader
-from checkmate.shadow.streams import hold_plans
+from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
+from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.node_state import Due, NodeState
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.connector import Connector
+from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.plans import hold_plans
+from checkmate.shadow.receive.reader import Reader
 
 log = logging.getLogger("checkmate")
 

@@ -15,11 +15,11 @@ from typing import Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from checkmate.job.schema import split_address
 from checkmate.nodes.shards import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
-from checkmate.schema import split_address
-from checkmate.shadow.commit import PATIENCE, Kept, Progress
+from checkmate.shadow.logic.commit import PATIENCE, Kept, Progress
 from checkmate.shadow.node import Node
 
 log = logging.getLogger("checkmate")

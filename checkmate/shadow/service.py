@@ -12,18 +12,18 @@ from typing import Final, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from checkmate import tcp
+from checkmate.job.schema import Job, split_address
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, server_credentials
-from checkmate.schema import Job, split_address
-from checkmate.shadow import reading, restarting, seeding, starting
-from checkmate.shadow.group import Refused
+from checkmate.shadow.calls import begin, fence, fetch, seed
+from checkmate.shadow.calls.status import node_status
+from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
-from checkmate.shadow.replica import ReplicaError
-from checkmate.shadow.status import node_status
+from checkmate.shadow.replica.replica import ReplicaError
 from checkmate.state import StateError, from_seeds
+from checkmate.wire import tcp
 
 R = TypeVar("R")
 
@@ -34,7 +34,7 @@ _NAME: Final = "checkmate.v1.Shadow"
 _BACKLOG: Final = 128
 
 
-class Service(rpc.ShadowServicer):
+class ShadowService(rpc.ShadowServicer):
     """Translates calls to the node's methods; nothing else."""
 
     def __init__(self, node: Node, peers: Peers) -> None:
@@ -45,44 +45,42 @@ class Service(rpc.ShadowServicer):
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         timeout = min(request.timeout or _left(context), _left(context))
-        stop = restarting.drain if request.drain else restarting.fence
+        stop = fence.drain if request.drain else fence.fence
         return self._answer(context, lambda: stop(self._node, request.job, timeout, context.is_active))
 
     def Copy(self, request: pb.CopyRequest, context: grpc.ServicerContext) -> pb.CopyReply:
-        return self._answer(context, lambda: restarting.copy(self._node, request))
+        return self._answer(context, lambda: fence.copy(self._node, request))
 
     def Parts(self, request: pb.PartsRequest, context: grpc.ServicerContext) -> Iterator[pb.RecordPart]:
-        yield from self._answer(context, lambda: restarting.parts(self._node, request))
+        yield from self._answer(context, lambda: fence.parts(self._node, request))
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(
             context,
-            lambda: restarting.settle(
-                self._node, request.job, request.iteration, request.run, context.is_active
-            ),
+            lambda: fence.settle(self._node, request.job, request.iteration, request.run, context.is_active),
         )
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
-        return self._answer(context, lambda: pb.BeginReply(warnings=starting.begin(self._node, request)))
+        return self._answer(context, lambda: pb.BeginReply(warnings=begin.begin(self._node, request)))
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
-            context, lambda: pb.SeedReply(again=seeding.seed(self._node, from_seeds(request_iterator)))
+            context, lambda: pb.SeedReply(again=seed.seed(self._node, from_seeds(request_iterator)))
         )
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return self._answer(
-            context, lambda: reading.reserve(self._node, request.job, request.iteration, request.seconds)
+            context, lambda: fetch.reserve(self._node, request.job, request.iteration, request.seconds)
         )
 
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
-        self._answer(context, lambda: reading.release(self._node, request.job, request.iteration))
+        self._answer(context, lambda: fetch.release(self._node, request.job, request.iteration))
         return pb.ReleaseReply()
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
         try:
-            yield from reading.fetch(self._node, request, min(_left(context), FETCH_SECONDS))
-        except (Refused, StateError, LookupError) as error:
+            yield from fetch.fetch(self._node, request, min(_left(context), FETCH_SECONDS))
+        except (CallRefused, StateError, LookupError) as error:
             _abort(context, error)
 
     def Commit(
@@ -95,12 +93,12 @@ class Service(rpc.ShadowServicer):
     def _answer(self, context: grpc.ServicerContext, call: Callable[[], R]) -> R:
         try:
             return call()
-        except (Refused, StateError, ReplicaError) as error:
+        except (CallRefused, StateError, ReplicaError) as error:
             _abort(context, error)
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
-    before = isinstance(error, Refused) and error.precondition
+    before = isinstance(error, CallRefused) and error.precondition
     code = grpc.StatusCode.FAILED_PRECONDITION if before else grpc.StatusCode.INVALID_ARGUMENT
     context.abort(code, str(error))
 
@@ -170,7 +168,7 @@ class Server:
         workers = 2 * ranks + 2 * len(job.shadow_nodes) + 16  # seeds, fetches, commits
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="rpc")
         self._server = grpc.server(self._pool, options=OPTIONS)
-        rpc.add_ShadowServicer_to_server(Service(node, peers), self._server)
+        rpc.add_ShadowServicer_to_server(ShadowService(node, peers), self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         address = job.node(node.id).mgmt

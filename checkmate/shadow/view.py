@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.calls.status import node_status
 from checkmate.shadow.node import Node
-from checkmate.shadow.status import node_status
 
 SECONDS = 1.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from checkmate.layout import Parameter
+from checkmate.wire.layout import Parameter
 
 Values = tuple[torch.Tensor, dict[str, object]]
 """A parameter and its optimizer state."""

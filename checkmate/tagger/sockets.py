@@ -10,10 +10,10 @@ import socket
 import time
 from collections import deque
 
-from checkmate import tcp, wire
 from checkmate.tagger.errors import TaggerError
 from checkmate.tagger.program import Tagger
 from checkmate.tagger.state import RANGES, SocketState
+from checkmate.wire import tag, tcp
 
 CHUNK_MAX = (1 << 31) - 1
 """Bytes in a chunk: half of the sequence space, so that a segment is never in two ranges."""
@@ -38,7 +38,7 @@ class TaggedSocket:
         sock: socket.socket,
         channel: int,
         incarnation: int,
-        dscp_bit: int = wire.DEFAULT_DSCP_BIT,
+        dscp_bit: int = tag.DEFAULT_DSCP_BIT,
     ) -> None:
         if sock.family != socket.AF_INET or sock.type != socket.SOCK_STREAM:
             raise TaggerError("only IPv4 TCP sockets can be tagged")
@@ -122,13 +122,13 @@ class TaggedSocket:
         self._await_ranges(RANGES - 1)
         position = self._positions.get(shadow_id, 0)
         entry = state.ranges[state.tail % RANGES]
-        entry.anchor = (state.first_sequence + self.written) % wire.MODULUS
+        entry.anchor = (state.first_sequence + self.written) % tag.MODULUS
         entry.length = length
-        entry.sequence = position % wire.MODULUS
+        entry.sequence = position % tag.MODULUS
         entry.shadow_id = shadow_id
         entry.channel = self._channel
         entry.incarnation = self._incarnation
-        state.tail = (state.tail + 1) % wire.MODULUS
+        state.tail = (state.tail + 1) % tag.MODULUS
         self._tagger.store(self.socket, state)
         self._ends.append((self.written + length, shadow_id, position + length))
         self._kernel_end = self.written + length
@@ -156,7 +156,7 @@ class TaggedSocket:
             _, shadow_id, stop = self._ends[0]
             self._acknowledged[shadow_id] = stop
             self._ends.popleft()
-            self._state.head = (self._state.head + 1) % wire.MODULUS
+            self._state.head = (self._state.head + 1) % tag.MODULUS
 
     def _learn_first_sequence(self) -> None:
         self._tagger.fetch(self.socket, self._state)

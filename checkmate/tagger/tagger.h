@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What the tagger and user space share: the option on the wire, and a socket's tagged ranges.
- * tests/test_wire.py holds the first half to checkmate/wire.py, and sockets.py mirrors the second.
+ * tests/wire/test_tag.py holds the first half to checkmate/wire/tag.py, and sockets.py mirrors the second.
  */
 #ifndef CHECKMATE_TAGGER_H
 #define CHECKMATE_TAGGER_H

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 _NAME: Final = "_checkmate"
 
 
-class Attachment:
+class AttachedData:
     """Base of what is kept. A copy or a pickle of its owner lacks it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -16,10 +16,10 @@ class Attachment:
         return (OrderedDict, ())
 
 
-Kept = TypeVar("Kept", bound=Attachment)
+Kept = TypeVar("Kept", bound=AttachedData)
 
 
-def attach(owner: object, kept: Attachment) -> None:
+def attach(owner: object, kept: AttachedData) -> None:
     """Keep this at an object, in place of what was kept there."""
     setattr(owner, _NAME, kept)
 
@@ -30,7 +30,7 @@ def attached(owner: object, kind: type[Kept]) -> Kept | None:
     return found if isinstance(found, kind) else None
 
 
-def detach(owner: object, kept: Attachment) -> None:
+def detach(owner: object, kept: AttachedData) -> None:
     """Take `attach` back, unless something else is kept there by now."""
     if getattr(owner, _NAME, None) is kept:
         delattr(owner, _NAME)

@@ -9,12 +9,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
-from checkmate.optimizers import UnsupportedOptimizer
+from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.capture import Watched
 from checkmate.training.errors import RefusedError
-from checkmate.training.hook import GradientHook
-from checkmate.training.slices import kept_beside
+from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.record.buffers import kept_beside
+from checkmate.training.record.capture import Watched
+from checkmate.training.record.step_checks import check_even
 from checkmate.wording import counted
 
 _SCHEDULER: Final = ("step", "state_dict", "load_state_dict")
@@ -54,15 +55,6 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
             "gradients as they are: leave it out"
         )
     check_even(ddp)
-
-
-def check_even(ddp: DistributedDataParallel) -> None:
-    """`RefusedError` within `ddp.join()`, and after it: DDP stays prepared for ranks without a batch."""
-    if ddp._join_config.enable:
-        raise RefusedError(
-            "ddp.join() is for ranks that run out of batches, but each rank of a protected model trains in "
-            "every iteration: give all ranks as many batches (DistributedSampler does), and leave it out"
-        )
 
 
 def check_kept(watched: Watched) -> None:

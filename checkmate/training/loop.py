@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from checkmate import state
-from checkmate.training import rng
-from checkmate.training.records import Recorder
-from checkmate.training.session import Session
-from checkmate.training.standing import Start
+from checkmate.training.record import rng
+from checkmate.training.record.recorder import Recorder
+from checkmate.training.start.membership import Membership
+from checkmate.training.start.standing import Start
 
 Batch = TypeVar("Batch")
 
@@ -43,7 +43,7 @@ class Loop:
             self._generators = None  # the next loop is a new one
 
 
-def resumed_in(place: Session, start: Start) -> Mapping[str, Any] | None:
+def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:
     """This rank's random generators, if the run resumes between two batches of one iterator."""
     for part in start.record.parts:
         if part.position == place.position and part.rng:

@@ -16,26 +16,27 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.layout import Layout
 from checkmate.nodes.stubs import Stubs
-from checkmate.optimizers import spec_of
+from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training import restore, session
+from checkmate.training import restore
 from checkmate.training.checks import check_all_stepped, check_ddp, check_kept, check_script
-from checkmate.training.followers import Followers
-from checkmate.training.formats import lay_out_state
-from checkmate.training.hook import GradientHook
+from checkmate.training.exclusion import StepExclusion
+from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.wiring import connect
+from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
-from checkmate.training.opening import Opening
-from checkmate.training.publish import Publisher
-from checkmate.training.records import Fault, Recorder, Watched
-from checkmate.training.seeding import Source
-from checkmate.training.session import Session
-from checkmate.training.slices import Buffers, frozen_state, kept_beside, synchronised
-from checkmate.training.standing import Standing, Start
-from checkmate.training.steps import Steps
-from checkmate.training.windows import Slices
-from checkmate.training.wiring import connect
+from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
+from checkmate.training.record.publisher import Publisher
+from checkmate.training.record.recorder import PendingFault, Recorder, Watched
+from checkmate.training.record.windows import Slices
+from checkmate.training.start import membership
+from checkmate.training.start.followers import Followers
+from checkmate.training.start.formats import lay_out_state
+from checkmate.training.start.membership import Membership
+from checkmate.training.start.opening import Opening
+from checkmate.training.start.standing import ModelStanding, Start
+from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -63,8 +64,8 @@ def protect(
     `StateError`, `TaggerUnavailable` and `RingError` say what is wrong.
     """
     deadline = time.monotonic() + wait
-    place = session.join(ddp)
-    standing = Standing.of(ddp)
+    place = membership.join(ddp)
+    standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_ddp(ddp)
     check_script(watched)
@@ -79,17 +80,17 @@ def protect(
         return _assemble(place, watched, layout, spec, stubs, start, deadline, undo)
 
 
-def _describe(place: Session, watched: Watched) -> tuple[Layout, pb.OptimizerSpec]:
+def _describe(place: Membership, watched: Watched) -> tuple[Layout, pb.OptimizerSpec]:
     """What shadow nodes have to know of model and optimizer, once it is found that they can follow these."""
-    names = session.trained(watched.ddp)
-    layout = session.lay_out(watched.ddp, place.shards)
+    names = membership.trained(watched.ddp)
+    layout = membership.lay_out(watched.ddp, place.shards)
     spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(watched.optimizer)
     return layout, spec
 
 
-def _begin_anew(place: Session, stubs: Stubs, timeout: float) -> Start:
+def _begin_anew(place: Membership, stubs: Stubs, timeout: float) -> Start:
     """The start of training that no `restore` came before."""
     start = Start(restore.plan_fresh(place, stubs, timeout))
     if start.plan.trouble and place.rank == 0:
@@ -98,7 +99,7 @@ def _begin_anew(place: Session, stubs: Stubs, timeout: float) -> Start:
 
 
 def _assemble(
-    place: Session,
+    place: Membership,
     watched: Watched,
     layout: Layout,
     spec: pb.OptimizerSpec,
@@ -111,16 +112,20 @@ def _assemble(
 
     `undo` closes those that there are; the protection takes it over.
     """
-    names = session.trained(watched.ddp)
+    names = membership.trained(watched.ddp)
     parameters = list(names.values())
     ring = connect(place, layout, start, undo)
     hook = GradientHook(watched.ddp, layout, parameters, ring, start.next_iteration)
     undo.callback(hook.close)
-    steps, buffers, fault = Steps(start.next_iteration), _buffers(place, watched, parameters, start), Fault()
+    steps, buffers, fault = (
+        StepExclusion(start.next_iteration),
+        _buffers(place, watched, parameters, start),
+        PendingFault(),
+    )
     device = parameters[0].device.type
     opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
-    followers = Followers(opening, stubs, Source(layout, parameters, watched.optimizer, steps), slices)
+    followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), slices)
     undo.callback(followers.close)
     publisher = Publisher(opening.author(), followers.lines, hook.passed, fault.set)
     undo.callback(publisher.close, 0.0)
@@ -143,7 +148,7 @@ def _assemble(
 
 
 def _buffers(
-    place: Session, watched: Watched, trained: Sequence[nn.Parameter], start: Start
+    place: Membership, watched: Watched, trained: Sequence[nn.Parameter], start: Start
 ) -> Buffers | None:
     """What this rank says beside trained parameters; only the first one says what all ranks have alike."""
     ddp, optimizer = watched.ddp, watched.optimizer
@@ -159,7 +164,7 @@ class Protection:
 
     def __init__(
         self,
-        place: Session,
+        place: Membership,
         start: Start,
         hook: GradientHook,
         recorder: Recorder,

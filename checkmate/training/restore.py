@@ -14,14 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
 from checkmate.nodes.stubs import Stubs
-from checkmate.optimizers import spec_of
+from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
-from checkmate.training import disk, fence, session
 from checkmate.training.checks import check_script
-from checkmate.training.fence import Plan
-from checkmate.training.fetch import FetchError, Wanted, fetch
-from checkmate.training.fits import check_record
-from checkmate.training.install import (
+from checkmate.training.record.recorder import Watched
+from checkmate.training.start import disk, fence, membership
+from checkmate.training.start.fence import RestartPlan
+from checkmate.training.start.fetch import FetchError, WantedShards, fetch
+from checkmate.training.start.fits import check_record
+from checkmate.training.start.install import (
     InstallError,
     check_optimizer,
     install_optimizer,
@@ -29,9 +30,8 @@ from checkmate.training.install import (
     install_record,
     own_buffers,
 )
-from checkmate.training.records import Watched
-from checkmate.training.session import Session
-from checkmate.training.standing import Standing, Start
+from checkmate.training.start.membership import Membership
+from checkmate.training.start.standing import ModelStanding, Start
 
 T = TypeVar("T")
 
@@ -71,8 +71,8 @@ def restore(
     (by default $CHECKMATE_CHECKPOINTS), which may be a checkpoint itself, else `RestoreError`. So it is if
     the newest can't be read: an older one must be asked for.
     """
-    place = session.join(ddp)
-    standing = Standing.of(ddp)
+    place = membership.join(ddp)
+    standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)
     stubs = Stubs(place.job)
@@ -85,7 +85,7 @@ def restore(
 
 
 def _begin(
-    place: Session,
+    place: Membership,
     watched: Watched,
     stubs: Stubs,
     timeout: float,
@@ -117,22 +117,24 @@ def _begin(
     return Start(plan), None
 
 
-def plan_fresh(place: Session, stubs: Stubs, timeout: float, checkpoints: str | Path | None = None) -> Plan:
+def plan_fresh(
+    place: Membership, stubs: Stubs, timeout: float, checkpoints: str | Path | None = None
+) -> RestartPlan:
     """A plan to begin anew, of all ranks together. `checkpoints`: as `restore` has it."""
 
-    def make() -> Plan:
+    def make() -> RestartPlan:
         generation = disk.look(checkpoints).generation
         return fence.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
     return _agree(place, make)
 
 
-def _say(place: Session, what: str) -> None:
+def _say(place: Membership, what: str) -> None:
     if place.rank == 0:
         _log.info("%s", what)
 
 
-def _agree(place: Session, make: Callable[[], T]) -> T:
+def _agree(place: Membership, make: Callable[[], T]) -> T:
     """What rank 0 makes, on all ranks; its exception too."""
     box: list[Any] = [None, None]
     if place.rank == 0:
@@ -147,7 +149,7 @@ def _agree(place: Session, make: Callable[[], T]) -> T:
     return made
 
 
-def _together(place: Session, do: Callable[[], Any]) -> tuple[Any, str]:
+def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
     """What this rank's `do` returns, and the troubles of all ranks."""
     result, trouble = None, None
     try:
@@ -162,7 +164,9 @@ def _together(place: Session, do: Callable[[], Any]) -> tuple[Any, str]:
     return result, "; ".join(one for one in troubles if one)
 
 
-def _from_disk(place: Session, watched: Watched, plan: Plan, found: disk.OnDisk) -> tuple[Start, Any]:
+def _from_disk(
+    place: Membership, watched: Watched, plan: RestartPlan, found: disk.OnDisk
+) -> tuple[Start, Any]:
     """Resume from the newest checkpoint. If it is no good the user decides: an older one is a step back."""
     path, *older = found.paths
     resumed, trouble = _together(place, lambda: disk.resume(path, place, watched))
@@ -178,14 +182,14 @@ def _from_disk(place: Session, watched: Watched, plan: Plan, found: disk.OnDisk)
     return Start(plan, record.iteration + 1, record=record, own_buffers=own), extra
 
 
-def _from_nodes(place: Session, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
+def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
     """Fetch and install the planned iteration; the user's `extra`."""
-    layout = session.lay_out(watched.ddp, place.shards)
-    parameters = list(session.trained(watched.ddp).values())
+    layout = membership.lay_out(watched.ddp, place.shards)
+    parameters = list(membership.trained(watched.ddp).values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     plan = start.plan
     holders = {shard: nodes for (group, shard), nodes in plan.holders.items() if group == place.group}
-    wanted = Wanted(place.job.job, place.group, plan.run, plan.iteration, holders)
+    wanted = WantedShards(place.job.job, place.group, plan.run, plan.iteration, holders)
     got = fetch(wanted, layout, stubs, place.rank, timeout)
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")

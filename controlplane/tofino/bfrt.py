@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
-from checkmate import tofino
-from checkmate.schema import Switch
-from checkmate.switch_ports import PortSettings, port_settings
+from checkmate.job.schema import Switch
+from checkmate.job.tofino import chips
+from checkmate.job.tofino.ports import PortSettings, port_settings
 from controlplane.tofino.headroom import ETHERNET
 from controlplane.tofino.pfc import PfcPlan
 
@@ -101,9 +101,9 @@ def _buffer(plan: PfcPlan, chip: str) -> Iterable[str]:
     yield ""
     yield "# Ports that training comes in by: device port, pipe, PPG, headroom in cells."
     yield "SENDERS = ["
-    used = dict.fromkeys(range(tofino.PIPES), 0)
+    used = dict.fromkeys(range(chips.PIPES), 0)
     for sender in plan.senders:
-        pipe = tofino.pipe_of(sender.port.device_port)
+        pipe = chips.pipe_of(sender.port.device_port)
         used[pipe] += 1
         yield _row(sender.port.device_port, pipe, used[pipe], sender.headroom.cells)
     yield "]"
@@ -127,7 +127,7 @@ for device_port, pipe, ppg, headroom in SENDERS:
     yield "QUEUES = ["
     for queue in plan.queues:
         number = queue.port.device_port
-        yield _row(number, tofino.pipe_of(number), queue.cells, int(queue.shadow))
+        yield _row(number, chips.pipe_of(number), queue.cells, int(queue.shadow))
     yield "]"
     yield f"COS_TO_ICOS = [{LOSSY_ICOS}] * 8"
     yield """\

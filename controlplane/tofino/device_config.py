@@ -30,7 +30,7 @@ class NotCompiled(WrongPipeline):
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PackedPipeline:
     """One pipeline of a compiled program, and the hardware pipes that it is for."""
 
     name: str
@@ -40,17 +40,17 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Program:
+class PackedProgram:
     """A compiled program: its BF-RT schema, and its pipelines."""
 
     name: str
     bfrt: bytes
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[PackedPipeline, ...]
     cpu_port: int | None = None
     """The device port that it takes for the controller's, where the compilation has noted it."""
 
 
-def read_program(target: str, sde: Path | None = None) -> Program:
+def read_program(target: str, sde: Path | None = None) -> PackedProgram:
     """What `make p4 P4_TARGET=target` left under the SDE's installation; `NotCompiled` where it isn't whole.
 
     The paths are those of the compiler's own `.conf`, which bf_switchd reads too.
@@ -71,11 +71,11 @@ def read_program(target: str, sde: Path | None = None) -> Program:
         ) from None
 
 
-def _parse(conf: Mapping[str, Any], root: Path) -> Program:
+def _parse(conf: Mapping[str, Any], root: Path) -> PackedProgram:
     (device,) = conf["p4_devices"]
     (program,) = device["p4_programs"]
     pipelines = tuple(
-        Pipeline(
+        PackedPipeline(
             one["p4_pipeline_name"],
             (root / one["config"]).read_bytes(),
             (root / one["context"]).read_bytes(),
@@ -88,10 +88,10 @@ def _parse(conf: Mapping[str, Any], root: Path) -> Program:
     schema = root / program["bfrt-config"]
     noted = schema.with_name(CPU_PORT_NOTE)
     cpu_port = int(noted.read_text()) if noted.exists() else None
-    return Program(program["program-name"], schema.read_bytes(), pipelines, cpu_port)
+    return PackedProgram(program["program-name"], schema.read_bytes(), pipelines, cpu_port)
 
 
-def check_cpu_port(program: Program, target: str, cpu_port: int) -> None:
+def check_cpu_port(program: PackedProgram, target: str, cpu_port: int) -> None:
     """`NotCompiled` where the program takes another port than `cpu_port` for the controller's."""
     if program.cpu_port not in (None, cpu_port):
         raise NotCompiled(
@@ -100,12 +100,12 @@ def check_cpu_port(program: Program, target: str, cpu_port: int) -> None:
         )
 
 
-def pack(program: Program, p4runtime: str) -> bytes:
+def pack(program: PackedProgram, p4runtime: str) -> bytes:
     """The program for the P4Runtime server `stratum` or `pi`."""
     return _for_stratum(program) if p4runtime == "stratum" else _for_pi(program)
 
 
-def _for_pi(program: Program) -> bytes:
+def _for_pi(program: PackedProgram) -> bytes:
     if len(program.pipelines) != 1:
         raise NotCompiled(
             f"PI takes programs of one pipeline, and {program.name} has {len(program.pipelines)}"
@@ -127,7 +127,7 @@ def unpack_pi(blob: bytes) -> tuple[str, bytes, bytes]:
     return name.decode(), binary, context
 
 
-def _for_stratum(program: Program) -> bytes:
+def _for_stratum(program: PackedProgram) -> bytes:
     message = stratum_message()
     message.p4_name = program.name
     message.bfruntime_info = program.bfrt

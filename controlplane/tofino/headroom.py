@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from checkmate.tofino import Chip
+from checkmate.job.tofino.chips import Chip
 
 METRES_PER_SECOND = 198_000_000
 ETHERNET = 18  # header and FCS

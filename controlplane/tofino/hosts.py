@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from checkmate.schema import Job, Nic, Rank, Switch
-from checkmate.switch_ports import port_settings
+from checkmate.job.schema import Job, Nic, Rank, Switch
+from checkmate.job.tofino.ports import port_settings
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from checkmate import tofino
-from checkmate.schema import Job, Switch
-from checkmate.switch_ports import PortSettings, port_settings
-from controlplane.entities import Group, ip_text
+from checkmate.job.schema import Job, Switch
+from checkmate.job.tofino import chips
+from checkmate.job.tofino.ports import PortSettings, port_settings
+from controlplane.entities import MulticastGroup, ip_text
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 from controlplane.tofino.headroom import ETHERNET, Headroom, cells_of, headroom
@@ -61,7 +61,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class Spread:
+class BufferSpread:
     """A multicast group: for each port that its frames come in by, the cells that its copies may take."""
 
     group: int
@@ -87,12 +87,12 @@ class PfcPlan:
     available: int
     senders: tuple[Sender, ...]
     queues: tuple[Queue, ...]
-    groups: tuple[Spread, ...]
+    groups: tuple[BufferSpread, ...]
 
 
 def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) -> PfcPlan:
     """What `switch` needs for the network's jobs; `NoRoom` where its buffer can't hold it."""
-    chip = tofino.CHIPS[switch.target]
+    chip = chips.CHIPS[switch.target]
     peers, shadows = peers_of(network, switch.name)
     links = network.links(switch.name)
     copies = copies_by_port(network, plan)
@@ -149,7 +149,7 @@ def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]],
     return found, shadows
 
 
-def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[Group]]:
+def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:
     """The multicast groups that frames which come in by a port may go to."""
     ports = {
         str(rank.ip): rank.port
@@ -158,14 +158,14 @@ def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[Group]]
         for rank in group.ranks
         if rank.switch == plan.switch
     }
-    found: dict[int, dict[int, Group]] = {}
+    found: dict[int, dict[int, MulticastGroup]] = {}
     for entry in plan.holdings.table("replication"):
         port = ports[ip_text(entry["source"])]
         found.setdefault(port, {})[entry["group"]] = plan.holdings.groups[entry["group"]]
     return {port: list(groups.values()) for port, groups in found.items()}
 
 
-def _most(copies: Mapping[int, Sequence[Group]], port: int) -> int:
+def _most(copies: Mapping[int, Sequence[MulticastGroup]], port: int) -> int:
     return max((len(group.replicas) for group in copies.get(port, ())), default=1)
 
 
@@ -188,7 +188,7 @@ def _threshold(switch: Switch, senders: Sequence[Sender], available: int, least:
 
 
 def _room(
-    port: int, admitted: Mapping[int, int], copies: Mapping[int, Sequence[Group]], plain: Set[int]
+    port: int, admitted: Mapping[int, int], copies: Mapping[int, Sequence[MulticastGroup]], plain: Set[int]
 ) -> int:
     """What the queue of a port may be sent: copies by groups, and unicast from the ports `plain`."""
     total = 0
@@ -202,10 +202,10 @@ def _room(
 
 
 def _spreads(
-    switch: Switch, copies: Mapping[int, Sequence[Group]], admitted: Mapping[int, int]
-) -> list[Spread]:
+    switch: Switch, copies: Mapping[int, Sequence[MulticastGroup]], admitted: Mapping[int, int]
+) -> list[BufferSpread]:
     return [
-        Spread(
+        BufferSpread(
             group.id,
             port_settings(switch, port).name,
             tuple(port_settings(switch, out).name for out, _ in sorted(group.replicas)),

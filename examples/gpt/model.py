@@ -23,7 +23,7 @@ class Shape:
     dropout: float = 0.1
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then a perceptron of four times the width, each normalised first and added."""
 
     def __init__(self, shape: Shape) -> None:
@@ -64,7 +64,7 @@ class Gpt(nn.Module):
         self.bytes = nn.Embedding(VOCABULARY, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.layers))
         self.normal = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.apply(_initialise)

@@ -13,10 +13,10 @@ from dataclasses import replace
 from tests.chaos import report
 from tests.chaos.forked import ForkedLab
 from tests.chaos.generate import UnknownFeature, generate
-from tests.chaos.run import HarnessError, Outcome, run
+from tests.chaos.run import HarnessError, TrialOutcome, run
 from tests.chaos.scenario import FEATURES, Scenario
 from tests.chaos.shrink import shrink
-from topologies.describe import LabError
+from topologies.describe.topology import LabError
 
 
 def main(asked: argparse.Namespace) -> int:
@@ -76,11 +76,11 @@ def _without(asked: argparse.Namespace) -> list[str]:
     return [name for name in asked.without.split(",") if name]
 
 
-def _one(scenario: Scenario, asked: argparse.Namespace) -> Outcome:
+def _one(scenario: Scenario, asked: argparse.Namespace) -> TrialOutcome:
     try:
         return run(scenario, keep=asked.keep, progress=lambda what: _progress(scenario.seed, what))
     except HarnessError as error:
-        return replace(Outcome(scenario), problems=[f"no verdict: {error}"])
+        return replace(TrialOutcome(scenario), problems=[f"no verdict: {error}"])
 
 
 def _progress(seed: int, what: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tests.chaos.oracle import Fact, loses, settles
 from tests.chaos.scenario import Event
-from tests.chaos.world import World
+from tests.chaos.world import ChaosWorld
 
 BY_SCRIPT = ("error", "close")
 """Kinds that the script itself carries out."""
@@ -17,7 +17,7 @@ BY_SCRIPT = ("error", "close")
 class Schedule:
     """What is still to happen, and what has. `tick` is called every few milliseconds, and is quick."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ChaosWorld) -> None:
         self._world = world
         self._waiting = [event for event in world.scenario.events if event.kind not in BY_SCRIPT]
         self._due: list[tuple[float, Callable[[], None]]] = []

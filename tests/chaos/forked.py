@@ -17,13 +17,14 @@ from typing import IO, Any, Final, cast
 
 from pyroute2 import netns
 
-from topologies import namespaces
+from topologies.kernel import namespaces
 from topologies.lab import Lab
 
 _PRELOADED: Final = """
 torch numpy torch.distributed torch.nn.parallel torch.optim pyroute2
-checkmate.training.protect checkmate.cli.main checkmate.shadow.serve checkmate.shadow.view controlplane.serve
-softswitch.__main__ tests.chaos.model topologies.substitutes topologies.digest
+checkmate.training.protect checkmate.cli.main checkmate.shadow.process checkmate.shadow.view
+controlplane.serve softswitch.__main__ tests.chaos.model
+topologies.training.substitutes topologies.training.digest
 """
 _MODULE: Final = [sys.executable, "-m"]
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Collection
 from typing import Any, Final
 
-from tests.chaos.scenario import FEATURES, Event, Model, Network, Scenario
+from tests.chaos.scenario import FEATURES, Event, ModelSpec, NetworkSpec, Scenario
 
 _PARTS: Final = {
     "scalar": 0.5,
@@ -83,9 +83,9 @@ class _Draw:
         return chosen and self.allows(feature)
 
 
-def _network(draw: _Draw) -> Network:
+def _network(draw: _Draw) -> NetworkSpec:
     nodes = draw.of("nodes").choice((1, 2, 2, 3))
-    return Network(
+    return NetworkSpec(
         ranks=draw.of("ranks").choice((2, 2, 2, 3, 3, 4, 5)),
         switches=draw.of("how many switches").choice((2, 3)) if draw.has("switches", 0.25) else 1,
         channels=2 if draw.has("channels", 0.4) else 1,
@@ -96,7 +96,7 @@ def _network(draw: _Draw) -> Network:
     )
 
 
-def _model(draw: _Draw) -> Model:
+def _model(draw: _Draw) -> ModelSpec:
     parts = tuple(name for name, share in _PARTS.items() if draw.has(name, share))
     if "scaler" in parts:  # a GradScaler refuses to unscale gradients of float16
         parts = tuple(name for name in parts if name != "float16")
@@ -111,7 +111,7 @@ def _model(draw: _Draw) -> Model:
         boundaries = ("steps",)
     optimizer, options = _optimizer(draw.of("optimizer"), half=bool({"half", "float16"} & set(parts)))
     infinite = draw.of("infinite").sample(range(iterations), 4) if "scaler" in parts else []
-    return Model(
+    return ModelSpec(
         parts=parts,
         turned=tuple(turned) if draw.has("memory-format", 0.5) else (),
         width=draw.of("width").choice((16, 24, 64, 128)),
@@ -160,7 +160,7 @@ def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]
     return name, options
 
 
-def _events(draw: _Draw, network: Network, iterations: int) -> tuple[Event, ...]:
+def _events(draw: _Draw, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
     """One to four things that happen, in order; some consist of two events."""
     chosen = draw.of("events")
     found: list[Event] = []
@@ -172,14 +172,14 @@ def _events(draw: _Draw, network: Network, iterations: int) -> tuple[Event, ...]
     return tuple(found)
 
 
-def _lost_shards(draw: random.Random, network: Network, iterations: int) -> tuple[Event, ...]:
+def _lost_shards(draw: random.Random, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
     """A shadow node and a rank, killed at once."""
     at, seconds = draw.randrange(iterations // 2, iterations - 4), round(draw.uniform(0.2, 3), 2)
     node, rank = f"shadow{draw.randrange(len(network.nodes))}", f"rank{draw.randrange(network.ranks)}"
     return Event(at, "kill", node, 0.0, seconds), Event(at, "kill", rank, 0.005)
 
 
-def _happening(kind: str, draw: random.Random, network: Network, iterations: int) -> list[Event]:
+def _happening(kind: str, draw: random.Random, network: NetworkSpec, iterations: int) -> list[Event]:
     at = draw.randrange(1, iterations - 4) if draw.random() < 0.9 else 0
     delay = round(draw.choice((0.0, 0.0, draw.uniform(0, 0.1))), 3)
     rank, other = (f"rank{draw.randrange(network.ranks)}" for _ in range(2))

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.chaos.scenario import Model as Orders
+from tests.chaos.scenario import ModelSpec as Orders
 
 ROWS = 3
 INPUTS = 64
 
 
-class Net(nn.Module):
+class RandomNet(nn.Module):
     """A number for each row of 64; every part adds something to it."""
 
     seen: torch.Tensor
@@ -108,7 +108,7 @@ class Net(nn.Module):
         return result * self.scalar if self.has("scalar") else result
 
 
-def make_optimizer(model: Net, orders: Orders) -> torch.optim.Optimizer:
+def make_optimizer(model: RandomNet, orders: Orders) -> torch.optim.Optimizer:
     """Of all parameters; a frozen one has been stepped once."""
     kind: Any = getattr(torch.optim, orders.optimizer)
     parameters: list[Any] = list(model.parameters())

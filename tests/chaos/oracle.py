@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.chaos.scenario import Event, Network
+from tests.chaos.scenario import Event, NetworkSpec
 
 CRASH = 1
 """Completed iterations that are repeated at most after a crash; after a clean stop none is."""
@@ -26,7 +26,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Start:
+class PastStart:
     """A start of training that was followed by another one, or ended training.
 
     `resumed`: with which iteration; `completed`: the last that a rank completed, `None` for none; `over`:
@@ -40,7 +40,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Promise:
+class ResumePromise:
     """Of the start after: with which iteration it resumes at least. `lost`: shards that may be lost.
 
     `anew`: nothing may be known of the job at all, so that training begins without a word. `on_disk`: there
@@ -76,15 +76,15 @@ class Promise:
 
 
 def promise(
-    network: Network, facts: Sequence[Fact], before: Start, until: float, *, on_disk: bool
-) -> Promise:
+    network: NetworkSpec, facts: Sequence[Fact], before: PastStart, until: float, *, on_disk: bool
+) -> ResumePromise:
     """Of the start that resumes at `until`, after the start `before`."""
     unsound = {node for node in range(len(network.nodes)) if not _sound(facts, node, before.over, until)}
     lost = [s for s in range(len(network.nodes)) if unsound.issuperset(network.holders(s))]
     repeats = 0 if before.clean else CRASH
     reached = before.resumed if before.completed is None else before.completed + 1 - repeats
     at_least = max(before.resumed, reached)
-    return Promise(at_least, tuple(lost), len(unsound) == len(network.nodes), on_disk)
+    return ResumePromise(at_least, tuple(lost), len(unsound) == len(network.nodes), on_disk)
 
 
 def _sound(facts: Sequence[Fact], node: int, since: float, until: float) -> bool:
@@ -102,7 +102,7 @@ def _sound(facts: Sequence[Fact], node: int, since: float, until: float) -> bool
     return sound
 
 
-def loses(event: Event, network: Network, controller_is_down: bool) -> list[int]:
+def loses(event: Event, network: NetworkSpec, controller_is_down: bool) -> list[int]:
     """The shadow nodes that may lose something by an event, as it happens.
 
     A switch on the way from another one's ranks drops copies that these have made. A switch that restarts

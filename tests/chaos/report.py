@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tests.chaos.run import Outcome
+from tests.chaos.run import TrialOutcome
 from tests.chaos.scenario import Scenario
 
 
@@ -30,7 +30,7 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
     ]
 
 
-def table(outcome: Outcome) -> str:
+def table(outcome: TrialOutcome) -> str:
     """All of one scenario."""
     verdict = "pass" if outcome.passed else "FAIL"
     rows = [("seed", str(outcome.scenario.seed)), *describe(outcome.scenario)]
@@ -44,7 +44,7 @@ def table(outcome: Outcome) -> str:
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: TrialOutcome) -> str:
     """One scenario in a line."""
     events = "; ".join(map(str, outcome.scenario.events)) or "no events"
     verdict = "pass" if outcome.passed else "FAIL"
@@ -52,6 +52,6 @@ def line(outcome: Outcome) -> str:
     return f"seed {outcome.scenario.seed:>6}  {seen}  {events}"
 
 
-def as_data(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def as_data(outcomes: Sequence[TrialOutcome]) -> list[dict[str, Any]]:
     """For JSON."""
     return [{"passed": outcome.passed, **asdict(outcome)} for outcome in outcomes]

@@ -16,14 +16,14 @@ from typing import Any
 from tests.chaos.compare import differences
 from tests.chaos.events import Schedule
 from tests.chaos.forked import ForkedLab
-from tests.chaos.oracle import Promise, Start, promise
+from tests.chaos.oracle import PastStart, ResumePromise, promise
 from tests.chaos.scenario import Scenario
 from tests.chaos.script import ANEW
-from tests.chaos.world import Log, World
+from tests.chaos.world import ChaosWorld, RankLog
 from topologies import lab as labs
+from topologies.controller import serving
 from topologies.crew import Crew
-from topologies.describe import LabError, build
-from topologies.serving import serving
+from topologies.describe.topology import LabError, build
 
 SECONDS = 120.0
 """For all of a scenario: one that takes longer hangs."""
@@ -37,7 +37,7 @@ class HarnessError(Exception):
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """What came of a scenario. `problems`: what was promised and not so; none is a pass."""
 
     scenario: Scenario
@@ -57,9 +57,9 @@ class Outcome:
 
 def run(
     scenario: Scenario, *, keep: Path | None = None, progress: Callable[[str], None] = lambda _: None
-) -> Outcome:
+) -> TrialOutcome:
     """Run it. `keep`: a folder for the logs of one that fails. `HarnessError`."""
-    outcome, began = Outcome(scenario), time.monotonic()
+    outcome, began = TrialOutcome(scenario), time.monotonic()
     name = f"x{os.getpid()}_{random.randrange(10**4)}"
     topology = build(name, scenario.network.topology())
     with tempfile.TemporaryDirectory() as temporary:
@@ -70,9 +70,9 @@ def run(
                 Crew(lab) as crew,
                 serving(crew) as controller,
             ):
-                world = World(scenario, lab, crew, controller, folder)
+                world = ChaosWorld(scenario, lab, crew, controller, folder)
                 try:
-                    Job(world, outcome, progress).run()
+                    Trial(world, outcome, progress).run()
                 finally:
                     crew_logs(world, outcome)
                     if outcome.problems and keep is not None:
@@ -87,7 +87,7 @@ def run(
     return outcome
 
 
-def crew_logs(world: World, outcome: Outcome) -> None:
+def crew_logs(world: ChaosWorld, outcome: TrialOutcome) -> None:
     """What nobody must say."""
     for file in sorted(world.lab.directory.glob("*.log")):
         if file.name.startswith(("rank", "reference", "keeper")) or file.name.endswith(".out.log"):
@@ -106,15 +106,15 @@ def _keep(lab: Path, folder: Path, to: Path) -> str:
     return str(to)
 
 
-class Job:
+class Trial:
     """One job from its first start to the check of its end."""
 
-    def __init__(self, world: World, outcome: Outcome, progress: Callable[[str], None]) -> None:
+    def __init__(self, world: ChaosWorld, outcome: TrialOutcome, progress: Callable[[str], None]) -> None:
         self._world, self._outcome, self._progress = world, outcome, progress
         self._scenario = world.scenario
         ranks = range(self._scenario.network.ranks)
-        self._logs = [Log(world.folder / f"rank{rank}.jsonl") for rank in ranks]
-        self._before: Start | None = None
+        self._logs = [RankLog(world.folder / f"rank{rank}.jsonl") for rank in ranks]
+        self._before: PastStart | None = None
         self._resumed: int | None = None
         self._completed: int | None = None  # by any rank, in this start
         self._newest = -1  # by rank 0, ever
@@ -195,7 +195,7 @@ class Job:
         """Remember a start that is over, if it came as far as resuming."""
         if self._resumed is not None and not (self._fresh and not clean):
             over = time.monotonic() if clean else self._over
-            self._before = Start(self._resumed, self._completed, over, clean)
+            self._before = PastStart(self._resumed, self._completed, over, clean)
         if clean:
             self._fresh = False
 
@@ -225,7 +225,7 @@ class Job:
         """Hold a start against what was promised."""
         if self._before is None or self._fresh:
             return
-        made: Promise = promise(
+        made: ResumePromise = promise(
             self._scenario.network,
             self._schedule.facts,
             self._before,
@@ -271,6 +271,6 @@ class Job:
 
     def _compare(self) -> None:
         for rank, log in enumerate(self._logs):
-            expected = Log(self._world.folder / "reference" / f"rank{rank}.jsonl")
+            expected = RankLog(self._world.folder / "reference" / f"rank{rank}.jsonl")
             expected.look()
             self._outcome.problems += differences(rank, log.lines, expected.lines)

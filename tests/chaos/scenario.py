@@ -56,7 +56,7 @@ FEATURES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSpec:
     """What is trained. `parts`: names of FEATURES that are parts of the model; `turned`: of `OddShapes`."""
 
     parts: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkSpec:
     """Where it trains. `nodes`: each shadow node's NICs; `loss`: of frames on training links."""
 
     ranks: int = 2
@@ -133,8 +133,8 @@ class Scenario:
     """A job, and what happens to it."""
 
     seed: int
-    model: Model = Model()
-    network: Network = Network()
+    model: ModelSpec = ModelSpec()
+    network: NetworkSpec = NetworkSpec()
     events: tuple[Event, ...] = ()
 
     def to_json(self) -> str:
@@ -152,4 +152,4 @@ class Scenario:
             model["options"]["betas"] = tuple(model["options"]["betas"])
         network["nodes"] = tuple(network["nodes"])
         events = tuple(Event(**event) for event in found["events"])
-        return cls(found["seed"], Model(**model), Network(**network), events)
+        return cls(found["seed"], ModelSpec(**model), NetworkSpec(**network), events)

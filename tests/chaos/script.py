@@ -27,26 +27,26 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkmate
-from checkmate.ring import Place, connect_ring
-from checkmate.training.hook import GradientHook
-from checkmate.training.session import lay_out, trained
-from tests.chaos.model import INPUTS, ROWS, Net, make_optimizer, make_scheduler
+from checkmate.ring import RingPlace, connect_ring
+from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.start.membership import lay_out, trained
+from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
-from topologies.digest import digest
-from topologies.substitutes import Unprotected
+from topologies.training.digest import digest
+from topologies.training.substitutes import Unprotected
 
 TIMEOUT = 12.0
 ANEW = 3
 """The status with which a rank ends that found nothing to resume: it has to be started with `fresh`."""
 
 
-class Untagged(Unprotected):
+class UntaggedRing(Unprotected):
     """In `protect`'s place: the same ring and the same bits, on loopback, without a job."""
 
     def __init__(self, ddp: DistributedDataParallel, channels: int, shards: int) -> None:
         layout = lay_out(ddp, shards)
         ips = [f"127.0.0.{rank + 1}" for rank in range(dist.get_world_size())]
-        self._ring = connect_ring(Place(dist.get_rank(), ips, channels, fingerprint=layout.fingerprint))
+        self._ring = connect_ring(RingPlace(dist.get_rank(), ips, channels, fingerprint=layout.fingerprint))
         self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
         self._hook.register()
 
@@ -56,7 +56,7 @@ class Untagged(Unprotected):
         self._ring.close()
 
 
-class Rank:
+class ChaosRank:
     """One rank, from its start to its end."""
 
     def __init__(self, scenario: Scenario, orders: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Rank:
         self.reference = bool(orders["reference"])
         begins = 0 if orders["fresh"] else self.attempt  # what is restored never looks as what was made
         torch.manual_seed(scenario.seed + 1000 * begins)
-        self.model = Net(self.training)
+        self.model = RandomNet(self.training)
         self.ddp = DistributedDataParallel(
             self.model, bucket_cap_mb=self.training.bucket_mb, find_unused_parameters=True
         )
@@ -126,7 +126,7 @@ class Rank:
     def _begin(self) -> tuple[int, Any]:
         if self.reference:
             network = self.scenario.network
-            return 0, Untagged(self.ddp, network.channels, len(network.nodes))
+            return 0, UntaggedRing(self.ddp, network.channels, len(network.nodes))
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
         checkpoints = self.orders["checkpoints"]
         first, extra = checkmate.restore(
@@ -260,7 +260,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     try:
-        Rank(Scenario.from_json(orders["scenario"]), orders).run()
+        ChaosRank(Scenario.from_json(orders["scenario"]), orders).run()
     finally:
         dist.destroy_process_group()
 

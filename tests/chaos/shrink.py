@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.chaos.run import Outcome
-from tests.chaos.scenario import Model, Network, Scenario
+from tests.chaos.run import TrialOutcome
+from tests.chaos.scenario import ModelSpec, NetworkSpec, Scenario
 
 _TRIES = 2
 """Runs of a smaller scenario before it counts as passing: faults come at slightly other moments each time."""
 
 
 def shrink(
-    scenario: Scenario, attempt: Callable[[Scenario], Outcome], say: Callable[[str], None] = lambda _: None
-) -> Outcome | None:
+    scenario: Scenario,
+    attempt: Callable[[Scenario], TrialOutcome],
+    say: Callable[[str], None] = lambda _: None,
+) -> TrialOutcome | None:
     """The smallest scenario found that fails, as it failed; `None` if the whole one passes."""
     smallest = _fails(scenario, attempt)
     found = smallest
@@ -38,13 +40,13 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         fewer = tuple(one for one in model.parts if one != part)
         infinite = () if part == "scaler" else model.infinite
         yield part, replace(scenario, model=replace(model, parts=fewer, infinite=infinite))
-    plain = Model(optimizer=model.optimizer, options=model.options)
+    plain = ModelSpec(optimizer=model.optimizer, options=model.options)
     for name in ("turned", "schedule", "clip", "accumulate", "boundary"):
         if getattr(model, name) != getattr(plain, name):
             yield name, replace(scenario, model=replace(model, **{name: getattr(plain, name)}))
     for name in ("loss", "every", "channels", "replicas"):
-        if getattr(network, name) != getattr(Network(), name):
-            smaller = replace(network, **{name: getattr(Network(), name)})
+        if getattr(network, name) != getattr(NetworkSpec(), name):
+            smaller = replace(network, **{name: getattr(NetworkSpec(), name)})
             yield name, replace(scenario, network=smaller)
     used = {event.who for event in events}
     if network.ranks > 2 and f"rank{network.ranks - 1}" not in used:
@@ -56,7 +58,7 @@ def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         yield "a shadow node", replace(scenario, network=replace(network, nodes=network.nodes[:-1]))
 
 
-def _fails(scenario: Scenario, attempt: Callable[[Scenario], Outcome]) -> Outcome | None:
+def _fails(scenario: Scenario, attempt: Callable[[Scenario], TrialOutcome]) -> TrialOutcome | None:
     for _ in range(_TRIES):
         outcome = attempt(scenario)
         if not outcome.passed:

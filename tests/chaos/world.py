@@ -14,16 +14,16 @@ from typing import Any
 
 from tests.chaos.forked import ForkedLab
 from tests.chaos.scenario import Scenario
+from topologies.controller import CHECKMATE, LabController
 from topologies.crew import Crew, Member
-from topologies.links import MGMT_INTERFACE
-from topologies.namespaces import netlink
-from topologies.serving import CHECKMATE, Controller
+from topologies.kernel.links import MGMT_INTERFACE
+from topologies.kernel.namespaces import netlink
 
 PORT = 29500
 
 
 @dataclass
-class Log:
+class RankLog:
     """A rank's lines, read as they come."""
 
     file: Path
@@ -44,11 +44,11 @@ class Log:
         return new
 
 
-class World:
+class ChaosWorld:
     """The lab with its controller, shadow nodes and ranks."""
 
     def __init__(
-        self, scenario: Scenario, lab: ForkedLab, crew: Crew, controller: Controller, folder: Path
+        self, scenario: Scenario, lab: ForkedLab, crew: Crew, controller: LabController, folder: Path
     ) -> None:
         self.scenario, self.lab, self.crew, self.folder = scenario, lab, crew, folder
         self.controller = controller

@@ -11,16 +11,16 @@ from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Packet
 
-from checkmate import wire
-from checkmate.schema import Job
-from checkmate.wire import Hello
-from controlplane import stub_frames
-from controlplane.endpoint import Answer, Connected, FairQueue, View, answer
+from checkmate.job.schema import Job
+from checkmate.wire import tag
+from checkmate.wire.tag import Hello
+from controlplane.endpoint import frames
+from controlplane.endpoint.endpoint import Answer, Connected, FairQueue, View, answer
+from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.plan import plan_switch
-from controlplane.stub_frames import Kind, Segment
-from tests.jobs_made import job, job_data
+from testbed.jobs import job, job_data
 
 JOB = job(channels=2, ranks=3, nodes=2, replicas=1)
 NETWORK = Network([JOB])
@@ -41,7 +41,7 @@ def segment(flags: str, payload: bytes = b"", **fields: object) -> bytes:
 
 
 def ask(frame: bytes, at: View, port: int = NIC.port) -> Answer:
-    parsed = stub_frames.parse(frame)
+    parsed = frames.parse(frame)
     assert parsed is not None
     return answer(parsed, port, at)
 
@@ -52,7 +52,7 @@ def reply(found: Answer) -> Packet:
 
 
 def hello_frame(hello: Hello, **fields: object) -> bytes:
-    return segment("PA", hello.pack(), seq=(ISN + 1) % wire.MODULUS, **fields)
+    return segment("PA", hello.pack(), seq=(ISN + 1) % tag.MODULUS, **fields)
 
 
 def connect(at: View, hello: Hello, **fields: object) -> Answer:
@@ -74,7 +74,7 @@ def test_a_syn_is_answered_as_the_design_says() -> None:
     assert (back[IP].src, back[IP].dst) == (str(STUB.ip), str(NIC.ip))
     tcp = back[TCP]
     assert (tcp.sport, tcp.dport, str(tcp.flags)) == (7400, 5000, "SA")
-    assert (tcp.seq, tcp.ack) == (0xFFFFFFFF, (ISN + 1) % wire.MODULUS)
+    assert (tcp.seq, tcp.ack) == (0xFFFFFFFF, (ISN + 1) % tag.MODULUS)
     assert {name for name, _ in tcp.options if name not in ("NOP", "EOL")} == {"MSS", "WScale"}
 
 
@@ -88,12 +88,12 @@ def test_a_hello_is_admitted_and_acknowledged_after() -> None:
     found = connect(at, HELLO)
     assert found.admission is not None
     rewrite, expect = found.admission.put
-    assert rewrite["acknowledgement"] == (ISN + 17) % wire.MODULUS
-    assert rewrite["minus_base"] == wire.MODULUS - 5
+    assert rewrite["acknowledgement"] == (ISN + 17) % tag.MODULUS
+    assert rewrite["minus_base"] == tag.MODULUS - 5
     assert (rewrite["shadow_ip"], rewrite["shadow_port"]) == (int(NIC.ip), 5000)
     assert (expect["boundary"], expect["incarnation"]) == (rewrite["boundary"], 9)
     tcp = reply(found)[TCP]
-    assert (str(tcp.flags), tcp.seq, tcp.ack) == ("A", 0, (ISN + 17) % wire.MODULUS)
+    assert (str(tcp.flags), tcp.seq, tcp.ack) == ("A", 0, (ISN + 17) % tag.MODULUS)
 
 
 def test_a_repeated_hello_gets_the_same_answer_and_changes_nothing() -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_right_hello_is_reset(frame: bytes, port: int) -> None:
 
 def test_a_strangers_syn_is_reset() -> None:
     tcp = reply(ask(segment("S", ip="10.9.9.9"), view()))[TCP]
-    assert (str(tcp.flags), tcp.seq, tcp.ack) == ("RA", 0, (ISN + 1) % wire.MODULUS)
+    assert (str(tcp.flags), tcp.seq, tcp.ack) == ("RA", 0, (ISN + 1) % tag.MODULUS)
 
 
 def test_arp_is_answered() -> None:
@@ -155,7 +155,7 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
     at = view()
     connect(at, HELLO)
     (entry,) = at.connected.by_stream.values()
-    after = (ISN + 17) % wire.MODULUS
+    after = (ISN + 17) % tag.MODULUS
     assert ask(segment(flags, seq=after, ack=1, sport=5001), at).drop is None
     assert ask(segment(flags, seq=after + 1, ack=1), at).drop is None
     found = ask(segment(flags, seq=after, ack=77), at)
@@ -174,11 +174,11 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
 @pytest.mark.parametrize(
     ("frame", "port"),
     [
-        (segment("PA", b"x", seq=(ISN + 17) % wire.MODULUS), NIC.port + 1),
-        (segment("PA", b"x", seq=(ISN + 17) % wire.MODULUS, mac="02:00:00:00:77:77"), NIC.port),
+        (segment("PA", b"x", seq=(ISN + 17) % tag.MODULUS), NIC.port + 1),
+        (segment("PA", b"x", seq=(ISN + 17) % tag.MODULUS, mac="02:00:00:00:77:77"), NIC.port),
         (segment("PA", b"x", seq=12345), NIC.port),
-        (segment("R", seq=(ISN + 17) % wire.MODULUS), NIC.port + 1),
-        (segment("FA", seq=(ISN + 17) % wire.MODULUS), NIC.port + 1),
+        (segment("R", seq=(ISN + 17) % tag.MODULUS), NIC.port + 1),
+        (segment("FA", seq=(ISN + 17) % tag.MODULUS), NIC.port + 1),
     ],
 )
 def test_nobody_else_ends_a_stream(frame: bytes, port: int) -> None:
@@ -190,7 +190,7 @@ def test_nobody_else_ends_a_stream(frame: bytes, port: int) -> None:
 def test_more_than_a_hello_on_a_connection_ends_it() -> None:
     at = view()
     connect(at, HELLO)
-    found = ask(segment("PA", b"x", seq=(ISN + 17) % wire.MODULUS), at)
+    found = ask(segment("PA", b"x", seq=(ISN + 17) % tag.MODULUS), at)
     assert found.drop in at.connected.by_stream.values()
     assert str(reply(found)[TCP].flags) == "R"
 
@@ -229,14 +229,14 @@ def test_a_new_connection_replaces_the_old_whatever_the_incarnations() -> None:
     assert other.drop == (old,)
     (now,) = at.connected.by_stream.values()
     assert (now["incarnation"], now["shadow_port"]) == (8, 5002)
-    assert ask(segment("R", seq=(ISN + 17) % wire.MODULUS, sport=5000), at).drop is None
+    assert ask(segment("R", seq=(ISN + 17) % tag.MODULUS, sport=5000), at).drop is None
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=50, deadline=None)
 def test_no_frame_upsets_the_parser(noise: bytes) -> None:
     for frame in (noise, segment("PA", noise), segment("S")[:-1] + noise, segment("S")[: len(noise)]):
-        found = stub_frames.parse(frame)
+        found = frames.parse(frame)
         if found is not None:
             answer(found, 1, view())
 
@@ -245,11 +245,11 @@ def test_no_frame_upsets_the_parser(noise: bytes) -> None:
 @settings(deadline=None)
 def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None:
     at, queue = view(), FairQueue(depth=8)
-    known = Segment(Kind.SYN, NIC.mac, NIC.ip, 5000, 7400)
+    known = Segment(SegmentKind.SYN, NIC.mac, NIC.ip, 5000, 7400)
     put = {True: 0, False: 0}
     for is_known, count in steps:
         for number in range(count):
-            stranger = Segment(Kind.SYN, NIC.mac, IPv4Address(0x0A090000 + number), 5000, 7400)
+            stranger = Segment(SegmentKind.SYN, NIC.mac, IPv4Address(0x0A090000 + number), 5000, 7400)
             queue.put(known if is_known else stranger, NIC.port, at)
         put[is_known] += count
     waiting = [s for s, _ in queue.take(10_000)]
@@ -263,7 +263,7 @@ def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None
 
 def test_resets_of_no_connection_are_not_even_queued() -> None:
     queue = FairQueue()
-    reset = stub_frames.parse(segment("R", seq=1))
+    reset = frames.parse(segment("R", seq=1))
     assert reset is not None
     for _ in range(1000):
         queue.put(reset, NIC.port, view())

@@ -7,16 +7,17 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate.schema import Job
+from checkmate.job.schema import Job
 from controlplane import plan as planning
 from controlplane import streams
-from controlplane.codec import Codec
-from controlplane.entities import FLOOD_GROUP, WRITE_ORDER, Entity, Group, Holdings, mac_number
+from controlplane.entities import FLOOD_GROUP, WRITE_ORDER, Entity, Holdings, MulticastGroup, mac_number
 from controlplane.network import Network
+from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan, excesses, plan_switch
 from controlplane.reconcile import Update, batches, difference
 from controlplane.remove import without
-from tests.jobs_made import job, some_jobs
+from testbed.jobs import job
+from tests.support.jobs import some_jobs
 
 CODEC = Codec.for_target("softswitch")
 few = settings(max_examples=40, deadline=None)
@@ -41,7 +42,7 @@ def connect_all(network: Network, plan: SwitchPlan, incarnation: int = 3) -> Hol
     held = Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups))
     stub = network.switches[plan.switch].stub
     for key, stream in plan.streams.items():
-        peer = streams.Connection(stream.nic.ip, stream.nic.mac, 5000 + key[1], 1)
+        peer = streams.StreamConnection(stream.nic.ip, stream.nic.mac, 5000 + key[1], 1)
         held.put(streams.rewrite(key, incarnation, peer, stub))
         held.put(streams.expect(key[0], incarnation))
     return held
@@ -178,7 +179,7 @@ def test_a_job_comes_and_goes_without_touching_the_others(jobs: list[Job], data:
         if rest.jobs:
             assert without(held, Network([gone]), name) == smaller
         back = plan_switch(Network(jobs), name, smaller).holdings
-        assert all(u.old is None or isinstance(u.entity, Group) for u in difference(smaller, back))
+        assert all(u.old is None or isinstance(u.entity, MulticastGroup) for u in difference(smaller, back))
 
 
 @given(some_jobs(), some_jobs())

@@ -18,14 +18,14 @@ import trustme
 from finsy import P4Schema
 
 from checkmate.cli import shell
-from checkmate.schema import Switch, Tls
+from checkmate.job.schema import Switch, Tls
 from controlplane import forwarding, replication
-from controlplane.codec import Codec, compiled
-from controlplane.entities import Entity, Group, Holdings
+from controlplane.entities import Entity, Holdings, MulticastGroup
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
+from controlplane.p4runtime.codec import Codec, compiled
+from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconcile import Update
-from controlplane.session import Session
-from tests.jobs_made import switch as switch_data
+from testbed.jobs import switch as switch_data
 
 LOOP = asyncio.new_event_loop()
 """One for all tests: grpc.aio doesn't take well to loops that come and go in one process."""
@@ -69,9 +69,9 @@ def switch() -> Iterator[Switch]:
 
 
 @contextlib.asynccontextmanager
-async def opened(switch: Switch) -> AsyncIterator[Session]:
+async def opened(switch: Switch) -> AsyncIterator[SwitchSession]:
     """A primary session with our program, and nothing else, on the switch."""
-    async with Session(switch, CODEC) as session:
+    async with SwitchSession(switch, CODEC) as session:
         await session.ensure_pipeline(replace=True)
         yield session
 
@@ -91,7 +91,7 @@ def test_what_is_written_is_read_back(switch: Switch) -> None:
             ONE,
             forwarding.discard("02:00:00:00:00:09"),
             replication.mark(32),
-            Group(7, frozenset({(1, 0), (2, 1), (2, 2)})),
+            MulticastGroup(7, frozenset({(1, 0), (2, 1), (2, 2)})),
             replication.replicate(
                 IPv4Address("10.0.0.1"), IPv4Address("10.0.0.2"), 3, 1, group=7, boundary=9
             ),
@@ -112,7 +112,7 @@ def test_a_refused_batch_is_undone_and_the_error_names_the_entity(switch: Switch
         async with opened(switch) as session:
             await session.write(inserts(ONE))
             before = await session.read()
-            group = Group(3, frozenset({(1, 0)}))
+            group = MulticastGroup(3, frozenset({(1, 0)}))
             with pytest.raises(WriteRefused) as caught:
                 await session.write([*inserts(group, TWO, ONE), Update(None, replication.mark(1))])
             text = str(caught.value)
@@ -145,10 +145,10 @@ def test_another_build_of_the_program_is_told(switch: Switch, tmp_path: Path) ->
     other = Codec(P4Schema(p4info, changed))
 
     async def scenario() -> None:
-        async with Session(switch, other) as session:
+        async with SwitchSession(switch, other) as session:
             await session.ensure_pipeline(replace=True)
             assert not await session.ensure_pipeline()
-        async with Session(switch, CODEC) as session:
+        async with SwitchSession(switch, CODEC) as session:
             with pytest.raises(WrongPipeline, match="another build"):
                 await session.ensure_pipeline()
             assert await session.ensure_pipeline(replace=True)
@@ -161,7 +161,7 @@ def test_a_server_that_says_nothing_is_unreachable() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             mute = Switch.model_validate(switch_data("tor0", 0, port=silent.getsockname()[1]))
             with pytest.raises(SwitchUnreachable):
-                async with Session(mute, CODEC, timeout=0.5):
+                async with SwitchSession(mute, CODEC, timeout=0.5):
                     pass
 
     LOOP.run_until_complete(scenario())
@@ -169,7 +169,7 @@ def test_a_server_that_says_nothing_is_unreachable() -> None:
 
 def test_nothing_is_loaded_over_another_program_unless_told(tmp_path: Path) -> None:
     async def scenario(switch: Switch) -> None:
-        async with Session(switch, CODEC) as session:
+        async with SwitchSession(switch, CODEC) as session:
             with pytest.raises(WrongPipeline, match=r"runs another program \(its tables: .*routes"):
                 await session.ensure_pipeline()
             with pytest.raises(WrongPipeline, match="another program"):
@@ -185,10 +185,10 @@ def test_nothing_is_loaded_over_another_program_unless_told(tmp_path: Path) -> N
 
 def test_a_switch_without_a_program_gets_it(switch: Switch) -> None:
     async def scenario(fresh: Switch) -> None:
-        async with Session(fresh, CODEC, primary=False) as reader:
+        async with SwitchSession(fresh, CODEC, primary=False) as reader:
             with pytest.raises(WrongPipeline, match="runs no program"):
                 await reader.check_pipeline()
-        async with Session(fresh, CODEC) as session:
+        async with SwitchSession(fresh, CODEC) as session:
             assert await session.ensure_pipeline()
             assert len(await session.read()) == 0
 
@@ -198,11 +198,11 @@ def test_a_switch_without_a_program_gets_it(switch: Switch) -> None:
 
 def test_there_is_one_primary(switch: Switch) -> None:
     async def scenario() -> None:
-        async with Session(switch, CODEC):
+        async with SwitchSession(switch, CODEC):
             with pytest.raises(AnotherPrimary):
-                async with Session(switch, CODEC):
+                async with SwitchSession(switch, CODEC):
                     pass
-        async with Session(switch, CODEC) as successor:  # the first is gone
+        async with SwitchSession(switch, CODEC) as successor:  # the first is gone
             await successor.ensure_pipeline()
 
     LOOP.run_until_complete(scenario())
@@ -212,7 +212,7 @@ def test_readers_may_be_many(switch: Switch) -> None:
     async def scenario() -> None:
         async with opened(switch) as session:
             await session.write(inserts(ONE))
-            async with Session(switch, CODEC, primary=False) as reader:
+            async with SwitchSession(switch, CODEC, primary=False) as reader:
                 assert (await reader.read()).table("forwarding") == [ONE]
 
     LOOP.run_until_complete(scenario())
@@ -223,7 +223,7 @@ def test_an_unreachable_switch_is_told_in_time() -> None:
         nowhere = Switch.model_validate(switch_data("tor0", 0, port=free_port()))
         start = time.monotonic()
         with pytest.raises(SwitchUnreachable, match="doesn't answer within"):
-            async with Session(nowhere, CODEC, timeout=0.5):
+            async with SwitchSession(nowhere, CODEC, timeout=0.5):
                 pass
         assert time.monotonic() - start < 3
 
@@ -234,7 +234,7 @@ def test_a_wrong_device_id_is_told(switch: Switch) -> None:
     async def scenario() -> None:
         other = switch.model_copy(update={"device_id": 42})
         with pytest.raises(SwitchUnreachable, match="42"):
-            async with Session(other, CODEC) as session:
+            async with SwitchSession(other, CODEC) as session:
                 await session.ensure_pipeline()
 
     LOOP.run_until_complete(scenario())
@@ -243,7 +243,7 @@ def test_a_wrong_device_id_is_told(switch: Switch) -> None:
 def test_a_switch_that_goes_away_is_told() -> None:
     async def scenario() -> None:
         with softswitch("--no-p4") as switch:
-            session = Session(switch, CODEC)
+            session = SwitchSession(switch, CODEC)
             await session.__aenter__()
             await session.ensure_pipeline()
         with pytest.raises(SwitchUnreachable):
@@ -274,7 +274,9 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
             await session.write(inserts(ONE))
         for wrong in (None, Tls(ca=files["ca"])):
             with pytest.raises(SwitchUnreachable):
-                async with Session(switch.model_copy(update={"tls": wrong}), CODEC, timeout=1) as session:
+                async with SwitchSession(
+                    switch.model_copy(update={"tls": wrong}), CODEC, timeout=1
+                ) as session:
                     await session.read()
 
     with softswitch(*arguments) as switch:
@@ -304,7 +306,7 @@ def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, t
     _shell(switch, script, tmp_path, primary=True)
 
     async def check() -> None:
-        async with Session(switch, CODEC) as session:
+        async with SwitchSession(switch, CODEC) as session:
             held = await session.read()
             assert TWO in held.table("forwarding")
             assert held.groups[5].replicas == {(1, 0), (2, 1)}

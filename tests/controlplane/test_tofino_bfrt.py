@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from checkmate.port_checks import resolve
-from checkmate.schema import Job
+from checkmate.job.schema import Job
+from checkmate.job.tofino.port_checks import resolve
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.bfrt import script
 from controlplane.tofino.pfc import PfcPlan, peers_of, pfc_plan
-from tests.bfrt_recorder import Table, TableSchema, listed, of_sde, tree
-from tests.jobs_made import job_data, tofino_job_data
+from testbed.jobs import job_data, tofino_job_data
+from tests.support.bfrt_recorder import RecordedTable, TableSchema, listed, of_sde, tree
 
 CHIPS = {"tofino": "tf1", "tofino2": "tf2"}
 
@@ -35,7 +35,9 @@ def planned(target: str = "tofino", **kwargs: Any) -> tuple[Network, PfcPlan, st
     return network, plan, script(network.switches["tor0"], peers_of(network, "tor0")[0], plan)
 
 
-def run(text: str, schemas: dict[str, TableSchema], chip: str) -> tuple[dict[str, Table], dict[str, Any]]:
+def run(
+    text: str, schemas: dict[str, TableSchema], chip: str
+) -> tuple[dict[str, RecordedTable], dict[str, Any]]:
     """Execute a script as bfrt_python does, on a switch with every port's queue 0 at a place of its own."""
     bfrt, tables = tree(schemas)
     ports = tables[f"{chip}.tm.port.cfg"]

@@ -13,28 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import p4src
-from controlplane import codec as codecs
-from controlplane.codec import Codec, compiled
+from controlplane.p4runtime import codec as codecs
+from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.tofino.device_config import (
     NotCompiled,
-    Pipeline,
-    Program,
+    PackedPipeline,
+    PackedProgram,
     pack,
     read_program,
     stratum_message,
     unpack_pi,
 )
 from p4src import sde_install
-from tests.tofino_made import write_compiled
+from tests.support.tofino import write_compiled
 
 few = settings(max_examples=40, deadline=None)
 programs = st.builds(
-    Program,
+    PackedProgram,
     st.text(min_size=1, max_size=20),
     st.binary(max_size=50),
     st.tuples(
         st.builds(
-            Pipeline,
+            PackedPipeline,
             st.text(max_size=10),
             st.binary(max_size=300),
             st.binary(max_size=300),
@@ -46,7 +46,7 @@ programs = st.builds(
 
 @given(programs)
 @few
-def test_pi_form_is_three_parts_each_after_its_length(program: Program) -> None:
+def test_pi_form_is_three_parts_each_after_its_length(program: PackedProgram) -> None:
     blob = pack(program, "pi")
     (pipeline,) = program.pipelines
     assert unpack_pi(blob) == (program.name, pipeline.binary, pipeline.context)
@@ -68,7 +68,7 @@ def _field(number: int, value: bytes) -> bytes:
 
 @given(programs)
 @few
-def test_stratums_form_is_its_message_on_the_wire(program: Program) -> None:
+def test_stratums_form_is_its_message_on_the_wire(program: PackedProgram) -> None:
     """Written out by hand from bf.proto's field numbers, without our descriptor."""
     (pipeline,) = program.pipelines
     profile = (
@@ -91,7 +91,7 @@ def test_what_the_compiler_leaves_is_read(tmp_path: Path) -> None:
     write_compiled(tmp_path, "tofino", b"\0binary", b'{"context": 1}')
     program = read_program("tofino", tmp_path)
     assert program.name == "checkmate_tna"
-    assert program.pipelines == (Pipeline("pipe", b"\0binary", b'{"context": 1}', (0, 1, 2, 3)),)
+    assert program.pipelines == (PackedPipeline("pipe", b"\0binary", b'{"context": 1}', (0, 1, 2, 3)),)
 
 
 @pytest.mark.parametrize("missing", ["checkmate_tna.conf", "context.json", "tofino.bin", "bf-rt.json"])
@@ -117,9 +117,9 @@ def test_what_is_no_conf_is_refused(tmp_path: Path, conf: str) -> None:
 
 
 def test_pi_takes_one_pipeline() -> None:
-    pipeline = Pipeline("a", b"", b"", (0,))
+    pipeline = PackedPipeline("a", b"", b"", (0,))
     with pytest.raises(NotCompiled, match="one pipeline"):
-        pack(Program("p", b"", (pipeline, pipeline)), "pi")
+        pack(PackedProgram("p", b"", (pipeline, pipeline)), "pi")
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_without_a_p4info_it_plans_but_loads_nothing(tmp_path: Path, monkeypatch
         codec.pipeline_config()
 
 
-def _compiled_here(target: str) -> Program | None:
+def _compiled_here(target: str) -> PackedProgram | None:
     try:
         return read_program(target)
     except NotCompiled:

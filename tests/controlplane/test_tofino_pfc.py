@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from checkmate.port_checks import resolve
-from checkmate.schema import Job
-from checkmate.tofino import CHIPS
+from checkmate.job.schema import Job
+from checkmate.job.tofino.chips import CHIPS
+from checkmate.job.tofino.port_checks import resolve
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom
@@ -28,7 +28,7 @@ from controlplane.tofino.pfc import (
     pfc_plan,
     priority_clashes,
 )
-from tests.jobs_made import job_data, tofino_job_data
+from testbed.jobs import job_data, tofino_job_data
 
 CHIP = CHIPS["tofino"]
 few = settings(max_examples=40, deadline=None)

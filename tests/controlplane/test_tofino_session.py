@@ -9,24 +9,24 @@ import pytest
 from finsy import P4Schema
 
 import p4src
-from checkmate.port_checks import resolve
-from checkmate.schema import Job
-from controlplane import codec as codecs
-from controlplane.codec import Codec, compiled
+from checkmate.job.schema import Job
+from checkmate.job.tofino.port_checks import resolve
 from controlplane.entities import Holdings
 from controlplane.errors import WrongPipeline
 from controlplane.network import Network
+from controlplane.p4runtime import codec as codecs
+from controlplane.p4runtime.codec import Codec, compiled
+from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
 from controlplane.reconcile import difference
 from controlplane.serve import Fleet
-from controlplane.session import Session
 from controlplane.status import read_status
 from controlplane.streams import lose
 from controlplane.tofino.device_config import NotCompiled
 from p4src.tofino import P4INFO
+from testbed.jobs import job_data, tofino_job_data
 from tests.controlplane.test_session import LOOP, softswitch
-from tests.jobs_made import job_data, tofino_job_data
-from tests.tofino_made import write_compiled
+from tests.support.tofino import write_compiled
 
 
 def test_an_entry_says_what_it_counted() -> None:
@@ -50,11 +50,11 @@ def test_both_ways_of_asking_say_the_same() -> None:
 
         async def told() -> None:
             plan = plan_switch(network, "tor0", Holdings())
-            async with Session(switch, Codec.for_switch(switch)) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
                 await session.ensure_pipeline()
                 await session.write(difference(Holdings(), plan.holdings))
                 usual = await read_status(session, network)
-            async with Session(switch, by_entry, primary=False) as session:
+            async with SwitchSession(switch, by_entry, primary=False) as session:
                 assert await read_status(session, network) == usual
                 asked = [by_entry.read_direct_counters("lost")]
                 found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
@@ -85,18 +85,18 @@ def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
         async def installed() -> None:
             with pytest.raises(NotCompiled, match="make p4 P4_TARGET=tofino"):
                 await Fleet().start([job])
-            async with Session(switch, Codec.for_switch(switch)) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
                 await session.ensure_pipeline()
             fleet = Fleet()
             (done,) = await fleet.start([job])
             await fleet.stop()
             assert (done.updates > 10, done.loaded) == (True, False)
-            async with Session(switch, Codec.for_switch(switch), primary=False) as session:
+            async with SwitchSession(switch, Codec.for_switch(switch), primary=False) as session:
                 held = await session.read()
             assert {e["port"] for e in held.table("forwarding") if e.action == "forward"} >= {128, 136, 144}
             assert {port for port, _ in held.groups[1].replicas} == {128 + 8 * i for i in range(7)}
             (job_switch,) = job.fabric.switches
-            async with Session(job_switch, Codec.for_switch(job_switch), primary=False) as session:
+            async with SwitchSession(job_switch, Codec.for_switch(job_switch), primary=False) as session:
                 status = await read_status(session, Network([job]))
             assert len(status.streams) == 4
 

@@ -10,17 +10,17 @@ import struct
 
 import pytest
 
-from checkmate.holdings import Stream
-from controlplane.codec import Codec
+from checkmate.job.boundaries import Stream
 from controlplane.entities import Holdings, mac_number
 from controlplane.network import Network
+from controlplane.p4runtime.codec import Codec
 from controlplane.plan import plan
 from controlplane.reconcile import difference
-from softswitch.pipeline import Pipeline, build
-from softswitch.writes import apply
+from softswitch.p4runtime.pipeline import Pipeline, build
+from softswitch.p4runtime.writes import apply
+from testbed.jobs import job
 from tests.controlplane.test_plan import connect_all
-from tests.jobs_made import job
-from tests.p4_frames import TAG, Frame
+from tests.support.p4.frames import TAG, Frame
 
 INCARNATION = 3
 CODEC = Codec.for_target("softswitch")

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from softswitch.ports import MemoryPort
-from softswitch.server import serve
-from softswitch.service import Service
-from softswitch.switch import Switch
-from tests.softswitch.support import CPU_PORT, DEVICE, Client, Running, Wires, sh
+from softswitch.frames.ports import MemoryPort
+from softswitch.p4runtime.server import serve
+from softswitch.p4runtime.service import P4RuntimeService
+from softswitch.switch import SoftSwitch
+from tests.softswitch.support.client import CPU_PORT, DEVICE, Client, Running, Wires, sh
 
 _numbers = itertools.count()
 
@@ -23,8 +23,8 @@ _numbers = itertools.count()
 def running() -> Iterator[Running]:
     """A switch without a program, with four in-memory ports."""
     ports = {each: MemoryPort(each) for each in (1, 2, 3, 4)}
-    switch = Switch(ports.values(), CPU_PORT)
-    service = Service(switch, DEVICE)
+    switch = SoftSwitch(ports.values(), CPU_PORT)
+    service = P4RuntimeService(switch, DEVICE)
     server, port = serve(service, "127.0.0.1:0", None)
     carrier = ThreadPoolExecutor(1)
     carrying = carrier.submit(switch.run)

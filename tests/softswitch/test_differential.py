@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from softswitch.state import State
-from tests.softswitch import bmv2_target
-from tests.softswitch.bmv2_target import CPU_PORT, Bmv2
-from tests.softswitch.scenarios import SCENARIOS, Scenario, files
+from softswitch.program.state import State
+from tests.softswitch.support import bmv2_target
+from tests.softswitch.support.bmv2_target import CPU_PORT, Bmv2
+from tests.softswitch.support.scenarios import SCENARIOS, FrameScenario, files
 
 REASON = bmv2_target.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
@@ -25,10 +25,10 @@ BATCHES = 300
 BATCH = 20
 
 
-class Pair:
+class TargetPair:
     """Both targets with the same state, and how many batches they have had."""
 
-    def __init__(self, scenario: Scenario, bmv2: Bmv2) -> None:
+    def __init__(self, scenario: FrameScenario, bmv2: Bmv2) -> None:
         self.scenario = scenario
         self.bmv2 = bmv2
         self.batches = 0
@@ -63,13 +63,13 @@ def _sorted(frames: dict[int, list[bytes]]) -> dict[int, list[bytes]]:
 
 
 @pytest.fixture(scope="module", params=sorted(SCENARIOS))
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[TargetPair]:
     """Both targets, for each program."""
     scenario = SCENARIOS[request.param]()
     config, p4info = files(scenario.base)
     with bmv2_target.running(scenario.name, config, p4info, scenario.ports) as bmv2:
         bmv2.install(scenario.program.state)
-        yield Pair(scenario, bmv2)
+        yield TargetPair(scenario, bmv2)
 
 
 def mutated(draw: st.DrawFn, frame: bytes) -> bytes:
@@ -91,7 +91,7 @@ def mutated(draw: st.DrawFn, frame: bytes) -> bytes:
 
 @settings(max_examples=BATCHES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_same_frames_leave(pair: Pair, data: st.DataObject) -> None:
+def test_same_frames_leave(pair: TargetPair, data: st.DataObject) -> None:
     """Whatever comes in, both send the same frames by the same ports."""
     port = data.draw(st.sampled_from(pair.scenario.sources), label="port")
     frames = data.draw(batch(pair.scenario, port), label="frames")
@@ -100,7 +100,7 @@ def test_same_frames_leave(pair: Pair, data: st.DataObject) -> None:
 
 
 @st.composite
-def batch(draw: st.DrawFn, scenario: Scenario, port: int) -> list[bytes]:
+def batch(draw: st.DrawFn, scenario: FrameScenario, port: int) -> list[bytes]:
     """Frames for one port, most of them changed in some way; for the CPU port with a header in front."""
     frames = []
     for frame in draw(st.lists(st.sampled_from(scenario.frames), min_size=10, max_size=BATCH)):
@@ -112,7 +112,7 @@ def batch(draw: st.DrawFn, scenario: Scenario, port: int) -> list[bytes]:
     return frames
 
 
-def test_same_counts(pair: Pair) -> None:
+def test_same_counts(pair: TargetPair) -> None:
     """After all of that, every counter and every entry's counter stands the same."""
     state = pair.scenario.program.state
     for port in pair.scenario.sources:
@@ -123,7 +123,7 @@ def test_same_counts(pair: Pair) -> None:
     assert _counts(pair, state) == pair.bmv2.counts(state)
 
 
-def _counts(pair: Pair, state: State) -> dict[tuple[str, object], tuple[int, int]]:
+def _counts(pair: TargetPair, state: State) -> dict[tuple[str, object], tuple[int, int]]:
     found: dict[tuple[str, object], tuple[int, int]] = {}
     p4info = pair.scenario.program.p4info
     for counter in p4info.counters:

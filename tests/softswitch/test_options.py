@@ -9,7 +9,7 @@ import pytest
 
 from softswitch.__main__ import main
 from softswitch.options import UsageError, p4info_path, parse
-from tests.softswitch.support import KINDS
+from tests.softswitch.support.client import KINDS
 
 
 def test_both_styles_say_the_same() -> None:

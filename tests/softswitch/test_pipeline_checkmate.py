@@ -7,9 +7,9 @@ from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from softswitch.program import Output, Program
-from softswitch.state import Replica
-from tests.softswitch.scenarios import (
+from softswitch.codegen.program import Output, Program
+from softswitch.program.state import GroupReplica
+from tests.softswitch.support.scenarios import (
     CPU_PORT,
     STUB_IP,
     TIMESTAMPS,
@@ -99,7 +99,7 @@ def test_base_and_incarnation_choose_the_stream(program: Program) -> None:
 
 def test_copies_come_in_the_groups_order_with_the_training_copy_last(program: Program) -> None:
     add(program, "streams", (5, 2, 3, 7, 1), "rewrite", *[1] * 8)
-    program.state.groups[11] = (Replica(2, 0), Replica(3, 2), Replica(1, 1))
+    program.state.groups[11] = (GroupReplica(2, 0), GroupReplica(3, 2), GroupReplica(1, 1))
     outputs = program.process(1, segment([tag(channel=2)]))
     assert [(o.port, o.instance) for o in outputs] == [(3, 2), (1, 1), (2, 0)]
 

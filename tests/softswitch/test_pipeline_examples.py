@@ -7,11 +7,21 @@ from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Raw
 
-from softswitch import control, parsing
-from softswitch.hashes import crc16
-from softswitch.program import Output
-from softswitch.state import Entry
-from tests.softswitch.scenarios import SCENARIOS, A, B, C, counter, ecmp, l3_forward, number, operators
+from softswitch.codegen import control, parsing
+from softswitch.codegen.hashes import crc16
+from softswitch.codegen.program import Output
+from softswitch.program.state import Entry
+from tests.softswitch.support.scenarios import (
+    SCENARIOS,
+    A,
+    B,
+    C,
+    counter,
+    ecmp,
+    l3_forward,
+    number,
+    operators,
+)
 
 
 def test_l3_takes_the_longest_prefix_and_mends_the_checksum() -> None:

@@ -16,8 +16,8 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
-from softswitch.afpacket import LinkWatch, PacketPort
-from softswitch.checksums import (
+from softswitch.frames.afpacket import LinkWatch, PacketPort
+from softswitch.frames.checksums import (
     GSO_ECN,
     GSO_TCPV4,
     GSO_TCPV6,
@@ -27,8 +27,8 @@ from softswitch.checksums import (
     defer,
     locate,
 )
-from softswitch.ports import MemoryPort
-from tests.softswitch.support import needs_root, sh, wait_for
+from softswitch.frames.ports import MemoryPort
+from tests.softswitch.support.client import needs_root, sh, wait_for
 
 
 def frame(network: Packet, transport: Packet, payload: bytes, tags: int = 0) -> bytes:

@@ -10,12 +10,12 @@ from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import Ether
 from scapy.packet import Raw
 
-from softswitch import ports
-from softswitch.checksums import GSO_TCPV4, Offload, fold, locate
-from softswitch.ports import Connection, MemoryPort
-from softswitch.program import Output, load
-from softswitch.switch import Switch
-from tests.softswitch.support import KINDS, Client, Running, insert, modify, read_p4info, wait_for
+from softswitch.codegen.program import Output, load
+from softswitch.frames import ports
+from softswitch.frames.checksums import GSO_TCPV4, Offload, fold, locate
+from softswitch.frames.ports import MemoryPort, PortConnection
+from softswitch.switch import SoftSwitch
+from tests.softswitch.support.client import KINDS, Client, Running, insert, modify, read_p4info, wait_for
 
 FRAME = bytes.fromhex("02000000000102000000000288b5") + b"payload of a frame"
 MAC = 0x020000000001
@@ -152,7 +152,7 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(
 def test_a_sender_that_backs_off_is_not_held_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    connection = Connection()
+    connection = PortConnection()
     assert connection.refused()
     now[0] += 10  # nothing was accepted meanwhile
     assert not connection.refused()
@@ -198,7 +198,7 @@ def test_control_plane_gets_its_turn_under_load(running: Running, primary: Clien
 def test_trace() -> None:
     told: list[str] = []
     port = MemoryPort(1)
-    switch = Switch([port], trace=told.append)
+    switch = SoftSwitch([port], trace=told.append)
 
     switch.install(load(KINDS.with_suffix(".json").read_bytes(), read_p4info()))
     switch.handle(1, FRAME, None)
@@ -234,7 +234,7 @@ def test_checksum_left_to_be_completed(sums_payload: bool) -> None:
     """A program that sums payloads sees whole checksums; whoever gets the frame does in any case."""
     whole, partial = segment(b"x" * 3000)
     ports = [MemoryPort(1), MemoryPort(2)]
-    switch = Switch(ports)
+    switch = SoftSwitch(ports)
     watching = Watching()
     switch.install(watching, sums_payload=sums_payload)  # type: ignore[arg-type]
     switch.handle(1, partial, Offload(partial, bytes(10), 34, 16, GSO_TCPV4, 1000))

@@ -16,7 +16,7 @@ import grpc
 import pytest
 from finsy.proto import p4r, p4r_grpc
 
-from tests.softswitch.support import (
+from tests.softswitch.support.client import (
     CPU_PORT,
     DEVICE,
     KINDS,

@@ -1,0 +1,1 @@
+"""Shadow nodes: receiving, stepping, memory."""

@@ -1,0 +1,109 @@
+"""The paper's shadow-scaling figure: pulling gradients and stepping beside the iteration, by batch size.
+
+One job after the other, each with its own batch size. Trainers share one core; switch, controller and shadow
+nodes another. Besides the figures it leaves a picture, `PICTURE`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from matplotlib.figure import Figure as Picture
+from rich.progress import track
+
+from benchmarks.figures import Figure, Result, Skipped
+from topologies.describe.topology import load
+from topologies.training.job import JobPlan, TrainingJob
+from topologies.training.side_by_side import cores, start, training_lab
+
+BATCHES: Final = (1, 2, 4, 8, 16)
+TITLE: Final = (
+    "Shadow nodes' pull and step beside the iteration, by batch size: a GPT of 5 million parameters, 4 ranks "
+    "on one core, 2 shadow nodes on another"
+)
+PICTURE: Final = Path("out/bench/batches.png")
+_WARM_UP: Final = 4
+_TIMED: Final = 8
+_SECONDS: Final = 300.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: each iteration of a job; and each pull and step of its shadow nodes that was seen."""
+
+    iterations: Sequence[float]
+    pulls: Sequence[float]
+    steps: Sequence[float]
+
+
+def measure() -> list[Result]:
+    """Every figure of this module, and the picture."""
+    if os.geteuid() != 0:
+        return [Skipped("batches", "needs root, for network namespaces")]
+    found = {batch: _times(batch) for batch in track(BATCHES, "batches", transient=True)}
+    draw(PICTURE, found)
+    return [result for batch, times in found.items() for result in _figures(batch, times)]
+
+
+def _times(batch: int) -> Times:
+    plan = JobPlan(("--iterations", "1000000", "--batch", str(batch)), gated=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
+        training_lab(
+            load("single_tor"), "softswitch", "bench_batch", plan, Path(folder), cores(), lambda _: None
+        ) as job,
+    ):
+        start([job])
+        _train(job, _WARM_UP)
+        nodes = [host.number for host in job.crew.lab.topology.shadow_nodes]
+        before = {node: len(job.statuses(node)) for node in nodes}
+        _train(job, _WARM_UP + _TIMED)
+        record = job.record()
+        iterations = [
+            max(rank.ended for rank in record.timed[one]) - min(rank.began for rank in record.timed[one])
+            for one in range(_WARM_UP, _WARM_UP + _TIMED - 1)
+        ]
+        # One a second: the first may still be of the warm-up.
+        found = [said for node in nodes for said in job.statuses(node)[before[node] + 1 :]]
+    return Times(iterations, [one["pull_seconds"] for one in found], [one["step_seconds"] for one in found])
+
+
+def _train(job: TrainingJob, until: int) -> None:
+    job.let(until)
+    job.await_iterations(until, _SECONDS)
+
+
+def _figures(batch: int, times: Times) -> list[Result]:
+    iteration = statistics.median(times.iterations)
+    busy = tuple((pull + step) / iteration for pull, step in zip(times.pulls, times.steps, strict=True))
+    shown = {"iteration": times.iterations, "pull": times.pulls, "step": times.steps}
+    note = ", ".join(f"{name} {1e3 * statistics.median(each):.0f} ms" for name, each in shown.items())
+    return [Figure(f"batch {batch}: (pull + step) / iteration", busy, "", note=note)]
+
+
+def draw(file: Path, found: Mapping[int, Times]) -> None:
+    """A PNG as the paper's: iteration solid, pull dashed, the step shaded on top of it."""
+    picture = Picture(figsize=(7, 4), layout="constrained")
+    axes = picture.add_subplot()
+    batches = list(found)
+    iteration, pull, step = (
+        [1e3 * statistics.median(getattr(times, name)) for times in found.values()]
+        for name in ("iterations", "pulls", "steps")
+    )
+    busy = [a + b for a, b in zip(pull, step, strict=True)]
+    axes.plot(batches, iteration, "o-", color="black", label="iteration of the trainers")
+    axes.fill_between(batches, pull, busy, color="0.75", label="shadow node steps")
+    axes.plot(batches, pull, "s--", color="0.35", label="shadow node pulls gradients")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="batch size of each rank, sequences of 64 bytes", ylabel="time, ms (medians)")
+    axes.legend(loc="upper left")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(file, dpi=120)

@@ -1,0 +1,46 @@
+"""A shadow node's memory: what it takes beyond parameters, optimizer state and two iterations of gradients.
+
+A `checkmate shadow` process follows a small training of 25 million parameters on this machine's loopback,
+while nobody reads from it. Socket buffers are the kernel's, and not in a process's resident memory.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+from benchmarks.figures import Figure, Result, Skipped, number
+from testbed.copies import local_job
+from testbed.followed import followed
+
+TITLE: Final = "Shadow node, memory: 25 million fp32 parameters, AdamW, 2 NICs, while nobody reads"
+
+
+def measure() -> list[Result]:
+    """One node, once."""
+    if os.geteuid() != 0:
+        return [Skipped("shadow_memory", "needs root, for receive buffers")]
+    training, empty, peaks = followed(local_job(nodes=1, ranks=2))
+    parameters = sum(parameter.nbytes for parameter in training.parameters)
+    state = sum(
+        value.nbytes
+        for values in training.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
+    needed = parameters + state + 2 * parameters
+    beyond = [100 * (peak - empty - needed) / needed for peak in peaks]
+    note = f"of {number(needed / 1e6, 'MB')}; an empty node takes {number(empty / 1e6, 'MB')}"
+    return [
+        Figure(
+            "beyond parameters, optimizer state and two iterations of gradients",
+            tuple(beyond),
+            "%",
+            10.0,
+            10.0,
+            smaller=True,
+            note=note,
+        )
+    ]

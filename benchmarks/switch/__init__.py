@@ -1,0 +1,1 @@
+"""Switches and their control plane: goodput, packets, copies, faults."""

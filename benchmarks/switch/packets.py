@@ -1,0 +1,215 @@
+"""Packet by packet: frames of 1,500 bytes through each target: plain, tagged and flooded, in turn.
+
+A closed loop keeps a few dozen frames inside the switch, so that nothing is dropped and the switch sets the
+pace. Plain frames are forwarded by the same program; a tagged one leaves twice, once rewritten. So does a
+flooded one, which the program only replicates: what the target's own replication leaves of plain forwarding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.figures import Figure, Result, Skipped, ratios
+
+TITLE = "Packet by packet: frames of 1,500 bytes, closed loop, one shadow copy each where tagged"
+ROUNDS, SECONDS = 9, 0.8
+WINDOW = 48
+"""Frames inside the switch: below BMv2's 64 a queue."""
+COPIES = {"plain": 1, "tagged": 2, "flooded": 2}
+"""How often a frame leaves, by mode."""
+_UNKNOWN_MAC = "02:00:00:00:00:99"
+
+
+@dataclass
+class Measured:
+    """One mode, round by round."""
+
+    rates: list[float] = field(default_factory=list)
+    """Frames a second that came in, and out as often as they should."""
+    costs: list[float] = field(default_factory=list)
+    """The switch's processor time for each such frame, microseconds, the kernel's part included."""
+
+
+def _packets_per_second(out: socket.socket, taps: list[socket.socket], frame: bytes, seconds: float) -> float:
+    """Send `frame` again and again; a frame counts once it has come out at every tap."""
+    counts = [0] * len(taps)
+    sent = 0
+    buffer = bytearray(2048)
+    poller = select.poll()
+    for tap in taps:
+        poller.register(tap, select.POLLIN)
+    start = now = time.monotonic()
+    while (now := time.monotonic()) - start < seconds:
+        while sent - min(counts) < WINDOW:
+            out.send(frame)
+            sent += 1
+        poller.poll(10)  # rather than to spin: the switch needs the processor
+        for index, tap in enumerate(taps):
+            counts[index] += _drain(tap, buffer)
+    if min(counts) == 0:
+        raise RuntimeError("nothing comes out of the switch")
+    return min(counts) / (now - start)
+
+
+def worker(target: str) -> None:
+    """Runs in a process of its own, which goes into a network namespace of its own."""
+    from controlplane import forwarding, replication, streams  # noqa: PLC0415
+    from controlplane.entities import FLOOD_GROUP, Entity, MulticastGroup  # noqa: PLC0415
+    from controlplane.p4runtime.codec import Codec  # noqa: PLC0415
+    from ptf_tests import packets  # noqa: PLC0415
+    from ptf_tests.stage import namespace  # noqa: PLC0415
+    from ptf_tests.stage.targets import SwitchProcess  # noqa: PLC0415
+    from ptf_tests.switch import PtfSwitch  # noqa: PLC0415
+
+    namespace.enter()
+    trainer, peer, shadow = packets.TRAINER_PORT, packets.PEER_PORT, packets.SHADOW_PORTS[0]
+    ports = (trainer, peer, shadow)
+    namespace.add_links([(f"sw{port}", f"host{port}") for port in ports])
+    process = SwitchProcess(target, 0, {port: f"sw{port}" for port in ports})
+    try:
+        switch = PtfSwitch(process.address, process.device_id, Codec.for_target(target))
+        key = (packets.BOUNDARY, 0, 0, 1)
+        switch.connect(lambda: process.ended)
+        switch.set_pipeline()
+        entities: list[Entity] = [
+            forwarding.forward(packets.PEER_MAC, peer),
+            MulticastGroup(FLOOD_GROUP, frozenset({(peer, 0), (shadow, 0)})),
+            replication.mark(packets.DSCP_BIT),
+            MulticastGroup(2, frozenset({(peer, 0), (shadow, 1)})),
+            replication.replicate(
+                packets.TRAINER_IP, packets.PEER_IP, 0, 0, group=2, boundary=packets.BOUNDARY
+            ),
+            streams.rewrite(key, 1, packets.Shadow(0).connection(), packets.STUB),
+        ]
+        switch.put(entities)
+        plain = packets.TaggedSegment(payload=bytes(1500 - 40), dscp=0)
+        frames = {
+            "plain": plain.frame(),
+            "tagged": packets.TaggedSegment(options=packets.tag(), payload=bytes(1500 - 56)).frame(),
+            "flooded": replace(plain, destination_mac=_UNKNOWN_MAC).frame(),
+        }
+        found = _measure([_raw(f"host{port}") for port in ports], process.pid, frames)
+        json.dump({mode: asdict(one) for mode, one in found.items()}, sys.stdout)
+    finally:
+        process.stop()
+
+
+def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> dict[str, Measured]:
+    """All modes in turn, every other round backwards."""
+    out, *taps = hosts
+    found = {mode: Measured() for mode in frames}
+    for turn in range(-1, ROUNDS):
+        for mode in list(frames)[:: -1 if turn % 2 else 1]:
+            used, start = -_processor_time(pid), time.monotonic()
+            rate = _packets_per_second(out, taps[: COPIES[mode]], frames[mode], SECONDS)
+            used += _processor_time(pid)
+            passed = time.monotonic() - start
+            if turn >= 0:  # the round before the first only warms up
+                found[mode].rates.append(rate)
+                found[mode].costs.append(used / (rate * passed) * 1e6)
+            _settle(taps)
+    return found
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds that all threads of a process have run so far."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")  # nanoseconds; `stat` counts whole ticks
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _raw(interface: str) -> socket.socket:
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    made.bind((interface, 0))
+    made.setblocking(False)
+    return made
+
+
+def _drain(tap: socket.socket, buffer: bytearray) -> int:
+    """Take every frame that is there; how many."""
+    count = 0
+    while True:
+        try:
+            tap.recv_into(buffer)
+        except BlockingIOError:
+            return count
+        count += 1
+
+
+def _settle(taps: list[socket.socket]) -> None:
+    """Let what is inside the switch come out, and throw it away."""
+    time.sleep(0.2)
+    for tap in taps:
+        _drain(tap, bytearray(2048))
+
+
+def measure() -> list[Result]:
+    """Every figure of this module."""
+    if os.geteuid() != 0:
+        return [Skipped("packets", "needs root, for a network namespace")]
+    found = {"softswitch": _run("softswitch")}
+    results: list[Result] = []
+    if shutil.which("simple_switch_grpc"):
+        found["bmv2"] = _run("bmv2")
+        results += _shares(found["bmv2"])
+        results += [
+            Figure(
+                f"softswitch / BMv2, {mode}",
+                ratios(found["softswitch"][mode].rates, found["bmv2"][mode].rates),
+                "",
+                floor=0.2,
+            )
+            for mode in ("plain", "tagged")
+        ]
+    else:
+        results.append(Skipped("BMv2 beside it", "simple_switch_grpc is not on PATH"))
+    for target, modes in found.items():
+        results += [Figure(f"{target}, {mode}", tuple(one.rates), "packets/s") for mode, one in modes.items()]
+    return results
+
+
+def _shares(bmv2: dict[str, Measured]) -> list[Result]:
+    """What tagging leaves of plain forwarding, counted where packets leave and where they come in."""
+    plain, tagged, flooded = (bmv2[mode] for mode in ("plain", "tagged", "flooded"))
+    received = ratios(tagged.rates, plain.rates)
+    cost = ratios(plain.costs, tagged.costs)
+    return [
+        Figure("BMv2, tagged / plain, packets sent", _doubled(received), "", 0.9, 0.7),
+        Figure("the same by the switch's processor time", _doubled(cost), ""),
+        Figure("BMv2, tagged / plain, packets received", received, "", note="each leaves twice"),
+        Figure(
+            "BMv2, flooded / plain, packets received",
+            ratios(flooded.rates, plain.rates),
+            "",
+            note="its own replication to two ports, nothing rewritten",
+        ),
+    ]
+
+
+def _doubled(shares: Sequence[float]) -> tuple[float, ...]:
+    return tuple(2 * share for share in shares)
+
+
+def _run(target: str) -> dict[str, Measured]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.switch.packets", target],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the benchmark on {target} failed: {done.stderr}")
+    return {mode: Measured(**one) for mode, one in json.loads(done.stdout).items()}
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Training: AllReduce, the cost of an iteration, recovery."""

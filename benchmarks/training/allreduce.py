@@ -1,0 +1,71 @@
+"""The ring AllReduce (fp32, 2 channels, untagged) beside gloo's: same links and congestion control, in turns.
+
+The ring averages; gloo only sums, which is less.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, Skipped, ratios
+from benchmarks.switch.rings import bridge_instead
+from benchmarks.training.allreduce_rank import MAINS
+from topologies.crew import Crew
+from topologies.describe.topology import load
+from topologies.lab import Lab
+
+TITLE = "AllReduce of 4 ranks over a kernel bridge, untagged: the ring's time / gloo's, pair by pair"
+SIZES = (1, 8, 25, 100)
+"""MiB."""
+ROUNDS = 15
+_AIMED_AT = (8, 25)
+_SECONDS = 300.0
+
+
+def measure() -> list[Result]:
+    """One run; the slowest rank's time counts."""
+    if os.geteuid() != 0:
+        return [Skipped("allreduce", "needs root, for network namespaces")]
+    with Progress(transient=True) as bar, Lab(load("single_tor"), "softswitch", name="benchreduce") as lab:
+        task = bar.add_task("allreduce", total=None)
+        bridge_instead(lab)
+        with Crew(lab) as crew:
+            hosts = [(rank.name, rank.interfaces[0]) for rank in lab.topology.ranks]
+            ips = [str(nic.ip) for _, nic in hosts]
+            common = ["--ips", *ips, "--mib", *map(str, SIZES), "--rounds", str(ROUNDS)]
+            members = []
+            for number, (name, nic) in enumerate(hosts):
+                own = ["--rank", str(number), "--interface", nic.name]
+                argv = [sys.executable, "-m", "benchmarks.training.allreduce_rank", *own, *common]
+                members.append(crew.start(name, name, argv))
+            crew.finish(members, _SECONDS, lambda: bar.advance(task))
+            said = [json.loads(member.said()) for member in members]
+    return figures(said)
+
+
+def figures(said: list[dict[str, Any]]) -> list[Result]:
+    """From what each rank has printed."""
+    algorithm = said[0]["congestion_control"]
+    found: list[Result] = []
+    for main in MAINS:
+        for mib in SIZES:
+            seconds = {
+                who: [
+                    max(round_)
+                    for round_ in zip(*(s["seconds"][str(mib)][main][who] for s in said), strict=True)
+                ]
+                for who in ("ring", "gloo")
+            }
+            aim, floor = (0.8, 1.0) if mib in _AIMED_AT else (None, None)
+            words = "idle" if main == "idle" else "busy in Python"
+            name = f"ring / gloo, {mib} MiB, main thread {words}"
+            medians = [sorted(seconds[who])[ROUNDS // 2] * 1000 for who in ("ring", "gloo")]
+            note = f"{medians[0]:.1f} / {medians[1]:.1f} ms, {algorithm}"
+            pairs = ratios(seconds["ring"], seconds["gloo"])
+            found.append(Figure(name, pairs, "", aim, floor, smaller=True, note=note))
+    return found

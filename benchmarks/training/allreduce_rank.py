@@ -1,0 +1,141 @@
+"""One rank of `benchmarks.training.allreduce`: times gloo's AllReduce and the ring's, in turns. Prints JSON.
+
+python -m benchmarks.training.allreduce_rank --rank 0 --ips 10.0.0.1 10.0.0.2 --interface nic0 \\
+    --mib 8 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
+from checkmate.wire.schedule import Bucket
+
+MAINS = ("idle", "busy")
+"""What the main thread does meanwhile: wait, or spin in Python."""
+_SAMPLE_BYTES, _MOST_IN_A_ROW = 64 << 20, 8
+"""Smaller tensors are reduced several times in a row: how the kernel schedules a single one is chance."""
+_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_SECONDS = 120.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ips", nargs="+", required=True, help="one a rank, in ring order")
+    parser.add_argument("--interface", required=True, help="that has this rank's address")
+    parser.add_argument("--mib", type=int, nargs="+", required=True, help="sizes of the tensor")
+    parser.add_argument("--rounds", type=int, default=5, help="of each size and kind")
+    parser.add_argument("--channels", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the ranks share one machine
+    algorithm = same_congestion_control()
+    os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
+    ranks = len(arguments.ips)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{arguments.ips[0]}:46000", rank=arguments.rank, world_size=ranks
+    )
+    with connect_ring(RingPlace(arguments.rank, arguments.ips, arguments.channels), timeout=_SECONDS) as ring:
+        for sender in ring.senders:
+            sender.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
+        found = {mib: timings(ring, mib << 20, arguments.rounds) for mib in arguments.mib}
+        ring.barrier()
+    json.dump({"congestion_control": algorithm, "seconds": found}, sys.stdout)
+    dist.destroy_process_group()
+    return 0
+
+
+def same_congestion_control() -> str:
+    """This namespace's, which gloo's sockets have: loss-based as the ring's, where the kernel lets it be."""
+    for algorithm in ("cubic", "reno"):
+        with contextlib.suppress(PermissionError):  # only what tcp_allowed_congestion_control lists
+            _CONTROL.write_text(algorithm)
+            break
+    return _CONTROL.read_text().strip()
+
+
+def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of an AllReduce, by what the main thread does and who reduces; not the first of each."""
+    times = min(max(1, _SAMPLE_BYTES // nbytes), _MOST_IN_A_ROW)
+    found: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
+    tensor = torch.zeros(nbytes // 4)
+    with ring_reduce(ring, tensor) as ours:
+        for number in range(rounds + 1):
+            for main in MAINS:
+                turns = [("gloo", gloo_reduce(tensor)), ("ring", ours)]
+                for who, start in turns if number % 2 else reversed(turns):
+                    tensor.fill_(1.0)
+                    seconds = timed(start, times, busy=main == "busy")
+                    factor = dist.get_world_size() if who == "gloo" else 1
+                    if not bool((tensor == float(factor) ** times).all()):
+                        raise SystemExit(f"{who} reduced wrongly")
+                    if number:
+                        found[main][who].append(seconds / times)
+    return found
+
+
+def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool) -> float:
+    """From a barrier on until this rank has the last result of so many, one after another."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(times):
+        done = start()
+        if busy:
+            count = 0
+            while not done(False):
+                for step in range(1000):
+                    count += step
+        done(True)
+    return time.perf_counter() - begin
+
+
+def gloo_reduce(tensor: torch.Tensor) -> Callable[[], Callable[[bool], bool]]:
+    """Starts gloo's AllReduce of the tensor; what it returns says whether it is done, or waits for that."""
+
+    def start() -> Callable[[bool], bool]:
+        work = dist.all_reduce(tensor, async_op=True)
+        return lambda wait: bool(work.wait() if wait else work.is_completed())
+
+    return start
+
+
+@contextlib.contextmanager
+def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Callable[[bool], bool]]]:
+    """The same with the ring's."""
+    finished = threading.Event()
+    errors: list[RingError] = []
+
+    def fail(error: RingError) -> None:
+        errors.append(error)
+        finished.set()
+
+    def start() -> Callable[[bool], bool]:
+        finished.clear()
+        reduce.submit(0)
+        return done
+
+    def done(wait: bool) -> bool:
+        over = finished.wait(_SECONDS) if wait else finished.is_set()
+        if errors:
+            raise errors[0]
+        return over
+
+    bucket = Bucket(len(tensor), tensor.element_size(), 0)
+    with AllReduce(ring, [bucket], [tensor], lambda _: finished.set(), fail) as reduce:
+        yield start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

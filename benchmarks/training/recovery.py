@@ -1,0 +1,61 @@
+"""From kill -9 of a rank to the end of the next trained iteration, part by part; several kills in one run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, Skipped
+from topologies.describe.topology import load
+from topologies.training.job import JobPlan
+from topologies.training.orders import Kill
+from topologies.training.record import Recovery
+from topologies.training.side_by_side import cores, start, training_lab
+
+TITLE: Final = (
+    "Recovery: kill -9 of a rank to the next trained iteration, a GPT of 5 million parameters on 4 ranks"
+)
+KILLS: Final = (
+    Kill(2, 10, "all-gather"),
+    Kill(0, 20, "forward", attempt=1),
+    Kill(3, 30, "reduce-scatter", attempt=2),
+    Kill(1, 40, "before the step", attempt=3),
+    Kill(3, 50, "all-gather", attempt=4),
+)
+_ITERATIONS: Final = 60
+_SECONDS: Final = 600.0
+
+
+def measure() -> list[Result]:
+    """Every figure of this module, with a sample for each kill."""
+    if os.geteuid() != 0:
+        return [Skipped("recovery", "needs root, for network namespaces")]
+    plan = JobPlan(("--iterations", str(_ITERATIONS)), kills=KILLS, restarts=len(KILLS))
+    with (
+        tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
+        Progress(transient=True) as bar,
+        training_lab(
+            load("single_tor"), "softswitch", "bench_recovery", plan, Path(folder), cores(), lambda _: None
+        ) as job,
+    ):
+        task = bar.add_task("recovery", total=_ITERATIONS)
+        start([job])
+        job.finish(_SECONDS, lambda: bar.update(task, completed=job.next_iteration()))
+        record = job.record()
+    found = record.recoveries()
+    if len(found) != len(KILLS):
+        raise RuntimeError(f"{len(found)} of {len(KILLS)} kills were recovered from")
+    repeated = float(sum(count - 1 for count in record.repeated.values()))
+    return [*_figures(found), Figure("completed iterations repeated, by all kills together", (repeated,), "")]
+
+
+def _figures(found: list[Recovery]) -> list[Result]:
+    together = Figure("together", tuple(one.seconds for one in found), "s")
+    return [
+        together,
+        *(Figure(part, tuple(one.parts[part] for one in found), "s") for part in found[0].parts),
+    ]

@@ -1,0 +1,1 @@
+"""Commands that plan: what is installed, what it costs, what it takes."""

@@ -1,0 +1,147 @@
+"""`checkmate cost`: what checkpointing costs today, and what it would with Checkmate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.planning.pictures import PlotFile, check_picture, draw
+
+if TYPE_CHECKING:
+    from checkmate.planner.cost.inputs import CostInputs
+    from checkmate.planner.cost.report import Report, Scheme
+
+_File = Annotated[Path | None, typer.Argument(help="YAML of these values; options go over it.")]
+_Value = str | None
+
+
+def _option(name: str, text: str, default: str = "") -> typer.models.OptionInfo:
+    """An option whose default is the planner's: shown here, applied there."""
+    shown = f"{text} [default: {default}]" if default else text
+    option: typer.models.OptionInfo = typer.Option(name, help=shown, metavar="VALUE", show_default=False)
+    return option
+
+
+@says_errors
+def cost(
+    context: typer.Context,
+    file: _File = None,
+    gpus: Annotated[_Value, _option("--gpus", "GPUs in the training.", "16384")] = None,
+    failure_rate: Annotated[
+        _Value,
+        _option("--failure-rate", "Failures per GPU-hour: 2e-5, 0.17/y, or as seen.", "419 in 54d on 16384"),
+    ] = None,
+    duration: Annotated[_Value, _option("--duration", "Training time without failures.", "54d")] = None,
+    iteration: Annotated[_Value, _option("--iteration", "Time of an iteration.", "4.58s")] = None,
+    stall: Annotated[
+        _Value, _option("--stall", "How long a conventional checkpoint holds training up.", "1.2s")
+    ] = None,
+    parameters: Annotated[
+        _Value, _option("--parameters", "With --storage, instead of --stall: 405B.")
+    ] = None,
+    storage: Annotated[
+        _Value, _option("--storage", "Bandwidth that checkpoints are written at: 2TB/s.")
+    ] = None,
+    every: Annotated[
+        _Value,
+        _option("--every", "Your checkpoint interval, beside the best: 500 (iterations), 30min.", "best"),
+    ] = None,
+    price: Annotated[_Value, _option("--price", "Dollars an hour for a GPU.", "11.06")] = None,
+    node_price: Annotated[
+        _Value, _option("--node-price", "Dollars an hour for a shadow node.", "1.28")
+    ] = None,
+    shadow_nodes: Annotated[_Value, _option("--shadow-nodes", "Shadow nodes.", "gpus / 128")] = None,
+    dp_groups: Annotated[
+        _Value, _option("--dp-groups", "DP groups; each takes two ports.", "gpus / 128")
+    ] = None,
+    replicas: Annotated[_Value, _option("--replicas", "Holders of each shard.", "1")] = None,
+    node_failure_rate: Annotated[
+        _Value, _option("--node-failure-rate", "Failures of a shadow node an hour.", "2e-5")
+    ] = None,
+    seeding: Annotated[
+        _Value, _option("--seeding", "Time from a shadow node's failure until it is seeded again.", "5min")
+    ] = None,
+    disk_every: Annotated[
+        _Value, _option("--disk-every", "Time between checkpoints that shadow nodes write to disk.", "1h")
+    ] = None,
+    restart: Annotated[
+        _Value, _option("--restart", "From a failure until training goes on; simulated only.", "0s")
+    ] = None,
+    runs: Annotated[_Value, _option("--runs", "Runs to simulate; 0 for none.", "10000")] = None,
+    seed: Annotated[_Value, _option("--seed", "Of the simulation.", "0")] = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Work out what checkpoints cost, conventional ones and Checkmate's, in GPU-hours and dollars.
+
+    The model is the Checkmate paper's; all defaults are its figures for LLaMA3-405B, and what is not given is
+    marked as assumed. Beside the closed form stands a simulation of failures, which shows the spread.
+
+    Example: checkmate cost --gpus 1024 --iteration 900ms --stall 2s --every 30min --price 3.50 --plot x.png
+    """
+    values = {name: value for name, value in context.params.items() if isinstance(value, str)}
+    from checkmate.planner.cost.reading import read_inputs  # noqa: PLC0415
+
+    inputs = read_inputs(file, values)
+    if plot:
+        check_picture(plot)
+    report = _report(inputs)
+    for scheme in report.schemes:
+        if not scheme.holds:
+            err.print(f"[yellow]too many failures:[/yellow] {_beyond(scheme)}", soft_wrap=True)
+    if plot:
+        _draw(plot, inputs)
+    if as_json:
+        print_json(report.data())
+        return
+    _print(report)
+    if plot:
+        out.print(f"\nfigures: {plot}", markup=False, soft_wrap=True)
+
+
+def _report(inputs: CostInputs) -> Report:
+    from checkmate.planner.cost.failures import NeverDone  # noqa: PLC0415
+    from checkmate.planner.cost.model import best_every_iterations, failures_per_interval  # noqa: PLC0415
+    from checkmate.planner.cost.report import report  # noqa: PLC0415
+
+    try:
+        with err.status("simulating failures"):
+            return report(inputs)
+    except NeverDone as error:
+        training, stall_s = inputs.training, inputs.stall_s
+        every = max(inputs.every_iterations or 1, best_every_iterations(training, stall_s))
+        holds = failures_per_interval(training, stall_s, every) < 1
+        left = "; or leave it out with --runs 0" if holds else ""
+        raise UsageFault(f"the simulation can't be run: {error}{left}") from None
+
+
+def _beyond(scheme: Scheme) -> str:
+    """Why a scheme's closed form is of no use."""
+    return (
+        f"{scheme.failures_per_interval:,.3g} are expected from one checkpoint to the next ({scheme.name}). "
+        "The closed form holds where that is far below 1: its figures, savings too, are wrong here; "
+        + ("see the simulated ones" if scheme.simulated else "training hardly gets ahead")
+    )
+
+
+def _draw(file: Path, inputs: CostInputs) -> None:
+    def write() -> None:
+        from checkmate.planner.cost.figures import write_figures  # noqa: PLC0415 - matplotlib takes a second
+
+        write_figures(file, inputs.training, inputs.stall_s, inputs.every_iterations)
+
+    draw(file, write)
+
+
+def _print(report: Report) -> None:
+    from checkmate.planner.cost import tables  # noqa: PLC0415
+
+    expected, *rest = tables.sentences(report)
+    out.print(tables.values(report))
+    out.print(expected, markup=False, soft_wrap=True)
+    out.print(tables.schemes(report))
+    for text in rest:
+        out.print(text, markup=False, soft_wrap=True)

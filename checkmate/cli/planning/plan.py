@@ -1,0 +1,197 @@
+"""`checkmate plan`: what would be installed, without a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from checkmate.cli.common import (
+    AsJson,
+    JobArguments,
+    UsageFault,
+    out,
+    print_json,
+    says_errors,
+    set_of,
+    switch_extra,
+)
+from checkmate.cli.planning import capacity as capacities
+from checkmate.cli.planning import model_options, tofino
+from checkmate.job.files import JobSet, Located, locate
+from checkmate.job.schema import Job
+from controlplane import plan as planning
+from controlplane.entities import MulticastGroup, TableEntry
+from controlplane.p4runtime.codec import Codec
+from controlplane.plan import SwitchPlan
+
+_OPTIONS = {"models": "model"}
+"""Parameters that their options aren't called after."""
+
+
+def checked_plan(found: JobSet) -> tuple[list[Job], dict[str, SwitchPlan]]:
+    """Jobs, and the plan of every switch, held to its limits.
+
+    `JobError` has every fault of the files; and what is too much, in each job's file. Faulty files hide
+    nothing of that: what the sound ones need alone, all need.
+    """
+    jobs = [job for _, job in found.sound]
+    plans = planning.plan(jobs)
+    targets = _targets(jobs)
+    excesses = [
+        excess
+        for name, plan in plans.items()
+        for excess in planning.excesses(plan, targets[name], Codec.for_target(targets[name]).table_sizes())
+    ]
+    too_much = [
+        Located(*locate(file, ("dp_groups",)), "dp_groups", str(excess))
+        for excess in excesses
+        for file, job in found.sound
+        if any(switch.name == excess.switch for switch in job.fabric.switches)
+    ]
+    return found.require(too_much), plans
+
+
+def _targets(jobs: Sequence[Job]) -> dict[str, str]:
+    return {switch.name: switch.target for job in jobs for switch in job.fabric.switches}
+
+
+@says_errors
+def plan(
+    context: typer.Context,
+    jobs: JobArguments,
+    as_json: AsJson = False,
+    entries: Annotated[bool, typer.Option("--entries", help="Print every entry and group.")] = False,
+    pfc: tofino.PfcFlag = False,
+    bfrt: tofino.BfrtFlag = False,
+    switch: tofino.SwitchName = None,
+    capacity: capacities.CapacityFlag = False,
+    models: capacities.ModelNames = None,
+    optimizer: model_options.Optimizer = "adamw",
+    dtype: model_options.Dtype = None,
+    iteration_time: model_options.IterationTime = None,
+    link_rate: capacities.LinkRate = "100Gbit/s",
+    nic_rate: capacities.NicRate = None,
+    node_memory: capacities.NodeMemory = None,
+    profile: capacities.ProfileFile = None,
+    cores: capacities.Cores = None,
+    receive_buffer: model_options.ReceiveBuffer = 64,
+    details: capacities.Details = False,
+) -> None:
+    """Print what `run` would install on each switch, and check it against the switch's limits.
+
+    Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
+    With --capacity and --model, of one job: also the bandwidth at its shadow NICs, the shadow nodes' memory
+    and time. First whether it fits, what is tightest, and the smallest change where it doesn't.
+    With --pfc or --bfrt, for Tofinos: what lossless delivery needs; a script with what P4Runtime can't set.
+
+    Example: checkmate plan jobs/gpt.yaml --json
+
+    Example: checkmate plan jobs/gpt.yaml --capacity --model GPT3-XL --iteration-time 1.5s
+
+    Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
+    """
+    switch_extra()
+    _check_options(context)
+    wanted = capacities.CapacityOptions(
+        models or (),
+        optimizer,
+        dtype,
+        iteration_time,
+        link_rate,
+        nic_rate,
+        node_memory,
+        profile,
+        cores,
+        receive_buffer,
+        details,
+    )
+    if capacity:
+        capacities.show(set_of(jobs), wanted, as_json=as_json)
+        return
+    found = set_of(jobs)
+    loaded, plans = checked_plan(found)
+    if pfc or bfrt:
+        tofino.show(found, loaded, plans, tofino.TofinoOptions(pfc, bfrt, switch), as_json=as_json)
+        return
+    targets = _targets(loaded)
+    if as_json:
+        print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})
+        return
+    for name, switch_plan in plans.items():
+        out.print(_table(switch_plan, targets[name]))
+        if entries:
+            for entity in (*switch_plan.holdings.groups.values(), *switch_plan.holdings.entries.values()):
+                out.print(str(entity), markup=False, soft_wrap=True)
+
+
+def _check_options(context: typer.Context) -> None:
+    """`UsageFault` for options that can't be done together, or that what is asked for has no use for."""
+    given = {
+        name: f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
+        for name in context.params
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    }
+    asked = [name for name in ("capacity", "pfc", "bfrt", "entries") if name in given]
+    if len(asked) > 1:
+        raise UsageFault(f"{given[asked[0]]} and {given[asked[1]]} can't be done together; ask for one")
+    for name, option in given.items():
+        if name in capacities.OPTIONS and "capacity" not in given:
+            raise UsageFault(f"{option} goes with --capacity")
+    if "switch" in given and not {"pfc", "bfrt"} & given.keys():
+        raise UsageFault("--switch goes with --pfc or --bfrt")
+
+
+def _limits(target: str) -> dict[str, int]:
+    return planning.limits(target, Codec.for_target(target).table_sizes())
+
+
+def _table(plan: SwitchPlan, target: str) -> Table:
+    table = Table(title=f"{plan.switch} ({target})", title_justify="left")
+    table.add_column("what")
+    for column in ("used", "holds", "share"):
+        table.add_column(column, justify="right")
+    limits = _limits(target)
+    for what, used in sorted(plan.usage().items()):
+        table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")
+    return table
+
+
+def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
+    return {
+        "target": target,
+        "usage": plan.usage(),
+        "limits": _limits(target),
+        "groups": [_group(group) for group in plan.holdings.groups.values()],
+        "entries": [_entry(entry) for entry in plan.holdings.entries.values()],
+        "streams": [
+            {
+                "job": stream.boundary.job,
+                "dp_group": stream.boundary.group,
+                "side": stream.boundary.side,
+                "boundary": key[0],
+                "channel": stream.channel,
+                "shadow_id": stream.shadow_id,
+                "replication_id": stream.replication_id,
+                "shadow_node": stream.node.id,
+                "nic": str(stream.nic.ip),
+            }
+            for key, stream in plan.streams.items()
+        ],
+    }
+
+
+def _group(group: MulticastGroup) -> dict[str, object]:
+    return {"id": group.id, "replicas": [{"port": p, "instance": i} for p, i in sorted(group.replicas)]}
+
+
+def _entry(entry: TableEntry) -> dict[str, object]:
+    return {
+        "table": entry.table,
+        "match": dict(entry.match),
+        "action": entry.action,
+        "params": dict(entry.params),
+        "priority": entry.priority,
+    }

@@ -1,0 +1,252 @@
+"""`checkmate profile`: this machine as a shadow node, measured, and how many like it a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.planning.model_options import Dtype, IterationTime, Optimizer, ReceiveBuffer, quantity
+from checkmate.cli.planning.pictures import PlotFile, check_picture, draw
+from checkmate.wording import counted
+from topologies.signals import unwinding
+
+if TYPE_CHECKING:
+    from checkmate.planner.models.named import Model
+    from checkmate.planner.models.optimizers import NamedOptimizer
+    from checkmate.planner.profile.sizing import Machine, Sizing
+    from checkmate.planner.scaling import Profile, StepTimes
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A model on 1, 2, ... nodes; `enough`: the fewest that do, `None` where none do."""
+
+    model: Model
+    times: StepTimes
+    sizings: list[Sizing]
+    enough: Sizing | None
+
+
+@says_errors
+def profile(
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A named model, or module:function; may be given several times."),
+    ] = None,
+    optimizer: Optimizer = "adamw",
+    dtype: Dtype = None,
+    threads: Annotated[
+        str | None,
+        typer.Option("--threads", help="To measure with.", show_default="1,2,4,... up to all cores"),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.1, max=3600, help="Of each measurement, at least.")
+    ] = 2.0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="To measure in, such as 8GB.", show_default="70% of what is free", metavar="SIZE"
+        ),
+    ] = None,
+    iteration_time: IterationTime = None,
+    cores: Annotated[
+        int | None, typer.Option("--cores", min=1, max=1024, help="Of a shadow node.", show_default="as here")
+    ] = None,
+    node_memory: Annotated[
+        str | None,
+        typer.Option("--node-memory", help="Of a shadow node.", show_default="as here", metavar="SIZE"),
+    ] = None,
+    channels: Annotated[
+        int, typer.Option("--channels", min=1, max=8, help="Of the job's ring: each has two streams a shard.")
+    ] = 1,
+    receive_buffer: ReceiveBuffer = 64,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="To show, at least.")] = 4,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine as a shadow node, and work out how many like it a model takes.
+
+    Receiving: bytes a second into buckets, over loopback. Stepping: the optimizer's step of each --model, by
+    number of threads; layer by layer where the model doesn't fit in memory. Run it on an idle machine like
+    the shadow nodes; `plan --capacity --profile` reads what --json prints. Needs no root, except for receive
+    buffers as large as a shadow node's.
+
+    Example: checkmate profile --model GPT3-XL --iteration-time 1.5s --plot scaling.png
+    """
+    if plot:
+        check_picture(plot)
+    from checkmate.planner.models.named import load_model  # noqa: PLC0415
+    from checkmate.planner.models.optimizers import NamedOptimizer  # noqa: PLC0415
+    from checkmate.planner.profile import machine  # noqa: PLC0415 - torch takes a second
+    from checkmate.planner.profile.sizing import Machine  # noqa: PLC0415
+    from checkmate.planner.units import nbytes  # noqa: PLC0415
+    from checkmate.planner.units import seconds as time_of  # noqa: PLC0415
+
+    chosen = NamedOptimizer(optimizer)
+    loaded = [load_model(name, dtype) for name in dict.fromkeys(models or ["ResNet50"])]
+    counts = _threads(threads, machine.cores())
+    iteration = quantity("--iteration-time", iteration_time, time_of) if iteration_time else None
+    room = int(quantity("--memory", memory, nbytes)) if memory else None
+    node_room = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else machine.memory()
+    busy = machine.busy_cores()
+    if busy > machine.BUSY * machine.cores():
+        err.print(
+            f"[yellow]busy:[/yellow] other processes keep about {busy:.1f} of {machine.cores()} cores; "
+            "what is measured now is slower than this machine is",
+            soft_wrap=True,
+        )
+    with unwinding():
+        measured, forced = _measure(loaded, chosen, counts, seconds, room)
+    each = cores or machine.cores()
+    rate = max(measured.receive_bytes_per_s.values())
+    node = Machine(each, node_room, rate, channels, receive_buffer << 20)
+    sized = [_sized(model, chosen, measured, node, iteration, nodes) for model in loaded]
+    if plot:
+        _draw(plot, sized, each, nodes, iteration)
+    if as_json:
+        print_json(_data(measured, sized, busy, forced, iteration))
+        return
+    _print(measured, sized, forced, iteration)
+    if plot:
+        out.print(f"figure: {plot}", markup=False, soft_wrap=True)
+
+
+def _measure(
+    models: Sequence[Model],
+    optimizer: NamedOptimizer,
+    threads: Sequence[int],
+    seconds: float,
+    room: int | None,
+) -> tuple[Profile, bool]:
+    """All measurements, with progress on a terminal; and whether receive buffers were a shadow node's."""
+    from checkmate.planner.profile import machine, receive, step  # noqa: PLC0415
+    from checkmate.planner.scaling import Profile  # noqa: PLC0415
+
+    received: dict[int, float] = {}
+    for model in models:  # what can't be stepped is said before anything is measured
+        step.samples_of(model, optimizer, room or machine.memory_available())
+    with _progress() as progress:
+        task = progress.add_task("receiving", total=len(receive.NICS) + len(models) * len(threads))
+        for nics in receive.NICS:
+            progress.update(task, description=f"receiving, {counted(nics, 'NIC')}")
+            for rate in receive.measure(nics, seconds):
+                received[nics] = rate
+            progress.advance(task)
+        steps = []
+        for model in models:
+            steps.append(
+                step.measure(
+                    model,
+                    optimizer,
+                    threads,
+                    seconds,
+                    room or machine.memory_available(),
+                    lambda text, part: progress.update(task, description=text, advance=part),
+                )
+            )
+    return Profile(machine.cores(), received, tuple(steps)), receive.may_force()
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (
+        SpinnerColumn("line"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        yield progress
+
+
+def _sized(
+    model: Model,
+    optimizer: NamedOptimizer,
+    measured: Profile,
+    node: Machine,
+    iteration_s: float | None,
+    least: int,
+) -> _Sized:
+    from checkmate.planner.profile.sizing import sizings  # noqa: PLC0415
+
+    times = measured.steps_of(model, optimizer.name)
+    found, enough = sizings(model, optimizer, times, node, iteration_s, least)
+    return _Sized(model, times, found, enough)
+
+
+def _data(
+    measured: Profile, sized: Sequence[_Sized], busy: float, forced: bool, iteration_s: float | None
+) -> dict[str, object]:
+    """What `plan --capacity --profile` reads, and what follows. Times in seconds, sizes in bytes."""
+    from checkmate.planner.profile.tables import figures  # noqa: PLC0415
+
+    return {
+        **asdict(measured),
+        "busy_cores": busy,
+        "receive_buffers_as_asked": forced,
+        "outliers": [asdict(figure) for figure in figures(measured) if figure.outlier],
+        "iteration_seconds": iteration_s,
+        "sizes": [
+            {
+                "model": one.model.name,
+                "nodes_needed": one.enough.nodes if one.enough else None,
+                "nodes": [asdict(sizing) for sizing in one.sizings],
+            }
+            for one in sized
+        ],
+    }
+
+
+def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s: float | None) -> None:
+    from checkmate.planner.profile import tables  # noqa: PLC0415
+
+    figures = tables.figures(measured)
+    out.print(tables.measured(figures), markup=False)
+    if any(figure.outlier for figure in figures):
+        err.print(
+            "[yellow]outliers:[/yellow] some figures contradict the others, perhaps since the machine was "
+            "busy or has too few cores; measure again, or with more --seconds",
+            soft_wrap=True,
+        )
+    for one in sized:
+        name = one.model.name
+        if one.times.by_layer:
+            text = f"{name} did not fit in memory: stepped by layer, a kind at a time, and added up"
+            out.print(text, markup=False, soft_wrap=True)
+        out.print(tables.predicted(name, one.times, one.sizings, iteration_s))
+        if iteration_s is not None:
+            out.print(tables.verdict(name, one.sizings, one.enough), markup=False)
+    if not forced:
+        err.print("[yellow]note:[/yellow] without CAP_NET_ADMIN, receive buffers were smaller than a node's")
+
+
+def _threads(said: str | None, cores: int) -> list[int]:
+    """Numbers of threads, ascending; `UsageFault`."""
+    if said is None:
+        powers = [1 << i for i in range(cores.bit_length()) if 1 << i < cores]
+        return [*powers, cores]
+    try:
+        counts = sorted({int(part) for part in said.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1 or counts[-1] > cores:
+        raise UsageFault(
+            f"--threads must be numbers from 1 to {cores}, this machine's cores, such as 1,{cores}"
+        )
+    return counts
+
+
+def _draw(file: Path, sized: Sequence[_Sized], cores: int, nodes: int, iteration_s: float | None) -> None:
+    def write() -> None:
+        from checkmate.planner.profile.figure import Curve, write_figure  # noqa: PLC0415 - matplotlib takes a second
+
+        write_figure(file, [Curve(one.model, one.times) for one in sized], cores, nodes, iteration_s)
+
+    draw(file, write)

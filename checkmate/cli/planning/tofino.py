@@ -1,0 +1,178 @@
+"""`checkmate plan --pfc` and `--bfrt`: what a Tofino and its hosts need beyond P4Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from checkmate.cli.common import UsageFault, err, out, print_json
+from checkmate.job.files import JobSet, Located, locate
+from checkmate.job.schema import Job
+from controlplane.network import Network
+from controlplane.plan import SwitchPlan
+from controlplane.tofino.bfrt import script
+from controlplane.tofino.hosts import HostCommands, host_commands
+from controlplane.tofino.pfc import NoRoom, PfcPlan, peers_of, pfc_plan, priority_clashes
+
+PfcFlag = Annotated[
+    bool, typer.Option("--pfc", help="Print what lossless delivery needs, on Tofinos and on their hosts.")
+]
+BfrtFlag = Annotated[
+    bool, typer.Option("--bfrt", help="Print a bfrt_python script with what P4Runtime can't set on a Tofino.")
+]
+SwitchName = Annotated[
+    str | None, typer.Option("--switch", help="Only this switch (--pfc, --bfrt).", show_default=False)
+]
+
+
+@dataclass(frozen=True)
+class TofinoOptions:
+    """What of `plan`'s options concerns Tofino."""
+
+    pfc: bool
+    bfrt: bool
+    switch: str | None
+
+
+def show(
+    found: JobSet,
+    jobs: Sequence[Job],
+    plans: Mapping[str, SwitchPlan],
+    wanted: TofinoOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Print it; `JobError` where it can't be, with the arithmetic."""
+    network = Network(jobs)
+    planned = _planned(found, network, plans, _names(network, wanted.switch))
+    if wanted.bfrt:
+        scripts = {name: _script(network, plan) for name, plan in planned.items()}
+        if as_json:
+            print_json({name: {"script": text} for name, text in scripts.items()})
+            return
+        if len(scripts) > 1:
+            raise UsageFault(f"a script is for one switch: add --switch {' or --switch '.join(scripts)}")
+        typer.echo("".join(scripts.values()))
+        return
+    hosts = [host for host in host_commands(jobs) if host.switch in planned]
+    if as_json:
+        data = {name: _data(plan) for name, plan in planned.items()}
+        print_json({"switches": data, "hosts": [asdict(host) for host in hosts]})
+        return
+    for plan in planned.values():
+        _print_switch(plan)
+    _print_hosts(hosts)
+
+
+def _names(network: Network, only: str | None) -> list[str]:
+    tofinos = [name for name, switch in network.switches.items() if switch.is_tofino]
+    if only is not None:
+        if only not in tofinos:
+            raise UsageFault(f"no Tofino {only!r} among the jobs' switches; there are {_listed(tofinos)}")
+        return [only]
+    if not tofinos:
+        targets = [f"{name} ({switch.target})" for name, switch in network.switches.items()]
+        raise UsageFault(f"--pfc and --bfrt are for Tofinos, and the jobs' switches are {_listed(targets)}")
+    return tofinos
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _planned(
+    found: JobSet, network: Network, plans: Mapping[str, SwitchPlan], names: Sequence[str]
+) -> dict[str, PfcPlan]:
+    clashing = {clash.job: clash.message for clash in priority_clashes(network.jobs)}
+    faults = [
+        Located(*locate(file, ("tag", "priority")), "tag.priority", clashing[job.job])
+        for file, job in found.sound
+        if job.job in clashing
+    ]
+    done = {}
+    for name in names:
+        users = [(file, job) for file, job in found.sound if name in _switches(job)]
+        try:
+            done[name] = pfc_plan(network, network.switches[name], plans[name], users[0][1].tag.priority)
+        except NoRoom as error:
+            faults += [Located(*locate(file, ("fabric",)), "fabric", str(error)) for file, _ in users]
+    found.require(faults)
+    return done
+
+
+def _switches(job: Job) -> set[str]:
+    return {switch.name for switch in job.fabric.switches}
+
+
+def _script(network: Network, plan: PfcPlan) -> str:
+    peers, _ = peers_of(network, plan.switch)
+    return script(network.switches[plan.switch], peers, plan)
+
+
+def _data(plan: PfcPlan) -> dict[str, object]:
+    data = asdict(plan)
+    for sender, one in zip(plan.senders, data["senders"], strict=True):
+        one["headroom"]["bytes"] = sender.headroom.bytes
+        one["admitted"] = sender.admitted(plan.threshold)
+    return data
+
+
+def _print_switch(plan: PfcPlan) -> None:
+    out.print(
+        f"switch {plan.switch} ({plan.target}): priority {plan.priority}; "
+        f"{plan.egress_pool:,} of {plan.available:,} cells",
+        markup=False,
+    )
+    table = _table("training comes in by", "speed", "cable", "threshold", "headroom", "copies")
+    for sender in plan.senders:
+        where = f"{sender.port.name}  {', '.join(sender.peers)}"
+        cells = (plan.threshold, sender.headroom.cells, sender.copies)
+        table.add_row(where, sender.port.speed, f"{sender.port.cable:g} m", *map(str, cells))
+    out.print(table)
+    table = _table("goes out by", "behind it", "queue holds")
+    for queue in plan.queues:
+        table.add_row(
+            f"{queue.port.name}  {', '.join(queue.peers)}", "shadow" if queue.shadow else "", str(queue.cells)
+        )
+    out.print(table)
+    table = _table("multicast group", "from", "cells of its copies")
+    for group in plan.groups:
+        table.add_row(f"{group.group}  to {' '.join(group.ports)}", group.came_in_by, str(group.cells))
+    out.print(table)
+    for text in _explained(plan):
+        out.print(text, soft_wrap=True, markup=False)
+    out.print()
+
+
+def _explained(plan: PfcPlan) -> list[str]:
+    """The arithmetic, in sentences."""
+    said = [
+        f"Pools: ingress {plan.ingress_pool:,}, skid {plan.skid_pool:,}, egress {plan.egress_pool:,} cells. "
+        f"A stuck shadow node pauses training for {plan.watchdog} ms at a time; then its NIC drops copies.",
+    ]
+    if plan.senders:
+        slowest = max(plan.senders, key=lambda sender: sender.headroom.cells)
+        said.insert(0, f"Headroom of {slowest.port.name}: {slowest.headroom.arithmetic()}.")
+    return said
+
+
+def _table(first: str, *more: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first)
+    for name in more:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _print_hosts(hosts: Sequence[HostCommands]) -> None:
+    """A shell script, so comments where it isn't commands."""
+    for host in hosts:
+        typer.echo(f"# {host.host}, at {host.switch} {host.port}")
+        for command in host.commands:
+            typer.echo(command)
+        typer.echo()
+    err.print("PFC is waiting: what a shadow node doesn't take, training waits for.", markup=False)

@@ -1,0 +1,1 @@
+"""The job file: its schema, its faults, and what follows from it."""

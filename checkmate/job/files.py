@@ -1,0 +1,166 @@
+"""Reading job files: YAML to `Job`, with every fault at once, each with its file, line and path."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkmate.job import checks, conflicts
+from checkmate.job import faults as parts
+from checkmate.job.faults import Fault
+from checkmate.job.schema import Job
+from checkmate.job.tofino import port_checks
+from checkmate.job.yaml_lines import Document, Documents, JobError, Located, read_document
+
+__all__ = ["JobError", "JobSet", "Located", "is_fabric", "locate", "read_job", "read_jobs", "read_set"]
+
+
+@dataclass(frozen=True)
+class JobSet:
+    """Job files that are to run side by side: those that are sound, and every fault of the others.
+
+    `files`: all that were read, fabric files included, in the order in which faults are said.
+    """
+
+    sound: tuple[tuple[Path, Job], ...]
+    faults: tuple[Located, ...]
+    files: tuple[Path, ...]
+
+    def require(self, more: Iterable[Located] = ()) -> list[Job]:
+        """All jobs; `JobError` where there is any fault, or one in `more`: by file, then by line."""
+        place = {file.resolve(): number for number, file in reversed(list(enumerate(self.files)))}
+        faults = sorted(
+            dict.fromkeys([*self.faults, *more]),
+            key=lambda fault: (place.get(fault.file.resolve(), len(place)), fault.line),
+        )
+        if faults:
+            raise JobError(faults)
+        return [job for _, job in self.sound]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A job file that is YAML at least.
+
+    `raw`: its data, with the fabric's own file put in place, and device ports for front-panel names.
+    """
+
+    document: Document
+    fabric: Document | None
+    raw: Any
+    unnamed: tuple[Fault, ...] = ()
+    """Ports whose front-panel name can't be turned into a device port."""
+
+    def locate(self, fault: Fault) -> Located:
+        if self.fabric is not None and fault.path[:1] == ("fabric",):
+            return self.fabric.locate(Fault(fault.path[1:], fault.message))
+        return self.document.locate(fault)
+
+
+def read_job(file: Path) -> Job:
+    """Read one job file; `JobError` with every fault in it (and in its fabric file)."""
+    (job,) = read_jobs([file])
+    return job
+
+
+def read_jobs(files: Sequence[Path]) -> list[Job]:
+    """Read job files that are to run side by side; `JobError` with every fault in and between them."""
+    return read_set(files).require()
+
+
+def read_set(files: Sequence[Path], documents: Documents | None = None) -> JobSet:
+    """Read job files that are to run side by side: each by itself, then against each other.
+
+    A fault in one part of a file hides no fault elsewhere, and none that another job has with the file.
+    Each file is parsed once, fabric files that several jobs name included; `documents` has those that are
+    parsed already.
+    """
+    documents = Documents() if documents is None else documents
+    faults: list[Located] = []
+    sources: list[_Source] = []
+    jobs: list[Job | None] = []
+    order: list[Path] = []
+    for file in files:
+        order.append(file)
+        source, found = _source(file, documents)
+        faults += found
+        if source is None:
+            continue
+        if source.fabric is not None:
+            order.append(source.fabric.file)
+        job, wrong = checks.structure(source.raw)
+        said = {fault.path for fault in source.unnamed}
+        wrong = [*source.unnamed, *(fault for fault in wrong if fault.path not in said)]
+        wrong += checks.within_job(source.raw)
+        if found:  # the fabric can't be read, which is said already
+            wrong = [fault for fault in wrong if fault.path != ("fabric",)]
+        faults += [source.locate(fault) for fault in wrong]
+        sources.append(source)
+        jobs.append(None if found or wrong else job)
+    for index, fault in conflicts.between_jobs([source.raw for source in sources]):
+        faults.append(sources[index].locate(fault))
+        jobs[index] = None
+    sound = [(s.document.file, job) for s, job in zip(sources, jobs, strict=True) if job is not None]
+    return JobSet(tuple(sound), tuple(faults), tuple(order))
+
+
+def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
+    """A job file, and the line at which something stands in it."""
+    found = read_document(file).locate(Fault(path, ""))
+    return found.file, found.line
+
+
+def is_fabric(data: Any) -> bool:
+    """Return whether a YAML file's data is a fabric's, which a job file names with its key `fabric`."""
+    return isinstance(data, dict) and "switches" in data and not {"job", "dp_groups"} & data.keys()
+
+
+def _source(file: Path, documents: Documents) -> tuple[_Source | None, list[Located]]:
+    """A job file and its fabric, as far as they can be read, and why they can't."""
+    try:
+        document = documents.read(file)
+    except JobError as error:
+        return None, list(error.faults)
+    raw = copy.deepcopy(document.data)
+    if is_fabric(raw):
+        message = "this is a fabric file; pass the job file that refers to it (key fabric)"
+        return None, [Located(file, 0, "(file)", message)]
+    fabric = None
+    faults: list[Located] = []
+    if isinstance(raw.get("fabric"), str):
+        try:
+            fabric = _fabric_document(document, raw["fabric"], documents)
+            raw["fabric"] = copy.deepcopy(fabric.data)
+        except JobError as error:
+            faults = list(error.faults)
+            del raw["fabric"]
+    _resolve_tls(raw, document.file.parent, (fabric or document).file.parent)
+    return _Source(document, fabric, raw, tuple(port_checks.resolve(raw))), faults
+
+
+def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
+    """TLS files are named from the folder of the file that names them."""
+    fabric = raw.get("fabric")
+    switches = fabric.get("switches") if isinstance(fabric, dict) else None
+    named = [(raw.get("mgmt_tls"), folder)]
+    for switch in switches if isinstance(switches, list) else []:
+        named.append((switch.get("tls") if isinstance(switch, dict) else None, fabric_folder))
+    for tls, base in named:
+        if isinstance(tls, dict):
+            tls.update({key: str(base / value) for key, value in tls.items() if isinstance(value, str)})
+
+
+def _fabric_document(document: Document, named: str, documents: Documents) -> Document:
+    """The separate fabric file that a job names, resolved from the job's own folder."""
+    if "\0" in named:
+        raise JobError([document.locate(Fault(("fabric",), "must be the path of a file"))])
+    try:
+        return documents.read(document.file.parent / named)
+    except JobError as error:
+        if error.faults[0].path == "(file)":
+            message = f"the fabric file {named} {error.faults[0].message}"
+            raise JobError([document.locate(Fault(("fabric",), message))]) from None
+        raise

@@ -1,0 +1,81 @@
+"""The job files of a command line: which they are, and whether they have changed since they were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from checkmate.job.files import JobSet, is_fabric, read_set
+from checkmate.job.yaml_lines import Documents, JobError
+
+SUFFIXES = (".yaml", ".yml")
+Signature = tuple[tuple[str, int, int], ...]
+
+
+def job_files(arguments: Iterable[Path], documents: Documents | None = None) -> list[Path]:
+    """Return the job files that a command line names: files, and the YAML files of folders, sorted.
+
+    A folder's fabric files are left out. `documents`: parses the folders' files, and keeps them.
+    """
+    documents = Documents() if documents is None else documents
+    files: list[Path] = []
+    for argument in arguments:
+        if argument.is_dir():
+            files += [file for file in _yaml_files(argument) if not _is_fabric(file, documents)]
+        else:
+            files.append(argument)
+    return list({file.resolve(): file for file in files}.values())
+
+
+class JobFiles:
+    """The job files of a command line, read again whenever they have changed."""
+
+    def __init__(self, arguments: Sequence[Path]) -> None:
+        self._arguments = arguments
+        self._read: tuple[Path, ...] = ()
+        self._seen: Signature = ()
+
+    def __str__(self) -> str:
+        return ", ".join(str(argument) for argument in self._arguments)
+
+    def read(self) -> JobSet:
+        """Read all of them now, each once. Later, a named file that is gone is a job that is removed."""
+        documents, first = Documents(), not self._seen
+        self._seen = self._signature()
+        files = job_files(self._arguments, documents)
+        found = read_set([file for file in files if first or file.exists()], documents)
+        if set(found.files) != set(self._read):  # fabric files that jobs name have come or gone
+            self._read = found.files
+            self._seen = self._signature()
+        return found
+
+    def changed(self) -> bool:
+        """Return whether a file came, went or was written since the last `read`."""
+        return self._signature() != self._seen
+
+    def _signature(self) -> Signature:
+        """The folders' files and those that were read, fabric files included, as they are now."""
+        named = (_yaml_files(one) if one.is_dir() else [one] for one in self._arguments)
+        found = []
+        for file in sorted({*self._read, *(file for files in named for file in files)}):
+            try:
+                stat = file.stat()
+            except OSError:
+                continue  # gone between the listing and the look
+            found.append((str(file), stat.st_mtime_ns, stat.st_size))
+        return (*found, ("", 0, 0))
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    try:
+        found = sorted(folder.iterdir())
+    except OSError:
+        return  # gone since the look
+    yield from (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+
+
+def _is_fabric(file: Path, documents: Documents) -> bool:
+    try:
+        return is_fabric(documents.read(file).data)
+    except JobError:
+        return False  # reported when it is read as a job

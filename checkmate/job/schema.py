@@ -1,0 +1,282 @@
+"""The job's schema: what one training job's YAML may say (design, section 6).
+
+Structure only. What must hold between the parts of a job, and between jobs, is in `checks`;
+reading files is in `jobs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+
+from checkmate.job.tofino import chips
+from checkmate.wire import tag as wire
+
+_MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
+_HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
+
+CPU_PORT: Final = 510
+"""The CPU port that the v1model program was compiled with (`CPU_PORT` in the P4 source)."""
+
+
+def _mac(value: object) -> str:
+    if not isinstance(value, str) or not _MAC.fullmatch(value.lower()):
+        raise ValueError("must be a MAC address such as 02:00:00:00:00:01 (in quotes)")
+    mac = value.lower()
+    if int(mac[:2], 16) & 1 or mac == "00:00:00:00:00:00":
+        raise ValueError("must be a unicast MAC address such as 02:00:00:00:00:01")
+    return mac
+
+
+def _ip(value: object) -> IPv4Address:
+    try:
+        address = IPv4Address(value) if isinstance(value, (str, IPv4Address)) else None
+    except ValueError:
+        address = None
+    if address is None or address.is_multicast or address.is_unspecified or int(address) == 0xFFFFFFFF:
+        raise ValueError("must be a host's IPv4 address such as 10.0.0.1")
+    return address
+
+
+def _host_port(value: str) -> str:
+    found = _HOST_PORT.fullmatch(value)
+    if not found or not 0 < int(found["port"]) < 65536:
+        raise ValueError("must be host:port such as 192.168.0.5:7000")
+    return value
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of `host:port` or `[host]:port`, as sockets take them."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def records_beside(mgmt: str) -> tuple[str, int]:
+    """Return where a node at this mgmt address takes step records by default: at the port after it."""
+    host, port = split_address(mgmt)
+    return host, port + 1
+
+
+def _dscp_bit(value: int) -> int:
+    if value not in (1, 2, 4, 8, 16, 32):
+        raise ValueError("must be one of the six bits of DSCP: 1, 2, 4, 8, 16 or 32")
+    return value
+
+
+def _port(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError(
+            f"must be a number from 0 to {CPU_PORT - 1}; only on a switch whose target is tofino or tofino2 "
+            'may it be a front-panel name such as "1/0"'
+        )
+    return value
+
+
+def _device_port(value: object) -> object:
+    """A port of a Tofino's front panel may be given by its device port alone."""
+    return {"device_port": value} if isinstance(value, int) else value
+
+
+Mac = Annotated[str, BeforeValidator(_mac)]
+Ip = Annotated[IPv4Address, BeforeValidator(_ip)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
+PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
+Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
+Fec = Literal["none", "firecode", "rs"]
+Metres = Annotated[float, Field(gt=0, le=10_000)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
+ShadowNodeId = Annotated[int, Field(ge=0, le=65535, strict=True)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Attachment(_Model):
+    """A port of a switch."""
+
+    switch: Name
+    port: Port
+
+
+class Stub(_Model):
+    """The address of a switch's stub TCP endpoint."""
+
+    ip: Ip
+    mac: Mac
+    port: TcpPort
+
+
+class Tls(_Model):
+    """PEM files for the P4Runtime channel; `cert` and `key` where the switch asks for a client's."""
+
+    ca: Path
+    cert: Path | None = None
+    key: Path | None = None
+
+    @model_validator(mode="after")
+    def _pair(self) -> Tls:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together: give both, or neither")
+        return self
+
+
+class MgmtTls(_Model):
+    """PEM files for gRPC between trainers and shadow nodes, both of which prove who they are."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+class PanelPort(_Model):
+    """A port of a Tofino's front panel: what differs from its board's map, or its switch's other ports."""
+
+    device_port: Port | None = None
+    speed: Speed | None = None
+    fec: Fec | None = None
+    cable: Metres | None = None
+
+
+class Pfc(_Model):
+    """How a Tofino is kept lossless. Times in milliseconds; `cells` of the buffer to divide.
+
+    `watchdog` is within what mlx5 takes as its PFC prevention timeout, which it is the same as.
+    """
+
+    watchdog: Annotated[int, Field(ge=80, le=8000, strict=True)] = 200
+    restore: Annotated[int, Field(ge=100, le=600_000, strict=True)] = 2000
+    cells: Annotated[int, Field(ge=1, strict=True)] | None = None
+
+
+class Switch(_Model):
+    """A switch and how its P4Runtime server is reached. What is below `tls` is for a Tofino alone."""
+
+    name: Name
+    target: Literal["softswitch", "bmv2", "tofino", "tofino2"] = "bmv2"
+    address: HostPort
+    device_id: Annotated[int, Field(ge=0, lt=1 << 64, strict=True)] = 1
+    cpu_port: Annotated[int, Field(ge=0, lt=1 << 9, strict=True)] | None = None
+    stub: Stub
+    tls: Tls | None = None
+    p4runtime: Literal["stratum", "pi"] = "stratum"
+    front_panel: Literal["wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"] | None = None
+    ports: Mapping[PortName, Annotated[PanelPort, BeforeValidator(_device_port)]] = {}
+    speed: Speed = "100G"
+    fec: Fec | None = None
+    cable: Metres = 5.0
+    mtu: Annotated[int, Field(ge=1280, le=9216, strict=True)] = 9000
+    pfc: Pfc = Pfc()
+
+    @property
+    def is_tofino(self) -> bool:
+        return self.target in chips.TARGETS
+
+    @property
+    def packet_port(self) -> int:
+        """The port under which the switch speaks with its controller: `cpu_port`, or the target's usual."""
+        if self.cpu_port is not None:
+            return self.cpu_port
+        return chips.cpu_port(self.target, self.front_panel) if self.is_tofino else CPU_PORT
+
+
+class Fabric(_Model):
+    """What jobs share: switches, and the links between them as pairs of ports."""
+
+    switches: Annotated[tuple[Switch, ...], Field(min_length=1)]
+    links: tuple[tuple[Attachment, Attachment], ...] = ()
+
+
+class TagSettings(_Model):
+    """How tagged segments are marked."""
+
+    dscp_bit: Annotated[int, Field(strict=True), AfterValidator(_dscp_bit)] = wire.DEFAULT_DSCP_BIT
+    priority: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
+    """Of all training traffic where PFC is used (IEEE 802.1Q); a Tofino's queues honour none for 0."""
+
+
+class Rank(Attachment):
+    """A training rank: `rank` is its number in the whole job."""
+
+    rank: Annotated[int, Field(ge=0, strict=True)]
+    ip: Ip
+    mac: Mac
+    mgmt: Annotated[str, Field(min_length=1)]
+
+
+class DpGroup(_Model):
+    """A data-parallel group; its ranks stand in ring order. `shadow_nodes`: by id, default all."""
+
+    ranks: Annotated[tuple[Rank, ...], Field(min_length=2)]
+    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHADOW_IDS_MAX)] | (
+        None
+    ) = None
+
+
+class Nic(Attachment):
+    """A shadow node's network interface."""
+
+    ip: Ip
+    mac: Mac
+
+
+class ShadowNode(_Model):
+    """A shadow node and its one or two shadow NICs. `records`: where it takes step records."""
+
+    id: ShadowNodeId
+    mgmt: HostPort
+    records: HostPort | None = None
+    nics: Annotated[tuple[Nic, ...], Field(min_length=1, max_length=2)]
+
+    @property
+    def records_at(self) -> tuple[str, int]:
+        """Host and port for step records: by default `mgmt`'s host, and the port after its own."""
+        return records_beside(self.mgmt) if self.records is None else split_address(self.records)
+
+
+class Job(_Model):
+    """One training job."""
+
+    job: Name
+    fabric: Fabric
+    tag: TagSettings = TagSettings()
+    channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
+    replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
+    mgmt_tls: MgmtTls | None = None
+    dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
+    shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
+
+    def shadow_list(self, group: int) -> tuple[int, ...]:
+        """The shadow nodes, by id, between which a DP group's shards go round."""
+        return self.dp_groups[group].shadow_nodes or tuple(node.id for node in self.shadow_nodes)
+
+    def shards(self, group: int) -> int:
+        """How many shards, and so shadow ids, a DP group's model has."""
+        return len(self.shadow_list(group))
+
+    def holder(self, group: int, shard: int, replication_id: int) -> ShadowNode:
+        """Shard `shard`'s holder number `replication_id` (1 .. replicas)."""
+        nodes = self.shadow_list(group)
+        return self.node(nodes[(shard + replication_id - 1) % len(nodes)])
+
+    def node(self, node_id: int) -> ShadowNode:
+        """The shadow node of that id; `KeyError` where the job has none."""
+        for node in self.shadow_nodes:
+            if node.id == node_id:
+                return node
+        raise KeyError(node_id)

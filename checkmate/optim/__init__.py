@@ -1,0 +1,1 @@
+"""Which optimizers Checkmate follows, and their options to the last bit."""

@@ -1,0 +1,261 @@
+"""What a job needs beside what there is; and the smallest change that would make it fit. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol, TypeVar
+
+from checkmate.job.faults import Fault
+from checkmate.job.schema import Job
+from checkmate.planner.capacity.changes import fewest_more_nodes, place, serving, with_nic
+from checkmate.planner.capacity.plan import Capacity, SwitchUse
+from checkmate.planner.demand import Demand, NicDemand, NodeDemand
+from checkmate.planner.units import show_enough
+from checkmate.shadow.receive.plans import FARTHEST
+from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
+from checkmate.wording import counted
+
+CORES_MOST: Final = 512
+"""More of a node are not looked for."""
+PEAK: Final = "peak rate"
+_ROUNDING: Final = 1 + 1e-9
+"""Channels' parts of a line's rate add up to a little more or less than it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is needed of something where it is scarcest, and what there is, in `unit`; `path`: in the YAML.
+
+    Where it doesn't fit: what is `wrong`, and the smallest `change` that would make it fit.
+    """
+
+    what: str
+    where: str
+    needed: float
+    there: float
+    unit: str
+    path: tuple[str | int, ...]
+    wrong: str = ""
+    change: str = ""
+
+    @property
+    def share(self) -> float:
+        """The part of what there is that is needed."""
+        return self.needed / self.there
+
+    @property
+    def misfit(self) -> Fault | None:
+        """As a fault; `None` where it fits."""
+        return Fault(self.path, f"{self.wrong}; {self.change}") if self.wrong else None
+
+
+class _Fits(Protocol):
+    def __call__(self, job: Job, *, node: int | None = None) -> bool:
+        """Whether all would, or all of one node, in another job."""
+
+
+T = TypeVar("T", bound=NicDemand | NodeDemand)
+_WithChannels = Callable[[int], Sequence[SwitchUse]]
+
+
+def checks(found: Capacity, with_channels: _WithChannels) -> list[Check]:
+    """All that can be checked; faults are located in the job's YAML.
+
+    `with_channels`: what the switches would need with fewer channels.
+    """
+    rules = (_stream_length, _line, _receiving, _stepping, _memory)
+    return [*_tables(found, with_channels), *(check for rule in rules if (check := rule(found)))]
+
+
+def misfits(found: Capacity, with_channels: _WithChannels) -> list[Fault]:
+    """What doesn't fit, each with the smallest change that would make it."""
+    return [check.misfit for check in checks(found, with_channels) if check.misfit]
+
+
+def _tables(found: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
+    for use in found.switches:
+        for what, needed in sorted(use.used.items()):
+            holds, where = use.holds[what], f"switch {use.switch}"
+            check = Check(what, where, needed, holds, "", ("dp_groups",))
+            if needed > holds:
+                wrong = f"{needed:,} {what} needed on {where} ({use.target}), which holds {holds:,}"
+                check = replace(check, wrong=wrong, change=_room(found, use, what, with_channels))
+            yield check
+
+
+def _room(found: Capacity, use: SwitchUse, what: str, with_channels: _WithChannels) -> str:
+    """What would make a switch's table, or groups, enough."""
+    fitting = (
+        channels
+        for channels in range(found.demand.job.channels - 1, 0, -1)
+        if _use_of(with_channels(channels), use.switch, what) <= use.holds[what]
+    )
+    changes = [f"at most {counted(channels, 'channel')}" for channels in itertools.islice(fitting, 1)]
+    changes += [f"a {target}" for target, holds in use.targets.items() if holds[what] >= use.used[what]]
+    return _or(changes) if changes else "spread the DP groups over more switches"
+
+
+def _use_of(uses: Sequence[SwitchUse], switch: str, what: str) -> int:
+    return next((use.used.get(what, 0) for use in uses if use.switch == switch), 0)
+
+
+def _stream_length(found: Capacity) -> Check:
+    """Positions in a stream have 32 bits: what shadow nodes refuse (`check_lengths`)."""
+    demand = found.demand
+    longest = demand.longest_stream
+    check = Check("an iteration of a stream", "the longest", longest, FARTHEST, "bytes", ("channels",))
+    if longest < FARTHEST:
+        return check
+
+    def fits(job: Job) -> bool:
+        return replace(demand, job=job).longest_stream < FARTHEST
+
+    more = range(demand.job.channels + 1, CHANNELS_MAX + 1)
+    channels = next((c for c in more if fits(demand.job.model_copy(update={"channels": c}))), None)
+    changes = [f"{channels} channels"] if channels else []
+    changes += fewest_more_nodes(demand.job, demand.nodes[0].node, fits)
+    wrong = (
+        f"an iteration of one stream has {longest / 1e9:.2f} GB, and must have less than "
+        f"{FARTHEST / 1e9:.2f} GB"
+    )
+    return replace(check, wrong=wrong, change=_or(changes))
+
+
+def _held(
+    found: Capacity,
+    what: str,
+    there: float,
+    unit: str,
+    things: Callable[[Demand], Sequence[T]],
+    load: Callable[[Capacity, T], float],
+    wrong: Callable[[T], str],
+    changes: Callable[[T, _Fits], Sequence[str]],
+) -> Check:
+    """NICs or nodes whose loads are held to what there is: the check of the worst."""
+    loads = [(load(found, thing), thing) for thing in things(found.demand)]
+    needed, worst = max(loads, key=lambda pair: pair[0])
+    most = there * _ROUNDING
+    over = sum(one > most for one, _ in loads)
+
+    def fits(job: Job, *, node: int | None = None) -> bool:
+        other = replace(found, demand=replace(found.demand, job=job))
+        of = [thing for thing in things(other.demand) if node in (None, thing.node)]
+        return all(load(other, thing) <= most for thing in of)
+
+    path: tuple[str | int, ...] = ("shadow_nodes", place(found.demand.job, worst.node)[0])
+    kind, where = "node", f"node {worst.node}"
+    if isinstance(worst, NicDemand):
+        path, kind, where = (*path, "nics", worst.nic), "NIC", f"NIC {worst.node}.{worst.nic}"
+    check = Check(what, where, needed, there, unit, path)
+    if not over:
+        return check
+    others = f" (the worst of {over} {kind}s that are over)" if over > 1 else ""
+    return replace(check, wrong=f"{wrong(worst)}{others}", change=_or(changes(worst, fits)))
+
+
+def _line(found: Capacity) -> Check:
+    """More at once than a NIC's line: PFC would hold training back (paper, "Lossless Packet Delivery")."""
+    job, line = found.demand.job, found.limits.nic_bits_per_s
+
+    def wrong(nic: NicDemand) -> str:
+        peak = max(nic.peak_bits_per_s)
+        round_ = nic.peak_bits_per_s.index(peak)
+        return (
+            f"gets up to {peak / 1e9:g} Gbit/s at once in round {round_} of the ring, and its line has "
+            f"{line / 1e9:g}, so training would be held back"
+        )
+
+    def changes(nic: NicDemand, fits: _Fits) -> list[str]:
+        found = []
+        groups = sum(nic.node in job.shadow_list(group) for group in range(len(job.dp_groups)))
+        jobs = {"": job}
+        if len(place(job, nic.node)[1].nics) == 1:
+            jobs["a second NIC"] = with_nic(job, nic.node)
+        for added, with_added in jobs.items():
+            for fewer in range(groups - bool(not added), 0, -1):
+                if fits(serving(with_added, nic.node, fewer), node=nic.node):
+                    less = f"{counted(fewer, 'DP group')} instead of {groups} on it" if fewer < groups else ""
+                    found.append(" and ".join(filter(None, (added, less))))
+                    break
+        return [*found, f"NICs of {show_enough(max(nic.peak_bits_per_s) / 1e9)} Gbit/s"]
+
+    def peak(_: Capacity, nic: NicDemand) -> float:
+        return max(nic.peak_bits_per_s)
+
+    return _held(found, PEAK, line, "bit/s", _nics, peak, wrong, changes)
+
+
+def _receiving(found: Capacity) -> Check | None:
+    job, iteration = found.demand.job, found.limits.iteration_s
+    if iteration is None:
+        return None
+
+    def wrong(nic: NicDemand) -> str:
+        took = f"{found.receive_seconds(nic):.3g} s for the {nic.nbytes / 1e9:.3g} GB"
+        return f"takes {took} of an iteration of {iteration:g} s"
+
+    def changes(nic: NicDemand, fits: _Fits) -> list[str]:
+        alone = len(place(job, nic.node)[1].nics) == 1
+        second = ["a second NIC"] if alone and fits(with_nic(job, nic.node)) else []
+        rate = f"NICs and nodes that receive {show_enough(8 * nic.nbytes / iteration / 1e9)} Gbit/s each"
+        return [*second, *fewest_more_nodes(job, nic.node, fits), rate]
+
+    seconds = Capacity.receive_seconds
+    return _held(found, "receiving an iteration", iteration, "s", _nics, seconds, wrong, changes)
+
+
+def _stepping(found: Capacity) -> Check | None:
+    job, iteration, cores = found.demand.job, found.limits.iteration_s, found.limits.cores
+    if iteration is None or cores is None or found.limits.steps is None:
+        return None
+
+    def seconds(capacity: Capacity, node: NodeDemand) -> float:
+        return capacity.step_seconds(node) or 0.0
+
+    def wrong(node: NodeDemand) -> str:
+        took = f"{seconds(found, node):.3g} s on {counted(cores, 'core')}"
+        return f"takes {took} for the optimizer step of an iteration of {iteration:g} s"
+
+    def changes(node: NodeDemand, fits: _Fits) -> list[str]:
+        changes = fewest_more_nodes(job, node.node, fits)
+        for more in range(cores + 1, CORES_MOST + 1):
+            if seconds(replace(found, limits=replace(found.limits, cores=more)), node) <= iteration:
+                return [*changes, f"nodes of {more} cores"]
+        faster = f"faster cores: no {SHADOW_IDS_MAX} nodes of {cores} and no {CORES_MOST} cores will do"
+        return changes or [faster]
+
+    return _held(found, "the optimizer's step", iteration, "s", _nodes, seconds, wrong, changes)
+
+
+def _memory(found: Capacity) -> Check | None:
+    job, there = found.demand.job, found.limits.node_memory
+    if there is None:
+        return None
+
+    def wrong(node: NodeDemand) -> str:
+        return f"needs {node.memory.total / 1e9:.3g} GB and has {there / 1e9:.3g} GB"
+
+    def changes(node: NodeDemand, fits: _Fits) -> list[str]:
+        return [
+            *fewest_more_nodes(job, node.node, fits),
+            f"nodes of {show_enough(node.memory.total / 1e9)} GB",
+        ]
+
+    def total(_: Capacity, node: NodeDemand) -> float:
+        return node.memory.total
+
+    return _held(found, "memory", there, "bytes", _nodes, total, wrong, changes)
+
+
+def _nics(demand: Demand) -> Sequence[NicDemand]:
+    return demand.nics
+
+
+def _nodes(demand: Demand) -> Sequence[NodeDemand]:
+    return demand.nodes
+
+
+def _or(changes: Sequence[str]) -> str:
+    return "it would fit with " + ", or with ".join(changes)

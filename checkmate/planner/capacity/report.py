@@ -1,0 +1,272 @@
+"""A capacity plan as tables and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from rich.markup import escape
+from rich.table import Table
+
+from checkmate.job.faults import show_path
+from checkmate.planner.capacity.misfits import PEAK, Check
+from checkmate.planner.capacity.plan import TRANSCEIVERS, Capacity, SwitchUse
+from checkmate.planner.demand import NicDemand
+from checkmate.planner.scaling import dtype_of
+from checkmate.planner.units import show_seconds
+
+
+def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
+    """What `--json` prints. Sizes in bytes, times in seconds, rates in bits a second."""
+    demand = found.demand
+    faults = [fault for check in checks if (fault := check.misfit)]
+    return {
+        "job": demand.job.job,
+        "models": [
+            {
+                "name": model.name,
+                "parameters": model.elements,
+                "bytes": model.nbytes,
+                "dtype": dtype_of(model),
+            }
+            for model in demand.models
+        ],
+        **_counts(found),
+        "switches": [asdict(use) for use in found.switches],
+        "nics": [_nic_data(found, nic) for nic in demand.nics],
+        "nodes": [
+            {
+                "node": node.node,
+                "shards": [{"group": s.group, "shard": s.shard} for s in node.shards],
+                "memory": {**asdict(node.memory), "reading": node.memory.reading, "total": node.memory.total},
+                "step_seconds": found.step_seconds(node),
+            }
+            for node in demand.nodes
+        ],
+        "shards": [asdict(shard) for shard in demand.shards],
+        "balance": [found.balance(group) for group in range(len(demand.models))],
+        "checks": [
+            {
+                "what": check.what,
+                "where": check.where,
+                "needed": check.needed,
+                "there": check.there,
+                "unit": check.unit,
+                "share": check.share,
+                "fits": check.misfit is None,
+            }
+            for check in _tightest_first(checks)
+        ],
+        "not_checked": found.unchecked,
+        "fits": not faults,
+        "misfits": [{"path": show_path(fault.path), "message": fault.message} for fault in faults],
+    }
+
+
+def verdict(found: Capacity, checks: Sequence[Check]) -> str:
+    """Whether it fits, what is scarcest, and the smallest change of that where it doesn't.
+
+    Any model fills a line for a while: a peak rate is said only where it is more than that.
+    """
+    tightest, *others = (c for c in _tightest_first(checks) if c.misfit or c.what != PEAK)
+    says = "doesn't fit" if tightest.misfit else "fits"
+    if says == "fits" and found.unchecked:
+        says = "fits, as far as it was checked"
+    needed, there = (_shown(value, tightest.unit) for value in (tightest.needed, tightest.there))
+    change = f"; {tightest.change}" if tightest.change else ""
+    if over := list(dict.fromkeys(check.what for check in others if check.misfit)):
+        change = change.replace("; it would fit", "; that would fit")
+        change += f"; {' and '.join(over)} {'does' if len(over) == 1 else 'do'}n't fit either"
+    return (
+        f"job {found.demand.job.job} {says}. Tightest: {tightest.what} ({tightest.where}), "
+        f"{needed} of {there}, {tightest.share:.0%}{change}"
+    )
+
+
+def summary(found: Capacity, checks: Sequence[Check]) -> Iterator[Table]:
+    """What was checked, and what there must be, for a terminal."""
+    yield _checks(checks)
+    yield _needed(found)
+
+
+def details(found: Capacity) -> Iterator[Table]:
+    """Every switch, NIC, node and shard, for a terminal."""
+    for use in found.switches:
+        yield _switch(use)
+    yield _nics(found)
+    yield _memory(found)
+    yield _shards(found)
+
+
+def _counts(found: Capacity) -> dict[str, int]:
+    job = found.demand.job
+    return {
+        "dp_groups": len(job.dp_groups),
+        "replicas": job.replicas,
+        "channels": job.channels,
+        "streams": found.streams,
+        "multicast_groups": sum(use.used.get("multicast groups", 0) for use in found.switches),
+        "shadow_nics": found.shadow_nics,
+        "switch_ports": found.shadow_nics,
+        "transceivers": TRANSCEIVERS * found.shadow_nics,
+        "ports_of_the_rule": found.ports_of_the_rule,
+    }
+
+
+def _nic_data(found: Capacity, nic: NicDemand) -> dict[str, object]:
+    rounds = zip(nic.round_bytes, nic.peak_bits_per_s, strict=True)
+    return {
+        "node": nic.node,
+        "nic": nic.nic,
+        "streams": nic.streams,
+        "bytes": nic.nbytes,
+        "rounds": [{"bytes": nbytes, "peak_bits_per_s": peak} for nbytes, peak in rounds],
+        "receive_seconds": found.receive_seconds(nic),
+    }
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    made = Table(title=title, title_justify="left")
+    for column in left:
+        made.add_column(column)
+    for column in right:
+        made.add_column(column, justify="right")
+    return made
+
+
+def _tightest_first(checks: Sequence[Check]) -> list[Check]:
+    """What doesn't fit before all else."""
+    return sorted(checks, key=lambda check: (check.misfit is None, -check.share))
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    """Of what switches hold, all that doesn't fit, or what is scarcest."""
+    made = _table("checked, the tightest first", ("what", "where"), ("needed", "there is", "share"))
+    made.add_column("fits")
+    held = 0
+    for check in _tightest_first(checks):
+        if not check.unit:
+            held += 1
+            if held > 1 and check.misfit is None:
+                continue
+        needed, there = (_shown(value, check.unit) for value in (check.needed, check.there))
+        fits = "yes" if check.misfit is None else "[red]no[/red]"
+        made.add_row(check.what, check.where, needed, there, f"{check.share:.0%}", fits)
+    return made
+
+
+def _shown(value: float, unit: str) -> str:
+    match unit:
+        case "bytes":
+            return size(value)
+        case "s":
+            return show_seconds(value)
+        case "bit/s":
+            return f"{value / 1e9:g} Gbit/s"
+        case _:
+            return f"{value:,.0f}"
+
+
+def _needed(found: Capacity) -> Table:
+    counts = _counts(found)
+    made = _table(f"job {found.demand.job.job} needs", ("what",), ("needed",))
+    for group, model in enumerate(found.demand.models):
+        label = escape(f"DP group {group}: {model.name}, {dtype_of(model)}")
+        made.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
+        made.add_row("  gradients of an iteration", size(model.nbytes))
+    made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
+    made.add_row("multicast groups", f"{counts['multicast_groups']:,}")
+    made.add_row("switch ports for shadow NICs", f"{counts['switch_ports']:,}")
+    made.add_row("  the paper's rule: 2 a DP group and replica", f"{counts['ports_of_the_rule']:,}")
+    made.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
+    made.add_row("transceivers, 2 a NIC", f"{counts['transceivers']:,}")
+    return made
+
+
+def _switch(use: SwitchUse) -> Table:
+    """Targets that hold the same share a column; the switch's own comes first."""
+    alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for target in sorted(use.targets, key=lambda name: (name != use.target, name)):
+        alike.setdefault(tuple(sorted(use.targets[target].items())), []).append(target)
+    columns = [f"held by {', '.join(names)}" for names in alike.values()]
+    made = _table(f"switch {use.switch} ({use.target})", ("what",), ("used", "share", *columns))
+    for what, used in sorted(use.used.items()):
+        held = [f"{dict(holds)[what]:,}" for holds in alike]
+        made.add_row(what, f"{used:,}", f"{used / use.holds[what]:.1%}", *held)
+    made.add_row("ports of ranks", f"{use.training_ports:,}")
+    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}")
+    return made
+
+
+def _nics(found: Capacity) -> Table:
+    """Rounds after the first differ by a few bytes only, and are shown together."""
+    made = _table(
+        "shadow NICs: an iteration's bytes, and Gbit/s at most, by round of the ring",
+        ("NIC",),
+        ("streams", "bytes", "round 0", "Gbit/s", "later", "Gbit/s", "takes"),
+    )
+    for nic in found.demand.nics:
+        later = nic.round_bytes[1:]
+        made.add_row(
+            f"{nic.node}.{nic.nic}",
+            f"{nic.streams:,}",
+            size(nic.nbytes),
+            size(nic.round_bytes[0]),
+            f"{nic.peak_bits_per_s[0] / 1e9:g}",
+            f"{len(later)} x {size(max(later))}" if later else "",
+            f"{max(nic.peak_bits_per_s[1:]) / 1e9:g}" if later else "",
+            show_seconds(found.receive_seconds(nic)),
+        )
+    return made
+
+
+def _memory(found: Capacity) -> Table:
+    made = _table(
+        "shadow nodes: memory, the most while checkpoints are read too; optimizer step",
+        ("node",),
+        ("params", "state", "gradients", "sockets", "read", "in all", "step"),
+    )
+    for node in found.demand.nodes:
+        memory, step = node.memory, found.step_seconds(node)
+        sizes = (
+            memory.parameters,
+            memory.optimizer_state,
+            memory.gradients,
+            memory.socket_buffers,
+            memory.reading,
+            memory.total,
+        )
+        took = "?" if step is None else show_seconds(step)
+        made.add_row(str(node.node), *(size(nbytes) for nbytes in sizes), took)
+    return made
+
+
+def _shards(found: Capacity) -> Table:
+    balances = [found.balance(group) for group in range(len(found.demand.models))]
+    said = ", ".join(dict.fromkeys(f"{balance:.2f}" for balance in balances))
+    made = _table(
+        f"shards, by DP group; the largest has {said} times the mean",
+        ("shard", "nodes", "parameters, last to first"),
+        ("count", "bytes"),
+    )
+    for shard in found.demand.shards:
+        nodes = ", ".join(map(str, shard.nodes))
+        made.add_row(
+            f"{shard.group}.{shard.shard}",
+            nodes,
+            escape(f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first),
+            f"{shard.parameters:,}",
+            size(shard.nbytes),
+        )
+    return made
+
+
+def size(nbytes: float) -> str:
+    """`26.2 MB`: three digits, powers of 1,000."""
+    units: Mapping[str, float] = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    for unit, scale in units.items():
+        if nbytes >= scale * 0.9995:
+            return (
+                f"{nbytes / scale:,.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:,.0f} {unit}"
+            )
+    return f"{nbytes:.0f} B"

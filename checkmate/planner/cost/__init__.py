@@ -1,0 +1,1 @@
+"""What checkpointing costs: closed form and simulation."""

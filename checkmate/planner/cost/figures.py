@@ -1,0 +1,137 @@
+"""The two figures that the paper makes of the cost model, for the user's own numbers.
+
+Readable in black and white: lines differ in style and marker, not in colour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from numpy.typing import NDArray
+
+from checkmate.planner.cost.model import (
+    TrainingRun,
+    best_every_iterations,
+    checkmate_waste,
+    conventional_waste,
+    saved_gpu_hours,
+)
+from checkmate.planner.pictures import STYLE, save
+from checkmate.planner.units import DAY_HOURS, HOUR_S, show_seconds
+from checkmate.wording import counted
+
+LINES: Final = (("-", "o", "0.0"), ("--", "s", "C0"), (":", "^", "C3"))
+"""Style, marker and colour of a line."""
+FEWER_FAILURES: Final = 20
+"""The paper compares the rate that was seen with about a twentieth of it."""
+STALLS_S: Final = (0.01, 2.0)
+"""The paper sweeps stalls from 10 ms on."""
+
+
+def write_figures(file: Path, training: TrainingRun, stall_s: float, every_iterations: int | None) -> None:
+    """Both figures in one picture, PNG or SVG by the name's ending; whole or not at all. Raises `OSError`."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 7.6), layout="constrained")
+        grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1))
+        draw_waste(figure.add_subplot(grid[0, :]), training, stall_s, every_iterations)
+        fewer = figure.add_subplot(grid[1, 0])
+        now = figure.add_subplot(grid[1, 1], sharey=fewer)
+        rate = training.failures_per_gpu_hour
+        draw_saved(fewer, training, rate / FEWER_FAILURES, stall_s)
+        draw_saved(now, training, rate, stall_s)
+        now.set_ylabel("")
+        save(figure, file)
+
+
+def draw_waste(axes: Axes, training: TrainingRun, stall_s: float, every_iterations: int | None) -> None:
+    """Wasted GPU-hours over the checkpoint interval, with its optimum (the paper's first figure)."""
+    best = best_every_iterations(training, stall_s)
+    last = np.log2(min(training.iterations, max(64, 16 * best, 2 * (every_iterations or 1))))
+    _draw_conventional(
+        axes, training, stall_s, 2 ** np.linspace(0, np.ceil(last), 40 * int(np.ceil(last)) + 1)
+    )
+    _mark(axes, training, stall_s, best, "best", marker="*", markersize=13)
+    if every_iterations is not None:
+        _mark(axes, training, stall_s, every_iterations, "yours", marker="D", markersize=8, fillstyle="none")
+    ours = checkmate_waste(training).gpu_hours
+    label = f"Checkmate, each iteration: {ours:,.0f} GPU-hours"
+    axes.axhline(ours, linestyle="-.", color="C2", linewidth=2, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    top = axes.dataLim.ymax
+    axes.set_ylim(bottom=ours / 2, top=top * (top / ours) ** 0.3)  # room for the legend
+    _plain(axes.xaxis.set_major_formatter)
+    _plain(axes.yaxis.set_major_formatter)
+    axes.set(
+        xlabel=f"iterations of {show_seconds(training.iteration_s)} from one checkpoint to the next",
+        ylabel="wasted GPU-hours over the run",
+        title=f"{counted(training.gpus, 'GPU')} for {show_seconds(training.duration_hours * HOUR_S)}, "
+        f"{training.failures:,.0f} failures expected, {show_seconds(stall_s)} a checkpoint",
+    )
+    axes.legend(loc="upper center", ncols=2)
+
+
+def _draw_conventional(axes: Axes, training: TrainingRun, stall_s: float, every: NDArray[np.float64]) -> None:
+    wastes = [conventional_waste(training, stall_s, one) for one in every]
+    total = [one.gpu_hours for one in wastes]
+    axes.plot(
+        every, total, "-o", color="0.0", markersize=4, markevery=40, label="conventional: both together"
+    )
+    repeated = [one.repeated_gpu_hours for one in wastes]
+    axes.plot(every, repeated, "--", color="C3", label="repeated after failures")
+    if stall_s:
+        stalled = [one.stalled_gpu_hours for one in wastes]
+        axes.plot(every, stalled, ":", color="C0", label="stalled by checkpoints")
+
+
+def _mark(axes: Axes, training: TrainingRun, stall_s: float, every: int, name: str, **style: Any) -> None:
+    """A point of the conventional curve, with its figures in the legend."""
+    gpu_hours = conventional_waste(training, stall_s, every).gpu_hours
+    interval = show_seconds(every * training.iteration_s)
+    label = f"{name}, every {every:,} ({interval}): {gpu_hours:,.0f} GPU-hours"
+    axes.plot(every, gpu_hours, linestyle="none", color="0.0", label=label, **style)
+
+
+def draw_saved(axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, stall_s: float) -> None:
+    """GPU-hours saved per day over the stall, a line for each size of cluster (the paper's last figure)."""
+    stalls = np.geomspace(min(STALLS_S[0], stall_s or 1), max(STALLS_S[1], stall_s), 9)
+    sizes = sorted({max(1, training.gpus // by) for by in (1, 2, 4)}, reverse=True)
+    for gpus, (style, marker, color) in zip(sizes, LINES, strict=False):
+        one = TrainingRun(gpus, failures_per_gpu_hour, DAY_HOURS, training.iteration_s)
+        saved = [saved_gpu_hours(one, stall) for stall in stalls]
+        axes.plot(stalls, saved, style, marker=marker, color=color, markersize=4, label=counted(gpus, "GPU"))
+    if stall_s:
+        axes.axvline(stall_s, color="0.5", linewidth=1)
+        axes.annotate(
+            f"{show_seconds(stall_s)}", (stall_s, 0.02), xycoords=("data", "axes fraction"),
+            xytext=(-3, 0), textcoords="offset points", ha="right", color="0.3",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    _plain(axes.yaxis.set_major_formatter)
+    axes.set(
+        xlabel="stall of a conventional checkpoint",
+        ylabel="GPU-hours that Checkmate saves per day",
+        title=f"{_power(failures_per_gpu_hour)} failures per GPU-hour",
+    )
+    axes.legend(loc="upper left")
+
+
+def _plain(set_formatter: Callable[[FuncFormatter], None]) -> None:
+    """Numbers with separators instead of powers."""
+    set_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+
+
+def _power(value: float) -> str:
+    """2.0·10⁻⁵"""
+    digits, exponent = f"{value:.1e}".split("e")
+    return rf"${digits}\cdot10^{{{int(exponent)}}}$"

@@ -1,0 +1,212 @@
+"""What the cost follows from: the values that `checkmate cost` takes, with their units and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from checkmate.planner import units
+from checkmate.planner.cost.failures import ShadowNodes
+from checkmate.planner.cost.flops import (
+    OutputProjection,
+    Transformer,
+    checkpoint_bytes,
+    checkpoint_seconds,
+    iteration_flops,
+    iteration_seconds,
+)
+from checkmate.planner.cost.model import Prices, TrainingRun
+from checkmate.planner.units import HOUR_S, UnitError
+
+GPUS_PER_NODE: Final = 128
+"""And for each DP group: the paper has 128 of both for 16,384 GPUs."""
+
+DEFAULTS: Final[Mapping[str, str]] = {
+    "gpus": "16384",
+    "failure_rate": "419 in 54d on 16384",
+    "duration": "54d",
+    "iteration": "4.58s",
+    "stall": "1.2s",
+    "every": "best",
+    "price": "11.06",
+    "node_price": "1.28",
+    "shadow_nodes": "gpus / 128",
+    "dp_groups": "gpus / 128",
+    "replicas": "1",
+    "node_failure_rate": "2e-5",
+    "seeding": "5min",
+    "disk_every": "1h",
+    "restart": "0s",
+    "runs": "10000",
+    "seed": "0",
+}
+"""The training of LLaMA3-405B as the paper has it. It says nothing of shadow nodes' failures."""
+
+_NO_ASSUMPTIONS: Final = ("every", "runs", "seed")
+"""Defaults that say nothing of the training, its nodes or their prices."""
+
+
+def _read(parse: Callable[[object], Any], least: str, most: str) -> BeforeValidator:
+    """Parses a value and holds it to bounds, which are written as values are."""
+
+    def read(value: object) -> Any:
+        found = parse(value)
+        if not parse(least) <= found <= parse(most):
+            raise UnitError(f"must be between {least} and {most}, not {value!r}")
+        return found
+
+    return BeforeValidator(read)
+
+
+def _every(value: object) -> tuple[float, str] | None:
+    """Iterations, or a time; `None`: the best."""
+    if value == "best":
+        return None
+    for parse, unit in ((units.count, "iterations"), (units.seconds, "seconds")):
+        try:
+            found = parse(value)
+        except UnitError:
+            continue
+        if found > 0:
+            return float(found), unit
+    raise UnitError(f"must be 'best', a number of iterations or a time such as 30min, not {value!r}")
+
+
+def _share(value: object) -> int | None:
+    """A number of nodes or groups; `None`: in the paper's proportion to GPUs."""
+    if value == f"gpus / {GPUS_PER_NODE}":
+        return None
+    found = units.count(value)
+    if not 1 <= found <= 65_536:
+        raise UnitError(f"must be between 1 and 65,536, not {value!r}")
+    return found
+
+
+_Count = Annotated[int, _read(units.count, "1", "10,000,000")]
+_Rate = Annotated[float, _read(units.failures_per_hour, "1e-12", "1")]
+_NoRate = Annotated[float, _read(units.failures_per_hour, "0", "1")]
+_Time = Annotated[float, _read(units.seconds, "1us", "100y")]
+_NoTime = Annotated[float, _read(units.seconds, "0s", "30d")]
+_Price = Annotated[float, _read(units.price_per_hour, "0.0001", "1e6")]
+
+
+def _default(key: str) -> Any:
+    return Field(DEFAULTS[key], validate_default=True)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelInputs(_Model):
+    """A transformer and its batch, from which an iteration's time is estimated."""
+
+    layers: _Count
+    hidden: _Count
+    ffn: _Count
+    vocabulary: _Count
+    heads: _Count
+    kv_heads: _Count
+    ffn_matrices: _Count = 3
+    batch_tokens: Annotated[float, _read(units.amount, "1", "1e12")]
+    sequence: _Count
+    achieved: Annotated[float, _read(units.flops, "1GFLOPS", "1000PFLOPS")]
+    """Operations a second that each GPU reaches in practice."""
+
+    @property
+    def shape(self) -> Transformer:
+        """Its dimensions."""
+        return Transformer(
+            self.layers, self.hidden, self.ffn, self.vocabulary, self.heads, self.kv_heads, self.ffn_matrices
+        )
+
+    def iteration_s(self, gpus: int) -> float:
+        """How long an iteration takes; attention's output projection counted in full."""
+        flops = iteration_flops(self.shape, self.batch_tokens, self.sequence, OutputProjection.HIDDEN)
+        return iteration_seconds(flops, self.achieved, gpus)
+
+
+class CostInputs(_Model):
+    """Everything that the cost follows from, in seconds, hours and dollars.
+
+    `model_fields_set` has what was given; the rest is `DEFAULTS`.
+    """
+
+    gpus: _Count = _default("gpus")
+    failure_rate: _Rate = _default("failure_rate")
+    duration: Annotated[float, _read(units.seconds, "1min", "100y")] = _default("duration")
+    iteration: _Time = _default("iteration")
+    model: ModelInputs | None = None
+    stall: _NoTime = _default("stall")
+    parameters: Annotated[float, _read(units.amount, "1", "1e18")] | None = None
+    storage: Annotated[float, _read(units.bytes_per_second, "1KB/s", "1e6TB/s")] | None = None
+    every: Annotated[tuple[float, str] | None, BeforeValidator(_every)] = _default("every")
+    price: _Price = _default("price")
+    node_price: Annotated[float, _read(units.price_per_hour, "0", "1e6")] = _default("node_price")
+    shadow_nodes: Annotated[int | None, BeforeValidator(_share)] = _default("shadow_nodes")
+    dp_groups: Annotated[int | None, BeforeValidator(_share)] = _default("dp_groups")
+    replicas: _Count = _default("replicas")
+    node_failure_rate: _NoRate = _default("node_failure_rate")
+    seeding: _NoTime = _default("seeding")
+    disk_every: _Time = _default("disk_every")
+    restart: _NoTime = _default("restart")
+    runs: Annotated[int, _read(units.count, "0", "1,000,000")] = _default("runs")
+    seed: Annotated[int, _read(units.count, "0", "4294967295")] = _default("seed")
+
+    @property
+    def iteration_s(self) -> float:
+        """Given, or estimated from the model."""
+        return self.model.iteration_s(self.gpus) if self.model else self.iteration
+
+    @property
+    def stall_s(self) -> float:
+        """Given, or what writing a checkpoint takes."""
+        if self.parameters is None or self.storage is None:
+            return self.stall
+        return checkpoint_seconds(checkpoint_bytes(self.parameters), self.storage)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Keys of what nobody gave, nor anything in its place; not `every`, `runs` or `seed`."""
+        replaced = {"iteration": self.model, "stall": self.storage}
+        return tuple(
+            key
+            for key in DEFAULTS
+            if key not in self.model_fields_set and replaced.get(key) is None and key not in _NO_ASSUMPTIONS
+        )
+
+    @property
+    def every_iterations(self) -> int | None:
+        """The checkpoint interval asked for, in whole iterations; `None`: the best."""
+        if self.every is None:
+            return None
+        number, unit = self.every
+        return max(1, round(number if unit == "iterations" else number / self.iteration_s))
+
+    @property
+    def node_count(self) -> int:
+        """Shadow nodes."""
+        return self.shadow_nodes or max(1, self.gpus // GPUS_PER_NODE)
+
+    @property
+    def group_count(self) -> int:
+        """DP groups."""
+        return self.dp_groups or max(1, self.gpus // GPUS_PER_NODE)
+
+    @property
+    def training(self) -> TrainingRun:
+        """As `cost` takes it."""
+        return TrainingRun(self.gpus, self.failure_rate, self.duration / HOUR_S, self.iteration_s)
+
+    @property
+    def prices(self) -> Prices:
+        """As `cost` takes them."""
+        return Prices(self.price, self.node_price)
+
+    @property
+    def shadow(self) -> ShadowNodes:
+        """As `failures` takes them."""
+        seed_hours, disk_hours = self.seeding / HOUR_S, self.disk_every / HOUR_S
+        return ShadowNodes(self.node_count, self.replicas, self.node_failure_rate, seed_hours, disk_hours)

@@ -1,0 +1,124 @@
+"""Reads what `checkmate cost` is told: a YAML, flags over it, defaults under it; each fault has its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from checkmate.job.faults import Fault
+from checkmate.job.yaml_lines import Document, JobError, Located, read_document
+from checkmate.planner import units
+from checkmate.planner.cost.inputs import CostInputs
+
+COMMAND_LINE: Final = Path("command line")
+_INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
+    "iteration": ("model",),
+    "stall": ("parameters", "storage"),
+}
+"""What may be given instead of a value, and must then be given in full."""
+
+
+_EMPTY: Final = "has no value; give one, or remove the key"
+
+
+class InputError(JobError):
+    """Values that can't be used; `faults` has every reason."""
+
+    where = "the values"
+
+
+def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
+    """Inputs from a YAML, over which flags go; `InputError` has every fault, with its place."""
+    document = _read_yaml(file) if file else None
+    given: dict[str, Any] = {**(document.data if document else {}), **flags}
+    for key, instead in _INSTEAD.items():
+        if key in flags:  # goes over what the file has
+            given = {name: value for name, value in given.items() if name not in instead or name in flags}
+        elif any(name in flags for name in instead):
+            given.pop(key, None)
+    faults = [
+        *_alternatives(given),
+        *(Fault((key,), _EMPTY) for key, value in given.items() if value is None),
+    ]
+    given = {key: value for key, value in given.items() if value is not None}
+    inputs = None
+    try:
+        inputs = CostInputs.model_validate(given)
+    except ValidationError as error:
+        faults += [Fault(tuple(one["loc"]), _message(one)) for one in error.errors()]
+    if inputs and not faults:
+        faults = list(_between(inputs, given))
+    if faults or not inputs:
+        raise InputError([_located(fault, document, flags) for fault in faults])
+    return inputs
+
+
+def _read_yaml(file: Path) -> Document:
+    try:
+        return read_document(file)
+    except JobError as error:
+        (fault,) = error.faults
+        if fault.path == "(top level)":
+            fault = replace(fault, message="must be a mapping of keys such as gpus: and stall:")
+        raise InputError([fault]) from None
+
+
+def _alternatives(given: Mapping[str, Any]) -> Iterator[Fault]:
+    for key, instead in _INSTEAD.items():
+        there = [name for name in instead if name in given]
+        if there and key in given:
+            yield Fault((there[0],), f"can't be given beside {key}, which it stands in for; remove one")
+        for name in instead:
+            if there and name not in given:
+                yield Fault((there[0],), f"needs {name} beside it, to stand in for {key}")
+
+
+def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
+    """What must hold between values that are each sound."""
+
+    def fault(message: str, *keys: str) -> Fault:
+        return Fault((next((key for key in keys if key in given), keys[0]),), message)
+
+    model = inputs.model
+    if model and (model.hidden % model.heads or model.heads % model.kv_heads):
+        yield Fault(("model", "heads"), "must divide hidden, and be a multiple of kv_heads")
+        return
+    iteration = units.show_seconds(inputs.iteration_s)
+    longest = units.show_seconds(inputs.duration)
+    if inputs.iteration_s > inputs.duration:
+        message = f"an iteration ({iteration}) takes longer than the training ({longest})"
+        yield fault(message, "iteration", "model", "duration")
+    elif (inputs.every_iterations or 1) * inputs.iteration_s > inputs.duration:
+        message = f"the training ({longest}) would be over before the first checkpoint"
+        yield fault(message, "every", "duration")
+    if inputs.replicas > inputs.node_count:
+        message = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.node_count}"
+        yield fault(message, "replicas", "shadow_nodes")
+    if inputs.group_count > inputs.gpus:
+        yield fault(f"{inputs.group_count:,} DP groups can't share {inputs.gpus:,} GPUs", "dp_groups", "gpus")
+
+
+def _message(error: Any) -> str:
+    match error["type"]:
+        case "extra_forbidden":
+            return "unknown key; docs/planning.md has those that there are"
+        case "missing":
+            return "is missing"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "model_type":
+            return "must be a mapping of keys such as layers: and hidden:"
+        case _:
+            return str(error["msg"])
+
+
+def _located(fault: Fault, document: Document | None, flags: Mapping[str, str]) -> Located:
+    """At the flag, or in the file."""
+    key = str(fault.path[0])
+    if key in flags or document is None:
+        return Located(COMMAND_LINE, 0, f"--{key.replace('_', '-')}", fault.message)
+    return document.locate(fault)

@@ -1,0 +1,259 @@
+"""What a job takes of its shadow nodes: bytes at each NIC in each round, memory, shards. Pure.
+
+Streams come from the job, buckets from the layout, chunks from the ring's schedule: nothing is worked out
+again here, only added up (paper, section "Network Resource Planning").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+from checkmate.job import boundaries
+from checkmate.job.schema import Job
+from checkmate.planner.models.named import Model
+from checkmate.shadow.receive.buckets import SETS
+from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.schedule import tagged_chunks
+
+
+class KeepsState(Protocol):
+    """An optimizer, as far as its memory goes."""
+
+    def state_bytes(self, dtype: str) -> int:
+        """Bytes of state for each element of a parameter of that type."""
+
+
+@dataclass(frozen=True)
+class NicDemand:
+    """What one shadow NIC receives. Index 0 of the tuples is round 0 of the ring.
+
+    `peak_bits_per_s` counts every DP group whose gradients it may get at the same time.
+    """
+
+    node: int
+    nic: int
+    streams: int
+    round_bytes: tuple[int, ...]
+    peak_bits_per_s: tuple[float, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an iteration."""
+        return sum(self.round_bytes)
+
+
+@dataclass(frozen=True)
+class ShardDemand:
+    """One shard of one DP group's model, and the nodes that hold it."""
+
+    group: int
+    shard: int
+    nodes: tuple[int, ...]
+    parameters: int
+    elements: int
+    nbytes: int
+    first: str
+    last: str
+    largest: str
+    largest_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryDemand:
+    """Bytes that a shadow node needs. `reading`: what checkpoint readers may make it keep at most.
+
+    `socket_buffers` is what the kernel may take while the node pauses. Frozen parameters, buffers such as
+    BatchNorm's statistics, and the process itself are not in it.
+    """
+
+    parameters: int
+    optimizer_state: int
+    gradients: int
+    socket_buffers: int
+
+    @property
+    def reading(self) -> int:
+        """A copy of what the next step overwrites before it was read."""
+        return self.parameters + self.optimizer_state
+
+    @property
+    def process(self) -> int:
+        """Of the process itself: without the kernel's buffers, while nobody reads."""
+        return self.parameters + self.optimizer_state + self.gradients
+
+    @property
+    def total(self) -> int:
+        """All at once."""
+        return self.process + self.socket_buffers + self.reading
+
+
+@dataclass(frozen=True)
+class NodeDemand:
+    """A shadow node that holds something."""
+
+    node: int
+    shards: tuple[ShardDemand, ...]
+    nics: tuple[NicDemand, ...]
+    memory: MemoryDemand
+
+    @property
+    def elements(self) -> int:
+        """Of all that it steps in an iteration."""
+        return sum(shard.elements for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the job's YAML does not say. `link_bits_per_s`: of a training rank, which its channels share."""
+
+    optimizer: KeepsState
+    link_bits_per_s: float
+    receive_buffer: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a job takes. `models`: of each DP group, its stage."""
+
+    job: Job
+    models: tuple[Model, ...]
+    setting: Setting
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Each DP group's layout."""
+        return tuple(layout_of(model, self.job.shards(group)) for group, model in enumerate(self.models))
+
+    @cached_property
+    def streams(self) -> tuple[boundaries.Stream, ...]:
+        """Every stream of the job."""
+        return tuple(boundaries.streams(self.job))
+
+    @cached_property
+    def longest_stream(self) -> int:
+        """Bytes that the longest stream brings in an iteration."""
+        return max(sum(self._rounds(stream)) for stream in self.streams)
+
+    @cached_property
+    def shards(self) -> tuple[ShardDemand, ...]:
+        """All shards, by DP group."""
+        return tuple(
+            _shard(layout, group, number, self._holders(group, number))
+            for group, layout in enumerate(self.layouts)
+            for number in range(layout.shards)
+        )
+
+    @cached_property
+    def nodes(self) -> tuple[NodeDemand, ...]:
+        """Every shadow node that holds a shard."""
+        nics: dict[int, list[NicDemand]] = {}
+        for nic in self.nics:
+            nics.setdefault(nic.node, []).append(nic)
+        found = []
+        for node, own in sorted(nics.items()):
+            shards = tuple(shard for shard in self.shards if node in shard.nodes)
+            found.append(NodeDemand(node, shards, tuple(own), self._memory(shards, own)))
+        return tuple(found)
+
+    @cached_property
+    def nics(self) -> tuple[NicDemand, ...]:
+        """Every shadow NIC that has a stream, by node."""
+        of_nic: dict[tuple[int, int], list[boundaries.Stream]] = {}
+        for stream in self.streams:
+            key = stream.node.id, stream.node.nics.index(stream.nic)
+            of_nic.setdefault(key, []).append(stream)
+        return tuple(
+            NicDemand(*key, len(streams), self._round_bytes(streams), self._peaks(streams))
+            for key, streams in sorted(of_nic.items())
+        )
+
+    @property
+    def rounds(self) -> int:
+        """Of the largest ring's AllGather."""
+        return max(len(group.ranks) for group in self.job.dp_groups) - 1
+
+    def _holders(self, group: int, shard: int) -> tuple[int, ...]:
+        job = self.job
+        return tuple(job.holder(group, shard, i).id for i in range(1, job.replicas + 1))
+
+    @cached_property
+    def _of_stream(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
+        return {}
+
+    def _rounds(self, stream: boundaries.Stream) -> tuple[int, ...]:
+        """Bytes that a stream brings in each round of its ring; holders of one shard get the same."""
+        boundary = stream.boundary
+        key = boundary.number, stream.channel, stream.shadow_id
+        if key not in self._of_stream:
+            ranks = len(self.job.dp_groups[boundary.group].ranks)
+            found = [0] * (ranks - 1)
+            for bucket in self.layouts[boundary.group].schedule:
+                if bucket.shadow_id != stream.shadow_id:
+                    continue
+                chunks = tagged_chunks(
+                    bucket.elements, self.job.channels, stream.channel, ranks, boundary.side
+                )
+                for chunk in chunks:
+                    found[chunk.round] += len(chunk.where) * bucket.itemsize
+            self._of_stream[key] = tuple(found)
+        return self._of_stream[key]
+
+    def _round_bytes(self, streams: Sequence[boundaries.Stream]) -> tuple[int, ...]:
+        total = [0] * self.rounds
+        for stream in streams:
+            for round_, nbytes in enumerate(self._rounds(stream)):
+                total[round_] += nbytes
+        return tuple(total)
+
+    def _peaks(self, streams: Sequence[boundaries.Stream]) -> tuple[float, ...]:
+        """A channel of a boundary sends to one shard at a time, at its part of the rank's line."""
+        sending: list[set[tuple[int, int]]] = [set() for _ in range(self.rounds)]
+        for stream in streams:
+            for round_, nbytes in enumerate(self._rounds(stream)):
+                if nbytes:
+                    sending[round_].add((stream.boundary.number, stream.channel))
+        channel = self.setting.link_bits_per_s / self.job.channels
+        return tuple(len(channels) * channel for channels in sending)
+
+    def _memory(self, shards: Sequence[ShardDemand], nics: Sequence[NicDemand]) -> MemoryDemand:
+        parameters = state = 0
+        for shard in shards:
+            layout = self.layouts[shard.group]
+            for number in layout.of_shard(shard.shard):
+                parameter = layout.parameters[number]
+                parameters += parameter.nbytes
+                state += parameter.elements * self.setting.optimizer.state_bytes(parameter.dtype)
+        streams = sum(nic.streams for nic in nics)
+        sockets = socket_bytes(streams, self.setting.receive_buffer)
+        return MemoryDemand(parameters, state, SETS * parameters, sockets)
+
+
+def socket_bytes(streams: int, receive_buffer: int) -> int:
+    """What the kernel may take for so many streams: twice what is asked for (man 7 socket)."""
+    return 2 * receive_buffer * streams
+
+
+@lru_cache(maxsize=256)
+def layout_of(model: Model, shards: int) -> Layout:
+    """The layout that training makes of a model."""
+    return make_layout(model.parameters, shards)
+
+
+def _shard(layout: Layout, group: int, number: int, nodes: tuple[int, ...]) -> ShardDemand:
+    own = [layout.parameters[i] for i in layout.of_shard(number)]
+    largest = max(own, key=lambda parameter: parameter.nbytes, default=None)
+    return ShardDemand(
+        group,
+        number,
+        nodes,
+        parameters=len(own),
+        elements=sum(parameter.elements for parameter in own),
+        nbytes=sum(parameter.nbytes for parameter in own),
+        first=own[0].name if own else "",
+        last=own[-1].name if own else "",
+        largest=largest.name if largest else "",
+        largest_bytes=largest.nbytes if largest else 0,
+    )

@@ -1,0 +1,1 @@
+"""Models and optimizers by name, without their data."""

@@ -1,0 +1,227 @@
+"""Models by name, and any `module:function`: their trained parameters, without a byte of their data.
+
+The nine named ones are the paper's (table "Models and configurations used in the evaluation"), each as
+published, in the precision in which the paper trains it (section "Experimental Setup").
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from checkmate.planner.models.architectures import GptArchitecture, Llama, ResNet, VisionTransformer
+from checkmate.wire.layout import ITEMSIZES, Parameter
+
+_LAYER = re.compile(r"(?:[^.]*_)?\d+")
+
+
+class ModelError(ValueError):
+    """No such model, or one that can't be built; the message says what would be right."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model of the paper. `parameters`: how many it has, as published in `source`."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    dtype: str
+    parameters: int
+    source: str
+
+
+NAMED: Final = (
+    NamedModel(
+        "ResNet50", partial(ResNet, (3, 4, 6, 3)), "float32", 25_557_032, "torchvision, ResNet50_Weights"
+    ),
+    NamedModel(
+        "ResNet152", partial(ResNet, (3, 8, 36, 3)), "float32", 60_192_808, "torchvision, ResNet152_Weights"
+    ),
+    NamedModel(
+        "ViT-H-14",
+        partial(VisionTransformer, image=518, patch=14, layers=32, width=1280, heads=16, mlp=5120),
+        "float32",
+        633_470_440,
+        "torchvision, ViT_H_14_Weights.IMAGENET1K_SWAG_E2E_V1: images of 518 pixels, the paper's 633.5M",
+    ),
+    NamedModel(
+        "GPT2-1.5B",
+        partial(GptArchitecture, layers=48, width=1600, context=1024),
+        "bfloat16",
+        1_557_611_200,
+        "transformers, gpt2-xl; Radford et al. 2019, table 2",
+    ),
+    NamedModel(
+        "GPT3-XL",
+        partial(GptArchitecture, layers=24, width=2048, context=2048),
+        "bfloat16",
+        1_315_723_264,
+        "Brown et al. 2020, table 2.1: 1.3B; 24 layers of 2,048, context 2,048",
+    ),
+    NamedModel(
+        "GPT3-6.7B",
+        partial(GptArchitecture, layers=32, width=4096, context=2048),
+        "bfloat16",
+        6_658_404_352,
+        "Brown et al. 2020, table 2.1: 6.7B; 32 layers of 4,096, context 2,048",
+    ),
+    NamedModel(
+        "LLaMA2-7B",
+        partial(Llama, words=32_000, layers=32, width=4096, mlp=11_008, keys=4096),
+        "bfloat16",
+        6_738_415_616,
+        "transformers, Llama-2-7b's config.json",
+    ),
+    NamedModel(
+        "LLaMA2-13B",
+        partial(Llama, words=32_000, layers=40, width=5120, mlp=13_824, keys=5120),
+        "bfloat16",
+        13_015_864_320,
+        "transformers, Llama-2-13b's config.json",
+    ),
+    NamedModel(
+        "LLaMA3-8B",
+        partial(Llama, words=128_256, layers=32, width=4096, mlp=14_336, keys=1024),
+        "bfloat16",
+        8_030_261_248,
+        "transformers, Meta-Llama-3-8B's config.json; Llama 3 report, table 3",
+    ),
+)
+"""The paper's nine."""
+
+_BY_NAME: Final[Mapping[str, NamedModel]] = {model.name.lower(): model for model in NAMED}
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model's trained parameters in registration order, as training lays them out. Equal only to itself."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements all parameters have."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, and so of an iteration's gradients."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+
+def load_model(name: str, dtype: str | None = None) -> Model:
+    """A model by name (upper or lower case), or `module:function` that returns an `nn.Module`.
+
+    `dtype`: of all parameters, by its name in torch; else a named model has its own, and a function's module
+    what it says. `ModelError` where there is no such model.
+    """
+    if dtype is not None and dtype not in ITEMSIZES:
+        raise ModelError(f"no type {dtype} for gradients; there are {', '.join(ITEMSIZES)}")
+    known = _BY_NAME.get(name.lower())
+    said = dtype
+    if known is not None:
+        found, said, name = _on_meta(known.build), dtype or known.dtype, known.name
+    elif ":" in name:
+        found = _from_function(name)
+    else:
+        there = ", ".join(model.name for model in NAMED)
+        raise ModelError(f"no model {name}; there are {there}, or give module:function")
+    for unknown, weights in found.named_parameters():
+        if is_lazy(weights):
+            raise ModelError(
+                f"{name}: {unknown} has no shape before the first batch; give its module all its sizes "
+                "instead of a lazy one"
+            )
+    parameters = parameters_of(found)
+    if said is not None:
+        parameters = tuple(replace(parameter, dtype=said) for parameter in parameters)
+    if not any(parameter.elements for parameter in parameters):
+        raise ModelError(f"{name} has no parameter that needs a gradient")
+    for parameter in parameters:
+        if parameter.dtype not in ITEMSIZES:
+            raise ModelError(f"{name}: {parameter.name} has type {parameter.dtype}; give --dtype")
+    return Model(name, parameters)
+
+
+def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
+    """What training reduces of a module: those that need gradients, each once, in registration order."""
+    return tuple(
+        Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    )
+
+
+def layers_of(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Parameters of one repeated block together (`layers.0`), any others with those of their module."""
+    layers: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        *modules, _ = parameter.name.split(".")
+        deep = next((i for i, part in enumerate(modules) if _LAYER.fullmatch(part)), len(modules) - 1)
+        layers.setdefault(".".join(modules[: deep + 1]), []).append(parameter)
+    return list(layers.values())
+
+
+def stages_of(model: Model, stages: int) -> list[Model]:
+    """A model cut into pipeline stages of whole layers, balanced by bytes. `ModelError`: it has too few."""
+    if stages == 1:
+        return [model]
+    runs: list[list[Parameter]] = [[] for _ in range(stages)]
+    before = 0
+    for layer in layers_of(model.parameters):
+        nbytes = sum(parameter.nbytes for parameter in layer)
+        runs[min((2 * before + nbytes) * stages // (2 * model.nbytes), stages - 1)] += layer
+        before += nbytes
+    if not all(runs):
+        layers = len(layers_of(model.parameters))
+        raise ModelError(
+            f"{model.name} has {layers} layers, which can't be balanced over {stages} DP groups; "
+            "give --model once for each DP group"
+        )
+    return [Model(f"{model.name}, stage {i}", tuple(run)) for i, run in enumerate(runs)]
+
+
+def _from_function(name: str) -> nn.Module:
+    module_name, _, path = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        target: object = importlib.import_module(module_name)
+        for part in path.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(f"model {name}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"model {name}: importing {module_name} failed: {_said(error)}") from error
+    if not callable(target):
+        raise ModelError(f"model {name}: {path} is no function; it must return an nn.Module")
+    try:
+        found = _on_meta(target)
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"model {name}: {path}() failed: {_said(error)}") from error
+    if not isinstance(found, nn.Module):
+        raise ModelError(f"model {name}: {path}() returned a {type(found).__name__}, not an nn.Module")
+    return found
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

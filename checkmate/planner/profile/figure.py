@@ -1,0 +1,121 @@
+"""The paper's scaling figure: optimizer step time over cores, a line where a shadow node is added.
+
+(Section "Optimizer Scaling across Multiple Nodes".) Readable in black and white: lines differ in style and
+marker, and each is named at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from checkmate.planner.models.named import Model
+from checkmate.planner.pictures import STYLE, save
+from checkmate.planner.scaling import StepTimes, curve
+from checkmate.planner.units import show_seconds
+
+STYLES: Final = (
+    ("-", "o", "0.0"),
+    ("--", "s", "C0"),
+    (":", "^", "C3"),
+    ("-.", "D", "C2"),
+    ((0, (6, 2, 1, 2, 1, 2)), "v", "C4"),
+    ((0, (8, 2)), "P", "C5"),
+)
+"""Style, marker and colour of a line."""
+_APART: Final = 0.055
+"""Of the axis: names stand at least so far from one another."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A model and its measured step."""
+
+    model: Model
+    times: StepTimes
+
+    @property
+    def label(self) -> str:
+        """Its name; and that it was measured layer by layer."""
+        return f"{self.model.name} (by layer)" if self.times.by_layer else self.model.name
+
+
+def write_figure(
+    file: Path, lines: Sequence[Curve], cores: int, nodes: int, iteration_s: float | None
+) -> None:
+    """Step time on up to `nodes` nodes of `cores` each. Raises `OSError`."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        _draw(axes, lines, cores, nodes)
+        _labels(axes, lines, cores, nodes, iteration_s)
+        _nodes(axes, cores, nodes)
+        save(figure, file)
+
+
+def _draw(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int) -> None:
+    for (style, marker, colour), line in zip(_styles(len(lines)), lines, strict=True):
+        points = curve(line.times, line.model, cores, nodes)
+        axes.plot([p.cores for p in points], [p.seconds for p in points], ls=style, color=colour, lw=1.6)
+        measured = [(n, took) for n, took in line.times.seconds.items() if n <= cores]
+        axes.plot(
+            *zip(*measured, strict=True), ls="", marker=marker, ms=6, color=colour, mfc="white", zorder=3
+        )
+    handles = [
+        Line2D([], [], ls="", marker="o", ms=6, color="0.0", mfc="white", label="measured here"),
+        Line2D([], [], color="0.0", lw=1.6, label="predicted"),
+    ]
+    axes.legend(handles=handles, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.1), borderaxespad=0)
+
+
+def _labels(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int, iteration_s: float | None) -> None:
+    """Axes with units; each line's name at its right end, and the iteration's."""
+    most = cores * nodes
+    axes.set_yscale("log")
+    axes.set_xlim(0, most)
+    ends = [
+        (curve(line.times, line.model, cores, nodes)[-1].seconds, line.label, colour)
+        for (_, _, colour), line in zip(_styles(len(lines)), lines, strict=True)
+    ]
+    if iteration_s is not None:
+        axes.axhline(iteration_s, color="0.4", lw=1)
+        ends.append((iteration_s, f"iteration, {show_seconds(iteration_s)}", "0.3"))
+    axes.set_ymargin(0.12)
+    axes.autoscale_view(scalex=False)
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    height = -1.0
+    for seconds, label, colour in sorted(ends):
+        height = max(height + _APART, float(to_axes((most, seconds))[1]))
+        axes.text(1.015, height, label, transform=axes.transAxes, va="center", color=colour)
+    axes.set_xlabel("cores, over all shadow nodes")
+    axes.set_ylabel("time of an optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 4, 5, 10]))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    optimizers = ", ".join(dict.fromkeys(line.times.optimizer for line in lines))
+    types = ", ".join(dict.fromkeys(line.times.dtype for line in lines))
+    axes.set_title(f"{optimizers}, {types}", loc="left", fontsize=9)
+
+
+def _nodes(axes: Axes, cores: int, nodes: int) -> None:
+    """A dotted line where a node is full and the next is added."""
+    for node in range(1, nodes):
+        axes.axvline(node * cores, color="0.3", ls=":", lw=1)
+    for node in range(nodes):
+        words = f"{node + 1} node{'s' if node else ''}"
+        axes.text(
+            (node + 0.5) / nodes, 0.975, words, transform=axes.transAxes, ha="center", va="top", color="0.3"
+        )
+
+
+def _styles(count: int) -> list[tuple[object, str, str]]:
+    return [STYLES[number % len(STYLES)] for number in range(count)]

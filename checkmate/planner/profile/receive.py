@@ -1,0 +1,126 @@
+"""This machine's bandwidth into buckets, as a shadow node: its own readers, real sockets, over loopback.
+
+The sender runs on this machine too and takes some of its cores, so a node that only receives does no worse.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+from checkmate.planner.profile import sender
+from checkmate.shadow.receive.buckets import BucketSets
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.plans import StreamPlan
+from checkmate.shadow.receive.reader import Reader
+from checkmate.wire.layout import Parameter, make_layout
+from checkmate.wire.schedule import LAST, stream_layout
+from checkmate.wire.tcp import SO_RCVBUFFORCE
+
+NICS: Final = (1, 2)
+"""A shadow node has one or two; each has a thread."""
+PARAMETERS: Final = ((3_300_000,),) * 8
+"""105 MB of gradients in four buckets, more than caches hold; two sets of them."""
+_LOOPBACK: Final = "127.0.0.1"
+_CONNECT_SECONDS: Final = 10.0
+_TICK_SECONDS: Final = 0.1
+
+
+def measure(nics: int, seconds: float) -> Generator[float, None, None]:
+    """Bytes a second so far, ten times a second for so long; the last is the figure."""
+    with connections(nics) as socks:
+        receiver = Receiver(socks)
+        try:
+            receiver.settle()
+            start, before = time.monotonic(), receiver.received
+            took = 0.0
+            while took < seconds:
+                time.sleep(_TICK_SECONDS)
+                took = time.monotonic() - start
+                yield (receiver.received - before) / took
+        finally:
+            receiver.close()
+
+
+@contextmanager
+def connections(count: int) -> Iterator[list[socket.socket]]:
+    """Connections on which a process sends without end."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(count)]
+        for server in servers:
+            server.settimeout(_CONNECT_SECONDS)
+            enlarge(server)
+        ports = [str(server.getsockname()[1]) for server in servers]
+        command = [sys.executable, "-I", str(Path(sender.__file__)), _LOOPBACK, *ports]
+        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        stack.callback(process.kill)
+        yield [stack.enter_context(server.accept()[0]) for server in servers]
+
+
+def enlarge(sock: socket.socket) -> bool:
+    """A shadow node's receive buffer; whether this process may have it, else it has what it may."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+        return False
+    return True
+
+
+def may_force() -> bool:
+    """Whether this process may have a shadow node's receive buffers."""
+    with socket.socket() as sock:
+        return enlarge(sock)
+
+
+class Receiver:
+    """A shadow node's readers, one a connection. An iteration is released as soon as it is whole."""
+
+    def __init__(self, socks: Sequence[socket.socket], sets: BucketSets | None = None) -> None:
+        """`sets`: an earlier receiver's buckets, whose memory is known to the kernel already."""
+        channels = len(socks)
+        parameters = [Parameter(f"p{i}", shape, "float32") for i, shape in enumerate(PARAMETERS)]
+        layout = make_layout(parameters, 1)
+        self.sets = sets or BucketSets(layout, 0, -1)
+        self.sets.released = -1
+        self._inlets = []
+        for channel in range(channels):
+            plan = StreamPlan(0, 0, LAST, channel, channel, _LOOPBACK, (_LOOPBACK, 0))
+            stream = stream_layout(layout.schedule, channels, channel, 2, side=LAST, shadow_id=0)
+            self._inlets.append(Inlet(plan, stream, self.sets, first=0, joined=0))
+        self._nbytes = sum(inlet.layout.nbytes for inlet in self._inlets)
+        self._readers = [Reader(f"nic-{i}", self._release, lambda _: None) for i in range(channels)]
+        for inlet, sock, reader in zip(self._inlets, socks, self._readers, strict=True):
+            inlet.attach(socket.socket(fileno=os.dup(sock.fileno())))
+            reader.add(inlet)
+
+    @property
+    def received(self) -> int:
+        """Bytes so far."""
+        return sum(inlet.received for inlet in self._inlets)
+
+    def settle(self) -> None:
+        """Until all memory of both sets was written once."""
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while self.received < 2 * self._nbytes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {self.received} bytes came over loopback in {_CONNECT_SECONDS:g} s")
+            time.sleep(_TICK_SECONDS)
+
+    def close(self) -> None:
+        """End the threads. The connections stay as they are."""
+        for reader in self._readers:
+            reader.stop()
+
+    def _release(self) -> None:
+        self.sets.released = min(-1 if inlet.whole is None else inlet.whole for inlet in self._inlets)
+        for reader in self._readers:
+            reader.wake()

@@ -1,0 +1,100 @@
+"""How many shadow nodes a model takes: by step, receiving and memory, from a machine's profile. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkmate.planner.cost.model import STREAMS_PER_DP_GROUP
+from checkmate.planner.demand import KeepsState, socket_bytes
+from checkmate.planner.models.named import Model
+from checkmate.planner.scaling import NODES_MAX, StepTimes, largest_share, predicted
+from checkmate.shadow.receive.buckets import SETS
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.wire.layout import ITEMSIZES
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What the fullest of so many nodes takes. `memory_bytes`: with `socket_bytes`, as a plan has it."""
+
+    nodes: int
+    cores: int
+    step_seconds: float
+    receive_seconds: float
+    memory_bytes: int
+    socket_bytes: int
+    short_of: tuple[str, ...]
+    """What doesn't fit: `step`, `receiving`, `memory`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A shadow node. `receive_bytes_per_s`: of all its NICs; `receive_buffer`: of a stream."""
+
+    cores: int
+    memory: int
+    receive_bytes_per_s: float
+    channels: int = 1
+    receive_buffer: int = RECEIVE_BUFFER
+
+    @property
+    def socket_bytes(self) -> int:
+        """Of one shard's streams: from both boundaries, on each channel."""
+        return socket_bytes(STREAMS_PER_DP_GROUP * self.channels, self.receive_buffer)
+
+
+def sizing(
+    model: Model,
+    optimizer: KeepsState,
+    times: StepTimes,
+    machine: Machine,
+    nodes: int,
+    iteration_s: float | None,
+) -> Sizing:
+    """A model on so many machines, held against an iteration's time where there is one.
+
+    While one iteration is stepped the next is received, so each by itself must fit.
+    """
+    share = largest_share(model, nodes)
+    step = predicted(times, model, nodes, machine.cores)
+    receive = share * model.nbytes / machine.receive_bytes_per_s
+    memory = round(share * memory_of(model, optimizer)) + machine.socket_bytes
+    over = {
+        "step": iteration_s is not None and step > iteration_s,
+        "receiving": iteration_s is not None and receive > iteration_s,
+        "memory": memory > machine.memory,
+    }
+    short = tuple(what for what, is_over in over.items() if is_over)
+    return Sizing(nodes, nodes * machine.cores, step, receive, memory, machine.socket_bytes, short)
+
+
+def sizings(
+    model: Model,
+    optimizer: KeepsState,
+    times: StepTimes,
+    machine: Machine,
+    iteration_s: float | None,
+    least: int = 4,
+) -> tuple[list[Sizing], Sizing | None]:
+    """From 1 node to the fewest that do, `least` at least; and these, `None` where not even the most do."""
+    found: list[Sizing] = []
+    enough: Sizing | None = None
+    for nodes in range(1, NODES_MAX + 1):
+        one = sizing(model, optimizer, times, machine, nodes, iteration_s)
+        found.append(one)
+        if enough is None and not one.short_of:
+            enough = one
+        if enough is not None and nodes >= least:
+            break
+    return found, enough
+
+
+def memory_of(model: Model, optimizer: KeepsState) -> int:
+    """Bytes of the whole model: parameters and state, twice (a reader may keep a copy), and gradients.
+
+    Without the sockets' buffers, which don't depend on it.
+    """
+    return sum(
+        p.elements * (2 * (ITEMSIZES[p.dtype] + optimizer.state_bytes(p.dtype)) + SETS * ITEMSIZES[p.dtype])
+        for p in model.parameters
+    )

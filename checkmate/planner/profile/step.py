@@ -1,0 +1,158 @@
+"""This machine's optimizer step of a model, as a shadow node's replica does it, by number of threads.
+
+A model that doesn't fit in memory is stepped layer by layer: of each kind of layer (the same shapes and
+types) as many as fit, times how many the model has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from checkmate.planner.demand import KeepsState
+from checkmate.planner.models.named import Model, layers_of
+from checkmate.planner.models.optimizers import NamedOptimizer
+from checkmate.planner.scaling import StepTimes, dtype_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.memory import trim
+from checkmate.shadow.replica.replica import Replica
+from checkmate.state import DTYPES
+from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wording import counted
+
+STEPS_LEAST: Final = 3
+"""Timed, after one that creates the state; the median counts."""
+SAMPLE_BYTES: Final = 1 << 30
+"""Of a kind's layers, no more than this: well beyond caches."""
+_RANDOM: Final = 1 << 20
+
+
+class TooLittleMemory(RuntimeError):
+    """Not even a part of one layer can be stepped here."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Parameters that are stepped together; the whole model's step takes `weight` times as long as theirs."""
+
+    parameters: tuple[Parameter, ...]
+    weight: float
+
+
+def measure(
+    model: Model,
+    optimizer: NamedOptimizer,
+    threads: Sequence[int],
+    seconds: float,
+    memory: int,
+    progress: Callable[[str, float], None],
+) -> StepTimes:
+    """Step times for each number of threads, each measured for about `seconds`, in `memory` bytes.
+
+    `progress` gets what is measured, and which part of a number of threads has been done since.
+    """
+    samples = samples_of(model, optimizer, memory)
+    by_layer = len(samples) > 1 or samples[0].parameters != model.parameters
+    found = {}
+    for count in threads:
+        found[count] = 0.0
+        for index, sample in enumerate(samples):
+            part = f", layer {index + 1} of {len(samples)}" if by_layer else ""
+            progress(f"{model.name}, {counted(count, 'thread')}{part}", 0.0)
+            found[count] += sample.weight * _measure(
+                sample.parameters, optimizer, count, seconds / len(samples)
+            )
+            progress(f"{model.name}, {counted(count, 'thread')}{part}", 1 / len(samples))
+    return StepTimes(model.name, optimizer.name, dtype_of(model), model.elements, found, by_layer)
+
+
+def samples_of(model: Model, optimizer: KeepsState, memory: int) -> list[Sample]:
+    """The whole model where it fits in so many bytes; else layers of each kind."""
+    if needed(model.parameters, optimizer) <= memory:
+        return [Sample(model.parameters, 1.0)]
+    kinds: dict[tuple[tuple[tuple[int, ...], str], ...], list[list[Parameter]]] = {}
+    for layer in layers_of(model.parameters):
+        kinds.setdefault(tuple((p.shape, p.dtype) for p in layer), []).append(layer)
+    return [_sample(layers, optimizer, memory) for layers in kinds.values()]
+
+
+def needed(parameters: Sequence[Parameter], optimizer: KeepsState) -> int:
+    """Bytes of parameters, one iteration's gradients and state: what a measured step touches."""
+    return sum(2 * p.nbytes + p.elements * optimizer.state_bytes(p.dtype) for p in parameters)
+
+
+def _sample(layers: Sequence[Sequence[Parameter]], optimizer: KeepsState, memory: int) -> Sample:
+    one = needed(layers[0], optimizer)
+    together = min(len(layers), max(1, min(SAMPLE_BYTES, memory) // max(one, 1)))
+    chosen = [parameter for layer in layers[:together] for parameter in layer]
+    if needed(chosen, optimizer) > memory:
+        chosen = _cut(chosen, memory / needed(chosen, optimizer))
+    elements = sum(parameter.elements for parameter in chosen)
+    if needed(chosen, optimizer) > memory or not elements:
+        raise TooLittleMemory(
+            f"{counted(memory, 'byte')} of memory: too little to step a part of {chosen[0].name}"
+        )
+    return Sample(tuple(chosen), sum(p.elements for layer in layers for p in layer) / elements)
+
+
+def _cut(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
+    """The same parameters with fewer elements."""
+    return [replace(p, shape=(math.floor(p.elements * part),)) for p in parameters]
+
+
+def _measure(
+    parameters: Sequence[Parameter], optimizer: NamedOptimizer, threads: int, seconds: float
+) -> float:
+    """The median of some steps, in seconds."""
+    layout = make_layout(parameters, 1)
+    with _threads(threads):
+        # Not exact: as a node steps for trainers with GPUs.
+        replica = Replica(layout, 0, optimizer.spec(len(parameters), threads), exact=False)
+        for number in layout.of_shard(0):
+            known = parameters[number]
+            replica.load(number, torch.zeros(known.shape, dtype=DTYPES[known.dtype]), {}, -1)
+        gradients = _gradients(layout)
+        times: list[float] = []
+        end = time.monotonic() + seconds
+        for iteration in range(1 << 20):
+            start = time.perf_counter()
+            replica.step(iteration, gradients, pb.Step())
+            if iteration:
+                times.append(time.perf_counter() - start)
+            if len(times) >= STEPS_LEAST and time.monotonic() > end:
+                break
+    del replica, gradients
+    trim()
+    return statistics.median(times)
+
+
+def _gradients(layout: Layout) -> dict[int, torch.Tensor]:
+    """Random ones; a large bucket repeats itself."""
+    seed = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(0)) * 1e-3
+    found = {}
+    for index, bucket in enumerate(layout.buckets):
+        tensor = torch.empty(bucket.elements, dtype=DTYPES[bucket.dtype])
+        for start in range(0, bucket.elements, _RANDOM):
+            run = tensor[start : start + _RANDOM]
+            run.copy_(seed[: len(run)])
+        found[index] = tensor
+    return found
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

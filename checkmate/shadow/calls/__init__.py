@@ -1,0 +1,1 @@
+"""The calls of `shadow.proto`, one module each."""

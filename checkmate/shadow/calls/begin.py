@@ -1,0 +1,97 @@
+"""`Begin`: a DP group starts, or this node has come back to it (design, section 7, *Start* and *Loss*)."""
+
+from __future__ import annotations
+
+import logging
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_begin, reusable, start_of, warnings
+from checkmate.shadow.logic.hold_state import AHEAD
+from checkmate.shadow.logic.records import Records
+from checkmate.shadow.node import Node
+from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong
+from checkmate.shadow.replica.replica import Replica
+from checkmate.wire.layout import Layout
+
+log = logging.getLogger("checkmate")
+
+
+def begin(node: Node, request: pb.BeginRequest) -> list[str]:
+    """Make the group's holds and connect their streams; warnings. `CallRefused` if the request doesn't fit.
+
+    Said again, of a start that has begun, it changes nothing.
+    """
+    layout = check_begin(node.job, request)
+    with node.moving() as state:
+        start = start_of(request)
+        if start in state.fenced_starts:
+            raise CallRefused(
+                f"incarnation {request.incarnation} is fenced: training starts in a new one",
+                precondition=True,
+            )
+        old = state.groups.get(request.group)
+        if old is not None and _same(old, request, layout):
+            return warnings(request)
+        holds = _new_holds(node, request, layout, old)
+        node.data.update({hold.state: hold for hold in holds})
+        state.begun(_new_group(request, layout, old, holds), node.now())
+    log.info(
+        "DP group %d: incarnation %d begins at iteration %d",
+        request.group,
+        request.incarnation,
+        request.next_iteration,
+    )
+    return warnings(request)
+
+
+def _same(old: ShadowGroup, request: pb.BeginRequest, layout: Layout) -> bool:
+    return start_of(old.begin) == start_of(request) and old.layout.fingerprint == layout.fingerprint
+
+
+def _new_holds(node: Node, request: pb.BeginRequest, layout: Layout, old: ShadowGroup | None) -> list[Hold]:
+    """The group's holds on this node; those that a restart has settled go on with what they have."""
+    kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
+    holds = []
+    for plan in node.plans:
+        if plan.group != request.group:
+            continue
+        before = kept.get(plan.shard)
+        replica = node.data[before].replica if before is not None else _replica(layout, plan, request)
+        hold = _new_hold(node, plan, layout, replica, request)
+        if before is not None:
+            hold.state.doubt.past = before.doubt.past
+        holds.append(hold)
+    return holds
+
+
+def _new_hold(node: Node, plan: HoldPlan, layout: Layout, replica: Replica, request: pb.BeginRequest) -> Hold:
+    late = request.next_iteration > request.first_iteration
+    try:
+        return Hold(
+            plan,
+            layout,
+            replica,
+            channels=node.job.channels,
+            ranks=request.ranks,
+            first=request.first_iteration,
+            joined=request.next_iteration + AHEAD if late else request.first_iteration,
+        )
+    except StreamTooLong as error:
+        raise CallRefused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
+
+
+def _new_group(
+    request: pb.BeginRequest, layout: Layout, old: ShadowGroup | None, holds: list[Hold]
+) -> ShadowGroup:
+    records = Records(request.ranks, request.first_iteration, request.buffers)
+    if old is not None and reusable(old, request, layout):
+        records.adopt(old.records.served(request.first_iteration - 1))
+    return ShadowGroup(request, layout, records, [hold.state for hold in holds])
+
+
+def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:
+    try:
+        return Replica(layout, plan.shard, request.optimizer, exact=not request.device.startswith("cuda"))
+    except ValueError as error:
+        raise CallRefused(f"the optimizer can't be followed: {error}") from None

@@ -1,0 +1,204 @@
+"""`Fence`, `Copy` and `Settle`: what a restart asks of a node (design, section 7, *Restart*)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import grpc
+
+from checkmate.nodes.stubs import reason
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow.calls.seed import record
+from checkmate.shadow.calls.status import locked_status, node_status
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start
+from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.node_state import Due, NodeState, Phase
+from checkmate.shadow.node import Node
+
+log = logging.getLogger("checkmate")
+
+_COPY_SECONDS = 10.0
+
+QUIET, QUIET_AGAIN = 0.2, 0.05
+"""A node reads on until nothing has come for so many seconds; the latter if it has waited before."""
+QUIET_UNDECIDED = 2.0
+"""The same while other nodes have something to say."""
+
+
+Wanted = Callable[[], bool]
+"""Whether whoever has called still waits for the answer."""
+
+
+def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+    """Go on committing until all that is recorded has been stepped or nothing moves; say what there is.
+
+    No start of training that has begun here begins again. At most `timeout` seconds. `CallRefused` if the
+    answer isn't `wanted` any more when its turn comes.
+    """
+    check_job(node.job, job)
+    with node.moving() as state:
+        _check_wanted(wanted)
+        patience = _patience(state)
+        state.drain()
+    _read_on(node, node.now() + timeout, patience)
+    with node.changed:
+        if state.phase is Phase.DRAINING:
+            state.phase = Phase.DRAINED
+        return _answer(node)
+
+
+def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+    """Stop committing in this incarnation for good, read on until it is quiet, and say what there is.
+
+    `CallRefused`, and another incarnation is left alone, if the answer isn't `wanted` any more when its turn
+    comes, or training has begun anew meanwhile.
+    """
+    check_job(node.job, job)
+    deadline = node.now() + timeout
+    with node.moving() as state:
+        _check_wanted(wanted)
+        committee, patience = state.committee, _patience(state)
+        state.fence()
+        node.quiet(timeout)
+    _read_on(node, deadline, patience)
+    node.touch()
+    with node.changed:
+        if state.committee is not committee:
+            number = state.committee.incarnation
+            raise CallRefused(
+                f"incarnation {number} has begun meanwhile, and is not fenced", precondition=True
+            )
+        state.phase = Phase.ANSWERED
+        if state.groups:
+            stands = "; ".join(_stands(hold) for _, hold in state.holds)
+            log.info("fenced: training starts again; %s", stands or "no shard is held")
+        return _answer(node)
+
+
+def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
+    """Take parts of step records from other nodes; those that are there already change nothing."""
+    check_job(node.job, request.job)
+    reply = pb.CopyReply()
+    for wanted in request.wanted:
+        try:
+            with open_channel(node.job, wanted.node) as channel:
+                asked = pb.PartsRequest(job=request.job, parts=wanted.parts)
+                for part in ShadowStub(channel).Parts(asked, timeout=_COPY_SECONDS):
+                    record(node, part, answer=False)
+                    reply.copied += 1
+        except (grpc.RpcError, CallRefused) as error:
+            reply.troubles.append(f"records from shadow node {wanted.node}: {reason(error)}")
+    return reply
+
+
+def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
+    """Return parts of step records, of the start of training that is asked for; `CallRefused` for another."""
+    check_job(node.job, request.job)
+    asked = request.parts
+    with node.changed:
+        group = in_start(node.state.groups.get(asked.group), asked.group, asked)
+        return group.records.parts_of(asked.ranges)
+
+
+def _check_wanted(wanted: Wanted) -> None:
+    if not wanted():
+        raise CallRefused("who called has gone: nothing is done", precondition=True)
+
+
+def _patience(state: NodeState) -> float:
+    return QUIET_AGAIN if state.phase >= Phase.DRAINED else QUIET
+
+
+def _read_on(node: Node, deadline: float, patience: float) -> None:
+    """Wait until nothing comes and nothing is stepped for so long.
+
+    Less if nothing has come in part; more if what has come waits for other nodes to say that they have it.
+    What this machine has received counts as coming, until it is read: a process may have been stopped.
+    """
+    since, seen = node.now(), _seen(node)
+    while (now := node.now()) < deadline:
+        with node.changed:
+            state = node.state
+            enough = min(patience, QUIET_AGAIN) if state.drained else patience
+            if state.undecided and not state.fenced:
+                enough = QUIET_UNDECIDED
+        if now >= since + enough:
+            return
+        time.sleep(QUIET_AGAIN / 5)
+        if (now_seen := _seen(node)) != seen or node.unread():
+            since, seen = node.now(), now_seen
+
+
+def _answer(node: Node) -> pb.NodeStatus:
+    """What a restart has to know. The caller has the lock."""
+    answer = locked_status(node)
+    answer.drained = node.state.drained
+    for group in node.state.groups.values():
+        begin = group.begin
+        answer.parts.add(
+            group=begin.group,
+            incarnation=begin.incarnation,
+            run=begin.run,
+            start=begin.start,
+            ranges=group.records.held(),
+        )
+    return answer
+
+
+def _stands(hold: HoldState) -> str:
+    return f"{hold} is at iteration {hold.stepped}" if hold.seeded else f"{hold} is not seeded"
+
+
+def _seen(node: Node) -> tuple[int, ...]:
+    """Moves with every byte and every record that comes, and every step."""
+    with node.changed:
+        groups = list(node.state.groups.values())
+        steps = [hold.released for _, hold in node.state.holds]
+    return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups), *steps)
+
+
+def settle(node: Node, job: str, iteration: int, run: str, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+    """Step up to the target, then drop streams and gradients. A hold that can't, or of another run, goes."""
+    check_job(node.job, job)
+    with node.changed:
+        _check_wanted(wanted)
+        if not node.state.fenced and node.state.groups:
+            raise CallRefused("the node is not fenced: call Fence first", precondition=True)
+        holds = list(node.state.holds)
+    for group, hold in holds:
+        _settle(node, group, hold, iteration, run)
+    with node.changed:
+        node.state.forget()
+    return node_status(node, job)
+
+
+def _settle(node: Node, group: ShadowGroup, hold: HoldState, iteration: int, run: str) -> None:
+    with node.changed:
+        node.wait_for(lambda: not hold.busy, QUIET)
+        fits = hold.seeded and not hold.doubtful and group.begin.run == run
+    while fits and hold.stepped == (before := hold.released) < min(iteration, hold.in_full):
+        node.step(Due(group, hold, before + 1))
+        if hold.released == before:
+            break  # it can't, or training has begun anew meanwhile
+    with node.moving() as state:
+        data = node.data.get(hold)
+        if data is None:
+            return  # training has begun anew meanwhile
+        if not (fits and hold.stepped == iteration and not hold.doubtful):
+            asked = f"given up when a restart asked for iteration {iteration}"
+            state.drop(group, hold, f"{hold}: {asked}: {_why(group, hold, run)}")
+            return
+        hold.settle()
+    data.settle()
+
+
+def _why(group: ShadowGroup, hold: HoldState, run: str) -> str:
+    """Why a hold is of no use to a restart."""
+    if group.begin.run != run:
+        return f"it was of run {group.begin.run}, not of {run}"
+    stood = f"it had stepped iteration {hold.stepped}" if hold.seeded else "it was not seeded"
+    return hold.trouble or stood

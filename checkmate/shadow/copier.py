@@ -1,0 +1,105 @@
+"""Seeds our holds from their other holders, a piece at a time (design, section 7, *Loss*)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from checkmate import state
+from checkmate.nodes.headers import Asked
+from checkmate.nodes.reader import Reading, read_shard
+from checkmate.nodes.reserve import NotReserved, reserved
+from checkmate.nodes.stubs import Stubs
+from checkmate.shadow.logic.group import ShadowGroup
+from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.node import Node
+from checkmate.wire.layout import Layout
+
+log = logging.getLogger("checkmate")
+
+PIECE_BYTES = 16 << 20
+"""Of parameters, fetched from another holder at a time."""
+
+_FETCH_SECONDS = 60.0
+_IDLE_SECONDS = 0.1
+
+
+class Copier:
+    """A thread that copies, from `start` to `stop`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._stubs = Stubs(node.job)
+        self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
+
+    def start(self) -> None:
+        """Look after holds from now on."""
+        if any(plan.others for plan in self._node.plans):
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._stubs.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._node.stopping:
+            with self._node.changed:
+                holds = [one for one in self._node.state.holds if one[1].plan.others and one[1].wants_seeds]
+            helped = [self._help(group, hold) for group, hold in holds]
+            if not any(helped):
+                time.sleep(_IDLE_SECONDS)
+
+    def _help(self, group: ShadowGroup, hold: HoldState) -> bool:
+        """Fetch one piece for a hold that needs one; whether any of its other holders could give it."""
+        for other in hold.plan.others:
+            try:
+                given = self._piece(other, group, hold)
+            except (grpc.RpcError, NotReserved, state.StateError, ValueError) as error:
+                log.debug("shadow node %d gives no seeds of %s: %s", other, hold, error)
+                given = False
+            with self._node.changed:
+                hold.from_holder = given
+            if given:
+                return True
+        return False
+
+    def _piece(self, other: int, group: ShadowGroup, hold: HoldState) -> bool:
+        """Some of what a hold wants, from one of its other holders; whether that was asked for anything."""
+        begin = group.begin
+        with reserved(self._stubs, [other], _FETCH_SECONDS, at_least=hold.released) as kept:
+            with self._node.changed:
+                wanted = some(hold.wanted(), group.layout, PIECE_BYTES)
+            if not wanted:
+                return False  # trainers were faster; to name none would mean all
+            asked = Asked(
+                self._node.job.job,
+                begin.run,
+                kept.iteration,
+                *hold.shard,
+                begin.incarnation,
+                begin.start,
+                tuple(wanted),
+            )
+            found = read_shard(self._stubs.to(other), asked, Reading(time.monotonic() + _FETCH_SECONDS))
+        self._node.load(hold, kept.iteration, found.states)
+        with self._node.moving():
+            group.records.adopt(found.header.record)
+        return True
+
+
+def some(wanted: Sequence[int], layout: Layout, most: int) -> list[int]:
+    """The first of them, so many as have `most` bytes; one at least."""
+    found: list[int] = []
+    nbytes = 0
+    for number in wanted:
+        found.append(number)
+        nbytes += layout.parameters[number].nbytes
+        if nbytes >= most:
+            break
+    return found

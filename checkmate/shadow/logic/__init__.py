@@ -1,0 +1,1 @@
+"""What a shadow node knows and decides. Pure."""

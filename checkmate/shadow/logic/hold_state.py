@@ -1,0 +1,292 @@
+"""Where a hold stands: one shard of one DP group, without its tensors and sockets. Pure.
+
+A hold joins at some iteration: from there on it receives everything. It is seeded, in one go or parameter by
+parameter, steps what it has, and is live once all its parameters are at the same iteration (design, *Loss*).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.logic.doubt import Doubt
+from checkmate.shadow.logic.records import Records
+from checkmate.shadow.receive.buckets import SETS
+from checkmate.shadow.receive.plans import FARTHEST, HoldPlan, StreamPlan, ahead_at_most, whole_through
+from checkmate.wire.schedule import StreamLayout
+
+AHEAD = 3
+"""A hold joins so many iterations ahead of the trainers, so that it is connected in time."""
+
+HURRY = 0.5
+"""If a socket's buffer lasts for fewer seconds than this, nothing waits in it for another shard;"""
+FULL = 0.75
+"""nor if it is filled so far."""
+
+LAG_SECONDS = 1.0
+"""A hold that is further behind for so long says so."""
+
+RECORD_GRACES = 5
+"""A record that newer ones have overtaken is given up after so many times the grace of a stream."""
+
+
+@dataclass(slots=True)
+class StreamState:
+    """Where one stream stands: `position` is its next byte (64 bits), `queued` waits in its socket."""
+
+    plan: StreamPlan
+    layout: StreamLayout
+    position: int = 0
+    received: int = 0
+    connected: bool = False
+    paused: bool = False
+    queued: int = 0
+    stood: tuple[int, float] = (-1, 0.0)
+    """A position below a recorded end, and since when it has stood there."""
+
+    def stands_below(self, end: int, now: float) -> float:
+        """Return for how many seconds it has stood where it is, below `end`; our own pauses don't count."""
+        if self.paused or self.position >= end:
+            self.stood = (-1, now)
+        elif self.stood[0] != self.position:
+            self.stood = (self.position, now)
+        return now - self.stood[1]
+
+
+class HoldSnapshot(NamedTuple):
+    """Each seeded parameter's iteration. Of two snapshots, the one with the greater version is newer."""
+
+    version: int
+    at: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What came of a step: the parameters' iterations, and what comparing then found wrong.
+
+    `equal`: the last iteration after which all that is wrong now was found right. `suspects`: what was
+    found wrong and has not been found right since.
+    """
+
+    snapshot: HoldSnapshot
+    troubles: Sequence[str] = ()
+    equal: int = -1
+    suspects: Sequence[pb.Suspect] = ()
+
+
+@dataclass(eq=False)
+class HoldState:
+    """One hold. The node's state moves it; what reads or writes tensors is `hold.Hold`."""
+
+    plan: HoldPlan
+    parameters: Sequence[int]
+    streams: Sequence[StreamState]
+    first: int
+    """The iteration to which byte 0 of each stream belongs."""
+    joined: int
+    """The iteration from which on it receives everything."""
+    doubt: Doubt = field(default_factory=Doubt)
+    suspects: Sequence[pb.Suspect] = ()
+    """As in `Stepped`, of the last step."""
+    live: bool = False
+    settled: bool = False
+    trouble: str = ""
+    ahead: int = AHEAD
+    asked: float = 0.0  # when trainers were last asked for seeds
+    from_holder: bool = False  # another holder gives the seeds
+    lagging: float = 0.0  # when it was last no more than one iteration behind
+    lag_said: bool = False
+    stepping: int | None = None  # an iteration whose record is not kept yet
+    loading: int = 0  # calls that load seeds at the moment
+    last: int | None = None  # the iteration after which none follows
+    released: int = field(init=False)
+    """The last iteration whose gradients are used up."""
+    in_full: int = field(init=False)
+    """The last iteration that it has received whole, record included."""
+    at: Mapping[int, int] = field(default_factory=dict)
+    """Each seeded parameter's iteration: its state is the one after that step."""
+    _version: int = -1
+    _record_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.released = self.in_full = self.joined - 1
+
+    def __str__(self) -> str:
+        return f"DP group {self.plan.group}, shard {self.plan.shard}"
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The DP group, and the shadow id in it."""
+        return (self.plan.group, self.plan.shard)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether all its parameters are at the same iteration."""
+        if not self.parameters:
+            return True
+        return self.parameters[0] in self.at and len({self.at.get(n) for n in self.parameters}) == 1
+
+    @property
+    def stepped(self) -> int:
+        """The iteration after whose step its state is; -1 if there is none."""
+        if not self.parameters:
+            return self.released
+        return self.at[self.parameters[0]] if self.seeded else -1
+
+    @property
+    def receiving(self) -> int:
+        """The newest iteration of which a byte has come; -1 none."""
+        return max(
+            (
+                self.first + (stream.position - 1) // stream.layout.nbytes
+                for stream in self.streams
+                if stream.layout.nbytes and stream.received
+            ),
+            default=-1,
+        )
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether comparing has found it wrong, and not right since."""
+        return self.doubt.active
+
+    @property
+    def busy(self) -> bool:
+        """Whether its tensors are being written."""
+        return self.stepping is not None or self.loading > 0
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether it is live, and has an iteration whole that is not stepped: others may come to have it."""
+        return self.live and self.in_full > self.released
+
+    @property
+    def holds_something(self) -> bool:
+        """Whether a restart can't simply begin anew."""
+        return bool(self.at) or self.joined > 0 or self.receiving >= 0
+
+    @property
+    def wants_seeds(self) -> bool:
+        """Whether parameters are to be asked for: an iteration has come whole, so connecting has worked."""
+        return not (self.live or self.settled) and self.in_full >= self.joined and bool(self.wanted())
+
+    def wanted(self) -> list[int]:
+        """Return the parameters that must be seeded: not there, or their next gradients are gone."""
+        at, released = self.at, self.released
+        return [number for number in self.parameters if at.get(number, released - 1) < released]
+
+    def took(self, snapshot: HoldSnapshot) -> None:
+        """Parameters were loaded, stepped or emptied."""
+        if snapshot.version > self._version:
+            self._version, self.at = snapshot
+
+    def go_live(self, now: float) -> None:
+        """From now on it counts for commits."""
+        self.live, self.ahead, self.trouble = True, AHEAD, self.trouble if self.doubtful else ""
+        self.lagging = now
+
+    def join(self, iteration: int) -> None:
+        """Take everything from this iteration on; what was received before is dropped."""
+        if self.seeded:
+            self.doubt.stood(self.stepped)
+        self.live = self.from_holder = self.lag_said = False
+        self.asked = self._record_since = 0.0
+        self.joined = iteration
+        self.released = self.in_full = iteration - 1
+
+    def settle(self) -> None:
+        """Take nothing more; the state stays, to be read. What came beyond it is dropped."""
+        self.settled, self.in_full = True, self.released
+        for stream in self.streams:
+            stream.received, stream.connected = 0, False
+
+    def joinable(self, newest: int) -> int:
+        """Return the iteration at which to join if `newest` is the newest that trainers may be in."""
+        return newest + min(self.ahead, ahead_at_most([stream.layout for stream in self.streams]))
+
+    def update(self, records: Records) -> None:
+        """See which iterations have come in full."""
+        through = [whole_through(s.layout, self.first, s.position) for s in self.streams]
+        whole = [iteration for iteration in through if iteration is not None]
+        while records.complete(self.in_full + 1) and all(last > self.in_full for last in whole):
+            self.in_full += 1
+
+    def may_go_live(self, committed: int) -> bool:
+        """Return whether it can count: all connected, all parameters stepped through what is committed."""
+        return (
+            not (self.live or self.settled or self.busy)
+            and self.seeded
+            and self.stepped == self.released
+            and self.released >= committed
+            and all(stream.connected for stream in self.streams)
+        )
+
+    def due(self, committed: int, *, alone: bool) -> int | None:
+        """Return the iteration to step now, if any. `alone`: no node is live, so nothing is committed.
+
+        While parameters are still to come, a step waits until the set of buckets is needed: they then have
+        all the time that two iterations take.
+        """
+        iteration = self.released + 1
+        if self.settled or iteration > self.in_full:
+            return None
+        if self.live:
+            return iteration if iteration <= committed else None
+        if iteration > committed and not alone:
+            return None
+        hurry = iteration < self.in_full or iteration < committed or not self.wanted()
+        return iteration if hurry else None
+
+    def pressed(self, patience: float, receive_buffer: int) -> bool:
+        """Return whether there is hardly any room: both sets are full, and a socket's buffer nearly so."""
+        if self.in_full < self.released + SETS:
+            return False
+        return patience < HURRY or any(stream.queued > FULL * receive_buffer for stream in self.streams)
+
+    def awaits(self, records: Records) -> bool:
+        """Return whether bytes are to come that are recorded as sent."""
+        return any(
+            stream.position < records.ends.get((stream.plan.side, stream.plan.channel, self.plan.shard), 0)
+            for stream in self.streams
+        )
+
+    def gap(self, records: Records, now: float, grace: float) -> str | None:
+        """Return what is lost for good, if anything is."""
+        for stream in self.streams:
+            plan = stream.plan
+            begun = max(records.newest, self.receiving) >= self.joined > self.first
+            if begun and not (stream.received or stream.connected):
+                return f"{plan}: not connected before iteration {self.joined}"
+            end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
+            lost = end - stream.position >= FARTHEST  # connecting again wouldn't bring it
+            if lost or stream.stands_below(end, now) > grace:
+                return f"{plan}: {end - stream.position} bytes have not come"
+        following = self.in_full + 1
+        if now - records.missing.get(following, now) > grace:
+            return f"a rank passed over its record of iteration {following}"
+        if records.newest <= following or records.complete(following):
+            self._record_since = now
+        elif now - (self._record_since or now) > RECORD_GRACES * grace:
+            return f"the record of iteration {following} has not come"
+        return None
+
+    def lag(self, newest: int, now: float) -> tuple[int, str] | None:
+        """Return what to log, and at which level: trainers are more than one iteration ahead, or are no more.
+
+        `newest`: of which they have sent a record.
+        """
+        behind = newest - self.stepped
+        if behind <= 1:
+            self.lagging = now
+            if self.lag_said:
+                self.lag_said, self.trouble = False, ""
+                return logging.INFO, f"{self}: no more than an iteration behind again"
+        elif now - self.lagging > LAG_SECONDS and not self.doubtful:
+            self.trouble = f"{behind} iterations behind the trainers: a restart has to step as many first"
+            if not self.lag_said:
+                self.lag_said = True
+                return logging.WARNING, f"{self}: {self.trouble}"
+        return None

@@ -1,0 +1,69 @@
+"""A node together with its service and its streams to the other nodes: what `checkmate shadow` runs."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+
+from checkmate.job.schema import Job
+from checkmate.rpc.channels import open_channel, server_context
+from checkmate.shadow import memory
+from checkmate.shadow.calls.seed import record
+from checkmate.shadow.copier import Copier
+from checkmate.shadow.inbox import Inbox
+from checkmate.shadow.node import GRACE, Node
+from checkmate.shadow.peers import Peers
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
+from checkmate.shadow.service import Server, check_address, records_listener
+
+log = logging.getLogger("checkmate")
+
+
+class Serving:
+    """A running shadow node, from `__enter__` on. `StreamError`, `ServeError`, `TlsError` where it can't."""
+
+    def __init__(
+        self,
+        job: Job,
+        node_id: int,
+        *,
+        receive_buffer: int = RECEIVE_BUFFER,
+        grace: float = GRACE,
+        threads: int | None = None,
+    ) -> None:
+        check_address(job, node_id)
+        check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
+        memory.one_arena()
+        memory.load_optimizers()
+        with ExitStack() as undo:
+            listener = records_listener(job, node_id, receive_buffer)
+            undo.callback(listener.close)
+            tls = server_context(job.mgmt_tls) if job.mgmt_tls is not None else None
+            self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
+            undo.callback(self.node.close)
+            connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one at most
+            if shortfall := tcp_memory_shortfall(connections, receive_buffer):
+                log.warning("%s", shortfall)
+                self.node.state.troubles.append(shortfall)
+            self._inbox = Inbox(listener, partial(record, self.node), tls)
+            self.node.also_unread.append(self._inbox.unread)
+            self._peers = Peers(self.node, lambda other: open_channel(job, other))
+            self._copier = Copier(self.node)
+            self._server = Server(self.node, self._peers)
+            undo.pop_all()
+
+    def __enter__(self) -> Serving:
+        self._server.__enter__()
+        self.node.start()
+        self._inbox.start()
+        self._peers.start()
+        self._copier.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._peers.stop()
+        self._inbox.stop()
+        self.node.close()
+        self._copier.stop()
+        self._server.__exit__()

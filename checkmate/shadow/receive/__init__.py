@@ -1,0 +1,1 @@
+"""From streams to buckets of gradients."""

@@ -1,0 +1,116 @@
+"""Connects a node's streams in the background: a thread a stream, until it is connected or closed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from pyroute2 import IPRoute
+
+from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow.receive.connect import StreamError, connect_stream
+from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.plans import StreamPlan
+from checkmate.shadow.receive.reader import Reader
+
+log = logging.getLogger("checkmate")
+
+_TIMEOUT = 5.0
+_BACKOFF = (0.1, 2.0)
+_STEADY = 10.0
+"""A connection that has lasted so many seconds was a good one: the next is tried at once."""
+
+
+class Connector:
+    """Connects inlets and hands them to their NIC's reader; `on_change` is called when one is connected."""
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        nic_ips: Sequence[str],
+        receive_buffer: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._readers = readers
+        self._devices = {ip: device_of(ip) for ip in nic_ips}
+        self._receive_buffer = receive_buffer
+        self._on_change = on_change
+        self._stopping = threading.Event()
+        self._turns: defaultdict[StreamPlan, OrderedLock] = defaultdict(lambda: OrderedLock("attempt"))
+        self._attached: dict[StreamPlan, float] = {}
+        """When a stream was last connected,"""
+        self._pauses: dict[StreamPlan, float] = {}
+        """and for how long to wait before the next attempt."""
+
+    def connect(self, inlet: Inlet, incarnation: int) -> None:
+        """Connect a stream at the inlet's position; returns at once. One thread calls it at a time."""
+        self._pauses.pop(inlet.plan, None)
+        self._start(inlet, incarnation)
+
+    def connect_again(self, inlet: Inlet, incarnation: int) -> None:
+        """The same for one that broke: after a pause, which grows, where it breaks soon again and again."""
+        if time.monotonic() - self._attached.get(inlet.plan, 0.0) > _STEADY:
+            self._pauses.pop(inlet.plan, None)
+        self._start(inlet, incarnation)
+
+    def _start(self, inlet: Inlet, incarnation: int) -> None:
+        self._turns[inlet.plan]  # made here, so that threads only find it
+        name = f"connect {inlet.plan}"
+        threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """No more attempts."""
+        self._stopping.set()
+
+    def _connect(self, inlet: Inlet, incarnation: int) -> None:
+        said = ""
+        self._pause(inlet.plan)
+        while not (inlet.closed or self._stopping.is_set()):
+            try:
+                with self._turns[inlet.plan]:
+                    self._try(inlet, incarnation)
+                return
+            except StreamError as error:
+                inlet.broken = str(error)
+                if inlet.broken != said:
+                    said = inlet.broken
+                    log.warning("%s; trying on", said)
+                self._pause(inlet.plan)
+
+    def _pause(self, plan: StreamPlan) -> None:
+        """Wait before an attempt: not at first, then longer each time."""
+        pause = self._pauses.get(plan, 0.0)
+        self._pauses[plan] = min(max(2 * pause, _BACKOFF[0]), _BACKOFF[1])
+        self._stopping.wait(pause)
+
+    def _try(self, inlet: Inlet, incarnation: int) -> None:
+        """One attempt. Two at a time, and the late hello of a closed inlet might replace its heir."""
+        plan = inlet.plan
+        if inlet.closed:
+            return
+        sock = connect_stream(
+            plan.nic_ip,
+            plan.stub,
+            plan.hello(inlet.position, incarnation),
+            device=self._devices[plan.nic_ip],
+            receive_buffer=self._receive_buffer,
+            timeout=_TIMEOUT,
+        )
+        if not inlet.attach(sock):
+            sock.close()
+            return
+        self._attached[plan] = time.monotonic()
+        self._readers[plan.nic].add(inlet)
+        self._on_change()
+
+
+def device_of(ip: str) -> str | None:
+    """The interface that has this very address; `None` where none lists it, as within 127.0.0.0/8."""
+    with IPRoute() as route:
+        for message in route.get_addr(address=ip):
+            index = message["index"]
+            return str(route.get_links(index)[0].get_attr("IFLA_IFNAME"))
+    return None

@@ -1,0 +1,174 @@
+"""One stream's receiving end: reads a non-blocking socket straight into the buckets, no copy between.
+
+A stream that reaches an iteration whose set of buckets is still in use is paused, and its socket's buffer
+holds what comes; it goes on when the set is released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import socket
+import sys
+import termios
+import time
+from collections import deque
+
+from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow.receive.buckets import SETS, BucketSets
+from checkmate.shadow.receive.plans import StreamPlan, start_of, whole_through
+from checkmate.wire.schedule import StreamLayout
+
+_CLOSED = "the switch's side closed the connection"
+_TURN_BYTES = 8 << 20  # of one stream, before the others of its NIC have their turn
+
+
+class Took(enum.Enum):
+    """How a turn of reading ended."""
+
+    MORE = enum.auto()  # call again when the socket is readable
+    PAUSED = enum.auto()  # no set of buckets is free
+    ENDED = enum.auto()  # closed by us, or broken
+
+
+class Inlet:
+    """One stream's receiving end. Its reader alone moves `position`, the stream's next byte (64 bits)."""
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        layout: StreamLayout,
+        sets: BucketSets,
+        *,
+        first: int,
+        joined: int,
+    ) -> None:
+        self.plan, self.layout = plan, layout
+        self.first = first
+        self.position = start_of(layout, first, joined)
+        self.received = 0
+        self.paused = False
+        self.broken: str | None = None
+        self.socket: socket.socket | None = None
+        self._sets = sets
+        self.iteration = joined  # of the next byte
+        self._piece = 0
+        self._room: memoryview | None = None
+        self._began: float | None = None  # when the first byte of `iteration` came
+        self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
+        """Of the last iterations: which, and when its first and its last byte came."""
+        self._lock = OrderedLock("inlet")
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed by us: nothing is written into the buckets any more."""
+        return self._closed
+
+    @property
+    def connected(self) -> bool:
+        """Whether the switch sends it copies, as far as we know."""
+        return self.socket is not None and self.broken is None and not self._closed
+
+    @property
+    def whole(self) -> int | None:
+        """The last iteration that it has brought whole; `None`: it never brings anything."""
+        return whole_through(self.layout, self.first, self.position)
+
+    def attach(self, sock: socket.socket) -> bool:
+        """Take a socket connected at `position`; False where it was closed meanwhile."""
+        sock.setblocking(False)
+        with self._lock:
+            if self._closed:
+                return False
+            self.socket, self.broken = sock, None
+            return True
+
+    def close(self) -> None:
+        """Nothing is written into the buckets once this returns; the reader closes the socket."""
+        with self._lock:
+            self._closed = True
+            if self.socket is not None:
+                with contextlib.suppress(OSError):  # not connected any more
+                    self.socket.shutdown(socket.SHUT_RDWR)
+
+    def queued(self) -> int:
+        """Bytes that wait in the socket's buffer."""
+        return waiting(self.socket) if self.connected else 0
+
+    def take(self) -> Took:
+        """Read what is there, a turn's worth at most."""
+        with self._lock:
+            if self._closed or self.socket is None:
+                return Took.ENDED
+            return self._take(self.socket)
+
+    def _take(self, sock: socket.socket) -> Took:
+        taken = 0
+        while taken < _TURN_BYTES:
+            room = self._room or self._next_room()
+            if room is None:
+                return self._break(_CLOSED) if at_its_end(sock) else Took.PAUSED
+            try:
+                count = sock.recv_into(room)
+            except BlockingIOError:
+                return Took.MORE
+            except OSError as error:
+                return self._break(f"the connection broke: {error.strerror}")
+            if not count:
+                return self._break(_CLOSED)
+            if self._began is None:
+                self._began = time.monotonic()
+            taken += count
+            self.position += count
+            self.received += count
+            if count == len(room):
+                self._filled()
+            else:
+                self._room = room[count:]
+                return Took.MORE  # it had no more
+        return Took.MORE
+
+    def _break(self, reason: str) -> Took:
+        self.broken = reason
+        return Took.ENDED
+
+    def _next_room(self) -> memoryview | None:
+        """What is left of the piece at `position`; `None` where its set isn't free."""
+        if not self.layout.nbytes or not self._sets.free_for(self.iteration):
+            return None
+        piece = self.layout.pieces[self._piece]
+        size = self.layout.itemsizes[piece.bucket]
+        start, stop = piece.where.start * size, piece.where.stop * size
+        self._room = self._sets.room(self.iteration, piece.bucket, start, stop)
+        return self._room
+
+    def _filled(self) -> None:
+        self._room = None
+        self._piece += 1
+        if self._piece == len(self.layout.pieces):
+            self._piece = 0
+            self.pulls.append((self.iteration, self._began or 0.0, time.monotonic()))
+            self._began = None
+            self.iteration += 1
+
+
+def at_its_end(sock: socket.socket) -> bool:
+    """Whether a non-blocking socket has no more to give, and never will."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def waiting(sock: socket.socket | None) -> int:
+    """Bytes in a socket's receive buffer (SIOCINQ); 0 where it is closed."""
+    if sock is None or sock.fileno() < 0:
+        return 0
+    try:
+        return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+    except OSError:
+        return 0

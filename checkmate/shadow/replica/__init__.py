@@ -1,0 +1,1 @@
+"""Parameters and optimizer state, stepped as training steps its own."""

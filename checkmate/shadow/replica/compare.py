@@ -1,0 +1,135 @@
+"""Compares a replica's state with slices of the trainers': the check that decides (design, section 7).
+
+What was found to differ is suspect, also once it is seeded anew, until it is found equal after steps of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import bytes_of, to_number
+from checkmate.wire.layout import Parameter
+
+CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
+    torch.float64: (1e-8, 1e-10),
+    torch.float32: (1e-4, 1e-6),
+    torch.bfloat16: (4e-2, 1e-4),
+    torch.float16: (5e-3, 1e-5),
+}
+"""Relative and absolute tolerance of a comparison with parameters that another kind of device stepped."""
+
+STEPS_TO_TRUST: Final = 2
+"""Of our own since it was seeded: what is changed behind our back in each iteration shows by then."""
+
+
+Compared = tuple[int, str]
+"""A parameter, and an entry of its optimizer state; empty: the parameter itself."""
+
+
+class Holding(Protocol):
+    """A parameter as it is held."""
+
+    parameter: Parameter
+
+    def entry(self, name: str) -> object:
+        """The parameter (an empty name) or an entry of its state. `KeyError` if there is no such entry."""
+        ...
+
+
+class Comparison:
+    """What comparing has found so far. For the thread that steps."""
+
+    def __init__(self, *, exact: bool) -> None:
+        """`exact`: the trainers' own step gives the same bits."""
+        self.exact = exact
+        self.doubtful: dict[int, int] = {}
+        """Parameters that were found wrong, and not seeded since: after which iteration they are in doubt."""
+        self.suspects: dict[Compared, range] = {}
+        """What was found wrong: the bytes that have not been found right since."""
+        self._equal: dict[Compared, int] = {}  # when it was last found right, if that was since it was seeded
+        self._seeded: dict[int, int] = {}
+
+    def to_messages(self) -> list[pb.Suspect]:
+        """Return the suspects as replies to trainers name them."""
+        return [
+            pb.Suspect(parameter=number, state=entry, start=run.start, stop=run.stop)
+            for (number, entry), run in self.suspects.items()
+        ]
+
+    def seeded(self, number: int, iteration: int, entries: Collection[str]) -> None:
+        """A parameter was seeded, with these entries of optimizer state."""
+        self._seeded[number] = iteration
+        self._equal = {what: at for what, at in self._equal.items() if what[0] != number}
+        self.doubtful.pop(number, None)
+        for what in [(n, entry) for n, entry in self.suspects if n == number and entry not in ("", *entries)]:
+            del self.suspects[what]  # the trainers don't have it any longer
+
+    def compare(
+        self, iteration: int, slices: Sequence[pb.Slice], held: Mapping[int, Holding]
+    ) -> Iterator[str]:
+        """What of `held`, all of it as after `iteration`, differs from what the trainers have."""
+        for one in slices:
+            ours, what = held.get(one.parameter), (one.parameter, one.state)
+            if ours is None:
+                continue
+            run = range(one.offset, one.offset + max(len(one.data), 1))
+            if self._same(ours, one):
+                self._right(what, iteration, run)
+                continue
+            before = self.suspects.get(what, run)
+            self.suspects[what] = range(min(run.start, before.start), max(run.stop, before.stop))
+            seeded = self._seeded[one.parameter]
+            since = self.doubtful.setdefault(one.parameter, self._equal.get(what, seeded))
+            of = f"{one.state} of parameter" if one.state else "parameter"
+            yield (
+                f"{of} {ours.parameter.name} differs from the trainers' after iteration {iteration}. "
+                f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
+                "A gradient that is changed between backward and optimizer.step() does this, and a parameter "
+                "that is changed outside of that step: clip with checkmate.clip_grad_norm_, unscale with the "
+                "GradScaler that protect was given, and leave parameters to the optimizer"
+            )
+
+    def _right(self, what: Compared, iteration: int, run: range) -> None:
+        """A run was found right: it is no suspect any longer, if that follows on steps of our own."""
+        self._equal[what] = iteration
+        suspect = self.suspects.get(what)
+        if suspect is None or iteration < self._seeded[what[0]] + STEPS_TO_TRUST:
+            return
+        if suspect.start in run:
+            suspect = range(run.stop, suspect.stop)
+        if suspect:
+            self.suspects[what] = suspect
+        else:
+            del self.suspects[what]
+
+    def _same(self, ours: Holding, one: pb.Slice) -> bool:
+        try:
+            value = ours.entry(one.state)
+        except KeyError:
+            return False
+        if not isinstance(value, torch.Tensor):
+            return one.HasField("number") and one.number == to_number(one.state, value)
+        return not one.HasField("number") and self._same_run(value, one)
+
+    def _same_run(self, tensor: torch.Tensor, one: pb.Slice) -> bool:
+        """Whether a tensor has this run; if not `exact`, with a tolerance.
+
+        Of state the tolerance is relative to the run's largest: a sum of what cancels out keeps the errors of
+        its terms.
+        """
+        ours = bytes_of(tensor)[one.offset : one.offset + len(one.data)]
+        if len(ours) != len(one.data) or len(ours) % tensor.element_size():
+            return False
+        if self.exact or not one.data or not tensor.is_floating_point():
+            return bytes(ours) == one.data
+        relative, absolute = CLOSE_ENOUGH[tensor.dtype]
+        start = one.offset // tensor.element_size()
+        theirs = torch.frombuffer(bytearray(one.data), dtype=tensor.dtype).double()
+        mine = tensor.reshape(-1)[start : start + len(theirs)].double()
+        if one.state:
+            absolute = max(absolute, relative * float(theirs.abs().nan_to_num(0.0, 0.0).max()))
+        return torch.allclose(mine, theirs, relative, absolute, equal_nan=True)

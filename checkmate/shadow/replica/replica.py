@@ -1,0 +1,290 @@
+"""A shard's replica: parameters and optimizer state in memory order, stepped as training steps its own.
+
+No sockets, no gRPC. One thread steps and loads; any number of threads read at the same time. A reader never
+waits for a step, nor a step for a reader: what a step would overwrite before it was read stays with its
+readers, and the replica goes on with a copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkmate.optim.options import parse_options
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow.replica.blocks import Batch, Gradients, block_elements, cut, uncut
+from checkmate.shadow.replica.compare import Comparison
+from checkmate.shadow.replica.held import Held, State
+from checkmate.shadow.replica.scalings import check_scalings
+from checkmate.state import DTYPES
+from checkmate.wire.layout import Layout
+
+
+class ReplicaError(ValueError):
+    """What was asked can't be done; the replica is as it was."""
+
+
+class NotStepped(ReplicaError, LookupError):
+    """An iteration is to be read that isn't stepped yet, or a parameter that isn't seeded."""
+
+
+class Gone(ReplicaError, LookupError):
+    """An iteration is to be read that newer ones have overwritten."""
+
+
+@dataclass
+class _Kept:
+    """An iteration that is reserved or being read."""
+
+    reserved: int = 0
+    reads: Counter[int] = field(default_factory=Counter)
+    readers: list[set[int]] = field(default_factory=list)
+    copies: dict[int, tuple[torch.Tensor, dict[str, object]]] = field(default_factory=dict)
+
+    def wants(self, number: int) -> bool:
+        return self.reads[number] < self.reserved or any(number in reader for reader in self.readers)
+
+    @property
+    def done(self) -> bool:
+        return not self.reserved and not self.readers
+
+
+class Replica:
+    """Parameters and optimizer state of one shard. `exact`: the trainers' own step gives the same bits."""
+
+    def __init__(self, layout: Layout, shard: int, spec: pb.OptimizerSpec, *, exact: bool) -> None:
+        """Empty until `load`. `UnsupportedOptimizer` or `OptionsError` for a spec that can't be followed."""
+        self.layout, self.shard = layout, shard
+        self.comparison = Comparison(exact=exact)
+        self.numbers = tuple(layout.of_shard(shard))
+        self.at: dict[int, int] = {}
+        """Each parameter's iteration: its state is the one after that step. Absent: not seeded."""
+        threads = (spec.threads or torch.get_num_threads()) if exact else 0
+        known = [layout.parameters[number] for number in self.numbers]
+        block = block_elements(known)
+        whole = uncut(spec)
+        self._held = {
+            n: Held(layout.parameters[n], 0 if n in whole else block, threads) for n in self.numbers
+        }
+        self._groups = len(spec.groups)
+        self._batches = cut(spec, self._held, block)
+        self._lock = OrderedLock("replica")
+        self._moving: set[int] = set()
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration at which all parameters are; `None` where they differ or some are not seeded."""
+        found = {self.at.get(number) for number in self.numbers}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and optimizer state, copies for readers included."""
+        with self._lock:
+            copies = [copy for kept in self._kept.values() for copy in kept.copies.values()]
+            own = sum(held.nbytes for held in self._held.values())
+        return own + sum(
+            value.nbytes
+            for tensor, state in copies
+            for value in (tensor, *state.values())
+            if isinstance(value, torch.Tensor)
+        )
+
+    def load(self, parameter: int, tensor: torch.Tensor, state: State, iteration: int) -> None:
+        """Seed a parameter with its state after `iteration`. Both are taken over, not copied.
+
+        `ReplicaError` where the shard has no such parameter, or it has another shape or type.
+        """
+        held = self._held.get(parameter)
+        if held is None:
+            raise ReplicaError(f"shard {self.shard} has no parameter {parameter}")
+        known = held.parameter
+        if (tuple(tensor.shape), tensor.dtype) != (known.memory_shape, held.dtype):
+            raise ReplicaError(
+                f"{known.name} has shape {known.memory_shape} and type {known.dtype}, and what came has "
+                f"{tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
+            )
+        ours = {name: _plain(value) for name, value in state.items()}
+        with self._lock:
+            self._keep(parameter, held)
+            held.put(_plain(tensor), ours)
+            self.at[parameter] = iteration
+            self.comparison.seeded(parameter, iteration, ours)
+
+    def clear(self) -> None:
+        """What there is is worth nothing: nothing counts as seeded. Whoever reads goes on with what was."""
+        with self._lock:
+            for number, held in self._held.items():
+                self._keep(number, held)
+            self.at.clear()
+
+    def step(self, iteration: int, gradients: Mapping[int, torch.Tensor], step: pb.Step) -> list[str]:
+        """Step the parameters that are at `iteration - 1`; return what comparing then found wrong.
+
+        `gradients` has each bucket of the shard, flat, by its index in the layout; they are scaled in place.
+        `ValueError`, with nothing stepped, where the record or the gradients don't fit the shard.
+        """
+        due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
+        options = self._options(step)
+        called = not step.skipped or bool(step.options)  # by a GradScaler, whatever the optimizer did then
+        found = self._gradients(due - set(step.without_gradient), gradients) if called else {}
+        for batch in self._batches:
+            numbers = [number for number in batch.numbers if number in due]
+            if numbers:
+                self._advance(batch, numbers, iteration, options, found, step)
+        stepped = {number: held for number, held in self._held.items() if self.at.get(number) == iteration}
+        return list(self.comparison.compare(iteration, step.slices, stepped))
+
+    def reserve(self, iteration: int) -> bool:
+        """Keep `iteration` readable, once for each parameter, until `release`; `False` where it is gone.
+
+        It may lie ahead. Reservations of one iteration add up.
+        """
+        with self._lock:
+            if any(self._beyond(number, iteration) for number in self.numbers):
+                return False
+            self._kept.setdefault(iteration, _Kept()).reserved += 1
+            return True
+
+    def release(self, iteration: int) -> None:
+        """Take one `reserve` back; nothing happens where there is none."""
+        with self._lock:
+            kept = self._kept.get(iteration)
+            if kept is not None and kept.reserved:
+                kept.reserved -= 1
+                self._drop(iteration)
+
+    def read(
+        self, iteration: int, parameters: Sequence[int] = ()
+    ) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
+        """Parameters and state after `iteration`, of all parameters or those named, in that order.
+
+        Never waits: `NotStepped` or `Gone` at once where it can't be read. A tensor is valid until the next
+        one is taken, and must not be changed.
+        """
+        wanted = tuple(parameters) or self.numbers
+        with self._lock:
+            self._check_readable(iteration, wanted)
+        return self._read(iteration, wanted)
+
+    def _read(
+        self, iteration: int, wanted: Sequence[int]
+    ) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
+        unread = set(wanted)
+        with self._lock:
+            self._check_readable(iteration, wanted)
+            kept = self._kept.setdefault(iteration, _Kept())
+            kept.readers.append(unread)
+        try:
+            for number in wanted:
+                with self._lock:
+                    copy = kept.copies.get(number)
+                    tensor, state = self._held[number].snapshot() if copy is None else copy
+                yield number, tensor, state
+                with self._lock:
+                    unread.discard(number)
+                    kept.reads[number] += 1
+                    if not kept.wants(number):
+                        kept.copies.pop(number, None)
+        finally:
+            with self._lock:
+                kept.readers.remove(unread)
+                self._drop(iteration)
+
+    def _options(self, step: pb.Step) -> list[dict[str, Any]]:
+        """Each parameter group's, as the trainers were about to use them; none: as before."""
+        if step.options and len(step.options) != self._groups:
+            raise ReplicaError(
+                f"the record has {len(step.options)} parameter groups, the optimizer has {self._groups}"
+            )
+        check_scalings(step.scalings)
+        if unknown := {one.dtype for one in step.beginnings} - DTYPES.keys():
+            raise ReplicaError(f"the record has parameters of unknown types: {', '.join(unknown)}")
+        return [parse_options(text) for text in step.options]
+
+    def _gradients(self, numbers: set[int], buckets: Mapping[int, torch.Tensor]) -> Gradients:
+        """Each parameter's gradient, in its bucket; one without elements stands in none."""
+        where = {number: self.layout.where[number] for number in numbers.difference(self.layout.empty)}
+        for index in {index for index, _ in where.values()}:
+            bucket, known = buckets.get(index), self.layout.buckets[index]
+            if bucket is None or (bucket.shape, bucket.dtype) != ((known.elements,), DTYPES[known.dtype]):
+                raise ReplicaError(
+                    f"bucket {index} of shard {self.shard} is missing, or has another size or type"
+                )
+        found = {number: (buckets[index], place.start) for number, (index, place) in where.items()}
+        nothing = {n: (torch.empty(0, dtype=self._held[n].dtype), 0) for n in numbers - where.keys()}
+        return found | nothing
+
+    def _advance(
+        self,
+        batch: Batch,
+        numbers: Sequence[int],
+        iteration: int,
+        options: Sequence[Mapping[str, Any]],
+        gradients: Gradients,
+        step: pb.Step,
+    ) -> None:
+        """Take a batch's parameters to `iteration`. Where that fails half-way, they count as not seeded."""
+        with self._lock:
+            self._moving.update(numbers)
+            unread = [number for number in numbers if self._keep(number, self._held[number])]
+        try:
+            for number in unread:
+                if batch.blocks:
+                    self._held[number].move()
+            if options and batch.group is not None:
+                batch.put_options(options[batch.group])
+            chosen = {number: gradients[number] for number in numbers if number in gradients}
+            batch.step(chosen, step)
+            for number in chosen:
+                self._held[number].gather()
+        except BaseException:
+            with self._lock:
+                for number in numbers:
+                    self.at.pop(number, None)
+                self._moving.difference_update(numbers)
+            raise
+        with self._lock:
+            self.at.update(dict.fromkeys(numbers, iteration))
+            self._moving.difference_update(numbers)
+
+    def _keep(self, number: int, held: Held) -> bool:
+        """Before a parameter changes, leave it to those who still read its iteration; whether any do."""
+        kept = self._kept.get(self.at.get(number, -2))
+        if kept is None or number in kept.copies or not kept.wants(number):
+            return False
+        kept.copies[number] = held.snapshot()
+        return True
+
+    def _beyond(self, number: int, iteration: int) -> bool:
+        at = self.at.get(number)
+        return at is not None and (at > iteration or (at == iteration and number in self._moving))
+
+    def _check_readable(self, iteration: int, wanted: Sequence[int]) -> None:
+        kept = self._kept.get(iteration)
+        for number in wanted:
+            if number not in self._held:
+                raise NotStepped(f"shard {self.shard} has no parameter {number}")
+            if kept is not None and number in kept.copies:
+                continue
+            name = self.layout.parameters[number].name
+            if self._beyond(number, iteration):
+                raise Gone(
+                    f"{name} is beyond iteration {iteration}, which was not reserved, or is read already"
+                )
+            if self.at.get(number) != iteration:
+                raise NotStepped(f"{name} is not at iteration {iteration} yet")
+
+    def _drop(self, iteration: int) -> None:
+        if self._kept[iteration].done:
+            del self._kept[iteration]
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu().contiguous() if isinstance(value, torch.Tensor) else value

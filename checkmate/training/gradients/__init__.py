@@ -1,0 +1,1 @@
+"""Backward: gradients over the ring, tagged."""

@@ -1,0 +1,253 @@
+"""The DDP communication hook: gradients are reduced in our layout, over our ring.
+
+DDP's own buckets change after the first iteration and after a restart, and only say which parameters are
+ready. A bucket of the layout is reduced when all of its parameters are, in order of index, so that neither
+the order of summation nor the bits depend on DDP's (design, section 7).
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's own with the classes.
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.ring import AllReduce, Ring, RingError
+from checkmate.training.gradients.staging import Gradients, Staging, staging_for
+from checkmate.training.start.formats import check_format
+from checkmate.wire.layout import Layout
+
+_log = logging.getLogger("checkmate")
+
+_KEPT = 8
+"""Iterations whose streams' ends are kept."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A bucket of DDP's, which wants `left` parameters back."""
+
+    future: Gradients
+    buffer: torch.Tensor
+    staging: Staging
+    left: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Lent:
+    """A gradient that DDP waits for, and the bucket of DDP's in which it stands."""
+
+    gradient: torch.Tensor
+    pending: _Pending
+
+
+class GradientHook:
+    """Of `ddp`, whose trained parameters are `parameters`, in the layout's order, once it is registered.
+
+    An iteration is one synchronising backward. `close` ends the threads; backward fails from then on.
+    """
+
+    iteration: int
+    """Of the last synchronising backward that began; `first_iteration` - 1 before the first."""
+    on_reduced: Callable[[int], None]
+    """Called at the end of an iteration's backward, by its thread: every `.grad` is reduced."""
+    error: RingError | None
+    """Why the ring broke. Backward raises a RuntimeError: DDP loses the type."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        ring: Ring,
+        first_iteration: int,
+    ) -> None:
+        self.iteration = first_iteration - 1
+        self._first_iteration = first_iteration
+        self.on_reduced = lambda iteration: None
+        self.error = None
+        self._told = False
+        self._ddp = ddp
+        self._layout = layout
+        self._parameters = parameters
+        self._numbers: dict[torch.Tensor, int] = {
+            parameter: number for number, parameter in enumerate(parameters)
+        }
+        pinned = any(parameter.device.type == "cuda" for parameter in parameters)
+        self.tensors = [
+            torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), pin_memory=pinned)
+            for bucket in layout.buckets
+        ]
+        self._flats = {
+            number: self.tensors[index][place.start : place.stop]
+            for number, (index, place) in layout.where.items()
+        }
+        self._lock = threading.RLock()
+        self._lent: dict[int, _Lent] = {}  # by parameter
+        self._missing = 0  # parameters that this iteration's backward has not handed over
+        self._unready = [len(bucket.places) for bucket in layout.buckets]
+        self._next = 0  # to be submitted
+        self._ends: dict[int, dict[tuple[int, int], int]] = {}
+        self._reduced: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._stagings: dict[torch.device, Staging] = {}
+        with ExitStack() as undo:
+            for device in {parameter.device for parameter in parameters}:
+                self._stagings[device] = staging_for(device, self._staging_failed)
+                undo.callback(self._stagings[device].close)
+            self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
+            self._finisher.start()
+            undo.callback(self._end_finisher)
+            self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
+            undo.callback(self._allreduce.close)
+            self._undo = undo.pop_all()
+
+    def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
+        """Have DDP call it from now on, for good. RuntimeError where DDP has another hook."""
+        self.on_reduced = on_reduced
+        self._ddp.register_comm_hook(self, GradientHook.run)
+
+    def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Take one of DDP's buckets; the future has it back, reduced. On the thread that runs backward."""
+        gradients = self._gradients_of(bucket)
+        buffer = bucket.buffer()
+        staging = self._stagings[buffer.device]
+        pending = _Pending(staging.future(), buffer, staging, len(gradients))
+        if not gradients:
+            staging.complete(pending.future, buffer)
+            return pending.future
+        if not self._missing:
+            self._begin()
+        if self.iteration == self._first_iteration:
+            for number, gradient in gradients.items():
+                check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
+        with self._lock:
+            if twice := gradients.keys() & self._lent.keys():
+                name = self._layout.parameters[min(twice)].name
+                raise RuntimeError(f"{name} came twice in one backward; did an earlier backward fail?")
+            self._lent |= {number: _Lent(gradient, pending) for number, gradient in gradients.items()}
+            self._missing -= len(gradients)
+        if self.error is not None:
+            self._fail(self.error)
+        else:
+            flats = [self._flats[number] for number in gradients]
+            staging.take(flats, list(gradients.values()), lambda: self._ready(gradients))
+        return pending.future
+
+    def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
+        """Each stream's tagged bytes, by channel and shard, when this iteration was reduced.
+
+        Empty unless this rank tags. Kept for the last few iterations; `KeyError` for others.
+        """
+        return self._ends[iteration]
+
+    def passed(self, ends: Mapping[tuple[int, int], int]) -> bool:
+        """Whether the next rank has acknowledged all bytes up to these ends, so that the switch had them."""
+        return self._allreduce.passed(ends)
+
+    def close(self) -> None:
+        """End the threads; a reduction under way fails, and breaks the ring. The ring stays the caller's."""
+        self._undo.close()
+
+    def _end_finisher(self) -> None:
+        self._reduced.put(None)
+        self._finisher.join()
+
+    def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
+        """The bucket's gradients by parameter, in place and in memory order, without those of empty ones.
+
+        DDP lays a gradient into its bucket by the parameter's strides, but gives it with the shape alone.
+        """
+        if bucket.buffer().layout != torch.strided:
+            raise RuntimeError("sparse gradients can't be protected; build the Embedding with sparse=False")
+        gradients = {}
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            number = self._numbers.get(parameter)
+            if number is None:
+                raise RuntimeError(
+                    f"DDP reduces a parameter that was not protected: {tuple(parameter.shape)}"
+                )
+            if not gradient.numel():
+                continue
+            if gradient.dtype != self._flats[number].dtype:
+                told = f"{self._layout.parameters[number].name} has gradients of {gradient.dtype}"
+                raise RuntimeError(f"{told}, not of {self._flats[number].dtype}, which was protected")
+            gradients[number] = gradient.view(-1)
+        return gradients
+
+    def _begin(self) -> None:
+        self.iteration += 1
+        self._missing = len(self._flats)
+        self._next = 0
+        self._unready = [len(bucket.places) for bucket in self._layout.buckets]
+        for staging in self._stagings.values():
+            staging.begin()
+        iteration, queue_callback = self.iteration, torch.autograd.Variable._execution_engine.queue_callback
+        # DDP queues its own last step later than this, and we must come after it.
+        queue_callback(lambda: queue_callback(lambda: self.on_reduced(iteration)))
+
+    def _ready(self, numbers: Iterable[int]) -> None:
+        """Gradients are in our buckets: let go those that are full, in order of index."""
+        with self._lock:
+            for number in numbers:
+                self._unready[self._layout.where[number][0]] -= 1
+            try:
+                while self._next < len(self._unready) and not self._unready[self._next]:
+                    self._next += 1
+                    self._allreduce.submit(self._next - 1)
+            except RingError as error:
+                self._fail(error)
+
+    def _finish(self) -> None:
+        """The finisher's thread: gives back what is reduced."""
+        while (index := self._reduced.get()) is not None:
+            try:
+                self._give_back(index)
+            except Exception as error:  # noqa: BLE001 - backward must not wait for this thread for ever
+                self._staging_failed(error)
+
+    def _give_back(self, index: int) -> None:
+        if index == len(self.tensors) - 1:
+            self._ends[self.iteration] = self._allreduce.ends()
+            self._ends.pop(self.iteration - _KEPT, None)
+        back: dict[_Pending, list[int]] = {}
+        with self._lock:
+            if self.error is not None:
+                return
+            lent = {p.parameter: self._lent[p.parameter] for p in self._layout.buckets[index].places}
+        for number, one in lent.items():
+            back.setdefault(one.pending, []).append(number)
+        for pending, numbers in back.items():
+            pending.staging.give([lent[n].gradient for n in numbers], [self._flats[n] for n in numbers])
+        with self._lock:
+            if self.error is not None:
+                return
+            for number, one in lent.items():
+                del self._lent[number]
+                one.pending.left -= 1
+        for pending in back:
+            if not pending.left:
+                pending.staging.complete(pending.future, pending.buffer)
+
+    def _staging_failed(self, error: Exception) -> None:
+        broken = RingError(f"gradients can't be copied: {type(error).__name__}: {error}")
+        broken.__cause__ = error
+        self._fail(broken)
+
+    def _fail(self, error: RingError) -> None:
+        """Have backward end, now and from now on."""
+        with self._lock:
+            self.error = self.error or error
+            left = {one.pending for one in self._lent.values()}
+            self._lent.clear()
+        if left and not self._told:  # what backward raises is wrapped in words of PyTorch's
+            self._told = True
+            _log.error("%s. Backward ends with an error; torchrun starts the job again", self.error)
+        for pending in left:
+            pending.future.set_exception(self.error)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""A rank's tagger and its ring, made by all ranks together."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+
+import torch.distributed as dist
+
+from checkmate.ring import Ring, RingPlace, connect_ring
+from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.start.membership import Membership
+from checkmate.training.start.standing import Start
+from checkmate.wire.layout import Layout
+
+
+def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:
+    """The ring, with the tagger on boundary ranks; both are closed with `undo`.
+
+    `TaggerUnavailable` on all ranks where one can't tag, `RingError`.
+    """
+    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}".encode()
+    where = RingPlace(
+        place.position,
+        place.ips,
+        place.job.channels,
+        incarnation=start.plan.incarnation,
+        dscp_bit=place.job.tag.dscp_bit,
+        fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+    )
+    tagger, trouble = None, None
+    if place.side is not None:
+        try:
+            tagger = Tagger.attach()
+            undo.callback(tagger.close)
+        except TaggerUnavailable as error:
+            trouble = (f"rank {place.rank}: {error.missing}", error.remedy)
+    troubles: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(troubles, trouble)
+    found = next((one for one in troubles if one is not None), None)
+    if found is not None:
+        raise TaggerUnavailable(*found)
+    ring = connect_ring(where, tagger)
+    undo.callback(ring.close)
+    return ring

@@ -1,0 +1,1 @@
+"""A rank's connections to shadow nodes."""

@@ -1,0 +1,180 @@
+"""Makes messages of what a rank has noted, and hands them to its lines to shadow nodes: in the background."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import MESSAGE_BYTES
+from checkmate.training.record.recorder import Noted
+from checkmate.training.record.windows import to_message
+
+_log: Final = logging.getLogger("checkmate")
+_POLL_SECONDS: Final = 0.001
+_DEPARTED_POLL_SECONDS: Final = 0.0002
+DEPARTURE_SECONDS: Final = 0.25
+"""How long a step waits until the record before it has left this process."""
+
+
+class RecordSink(Protocol):
+    """Where records go."""
+
+    def send(self, iteration: int, data: bytes) -> None:
+        """Queue an iteration's part, serialized."""
+
+    def departed(self, iteration: int) -> bool:
+        """Whether it has left this process, or can't for now: the node is away."""
+        ...
+
+
+@dataclass(frozen=True)
+class Author:
+    """Whose records they are: the fields that all parts have, and the boundary's side."""
+
+    job: str
+    incarnation: int
+    run: str
+    start: bytes
+    group: int
+    position: int
+    side: int | None
+
+
+def to_part(author: Author, noted: Noted) -> pb.RecordPart:
+    """A rank's part of an iteration's record. `StateError` where `extra` can't be kept."""
+    part = pb.RecordPart(
+        job=author.job,
+        incarnation=author.incarnation,
+        run=author.run,
+        start=author.start,
+        group=author.group,
+        position=author.position,
+        iteration=noted.iteration,
+        rng=state.dump_generators(noted.rng),
+        extra=b"" if noted.extra is None else state.dumps(noted.extra),
+    )
+    if noted.buffers:
+        part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()}, known=True)
+    if author.side is not None:
+        for (channel, shard), end in noted.ends.items():
+            part.ends.add(side=author.side, channel=channel, shard=shard, end=end)
+    if author.position == 0:
+        part.step.CopyFrom(_step(noted))
+    return part
+
+
+def _step(noted: Noted) -> pb.Step:
+    step = pb.Step(
+        skipped=noted.skipped(),
+        last=noted.last,
+        options=noted.options,
+        next_options=noted.next_options,
+        without_gradient=noted.without_gradient,
+        beginnings=noted.beginnings,
+        scheduler=b"" if noted.scheduler is None else state.dumps(noted.scheduler),
+        scheduler_class=noted.scheduler_class,
+        scaler=b"" if noted.scaler is None else state.dumps(noted.scaler),
+        slices=[to_message(window, later()) for window, later in noted.slices],
+    )
+    for scaled in noted.scaled:
+        step.scalings.add(
+            kind=scaled.kind,
+            factor=float(scaled.factor.item()),
+            parameters=scaled.parameters,
+            dtype=state.dtype_name(scaled.factor.dtype),
+        )
+    return step
+
+
+class Publisher:
+    """A thread that publishes iterations in order, each once the switch has had all of its bytes."""
+
+    def __init__(
+        self,
+        author: Author,
+        sinks: Sequence[RecordSink],
+        passed: Callable[[Mapping[tuple[int, int], int]], bool],
+        on_fault: Callable[[Exception], None],
+    ) -> None:
+        self._author = author
+        self._sinks = sinks
+        self._passed = passed
+        self._on_fault = on_fault
+        self.newest: int | None = None
+        """The last iteration that was published."""
+        self._put = -1
+        self._slow: list[RecordSink] = []
+        """Nodes for which nothing is waited for."""
+        self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def put(self, noted: Noted) -> None:
+        """Publish this; never waits."""
+        self._put = noted.iteration
+        self._queue.put(noted)
+
+    def await_departed(self) -> None:
+        """Wait until all that was put has left this process, so that its death loses none of it.
+
+        That has long been so, unless iterations take a few milliseconds. For a node that takes nothing,
+        `DEPARTURE_SECONDS` are waited once.
+        """
+        deadline = time.monotonic() + DEPARTURE_SECONDS
+        while self._behind(self._put):
+            if self._ended.is_set() or not self._thread.is_alive():
+                return
+            if time.monotonic() > deadline:
+                self._slow = [sink for sink in self._sinks if not sink.departed(self._put)]
+                return
+            time.sleep(_DEPARTED_POLL_SECONDS)
+
+    def _behind(self, iteration: int) -> bool:
+        """Whether an iteration has not left for all nodes that take what they are sent."""
+        if iteration < 0:
+            return False
+        self._slow = [sink for sink in self._slow if not sink.departed(iteration)]
+        swift = (sink for sink in self._sinks if sink not in self._slow)
+        return self.newest != iteration or not all(sink.departed(iteration) for sink in swift)
+
+    def close(self, timeout: float) -> None:
+        """Publish what is queued, as far as `timeout` seconds allow, and end the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (noted := self._queue.get()) is not None:
+            try:
+                data = to_part(self._author, noted).SerializeToString()
+                if len(data) > MESSAGE_BYTES:
+                    raise state.StateError(
+                        f"the step record of iteration {noted.iteration} has {len(data) >> 20} MiB, and may "
+                        f"have {MESSAGE_BYTES >> 20}: let extra() give less"
+                    )
+                if not self._await_passed(noted):
+                    return
+            except Exception as error:  # noqa: BLE001 - training has to learn of it, whatever it is
+                self._on_fault(error)
+                return
+            for sink in self._sinks:
+                sink.send(noted.iteration, data)
+            self.newest = noted.iteration
+
+    def _await_passed(self, noted: Noted) -> bool:
+        """Wait until the next rank has acknowledged what was tagged: then the switch has had it."""
+        while not self._passed(noted.ends):
+            if self._ended.is_set():
+                _log.warning("iteration %d: not all of it had left when training ended", noted.iteration)
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True

@@ -1,0 +1,166 @@
+"""Windows that go round parameters and their optimizer state: copies for the record, to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import bytes_of, in_memory_order, to_number
+from checkmate.training.record.buffers import copied
+from checkmate.wire.layout import Layout
+
+SLICE_BYTES: Final = 64 * 1024
+WINDOW_BYTES: Final = 1024
+"""A window counts for so many at least: a copy costs time, however small it is."""
+
+Copy = Callable[[], object]
+"""A window as it was: a flat tensor on the CPU, once it has arrived, or a number."""
+
+Entry = tuple[str, int, int]
+"""Of a parameter's state: its name (empty: the parameter itself), its elements, and an element's bytes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Elements [start, stop) of a parameter or of an entry of its state, flat, in memory order."""
+
+    parameter: int
+    state: str
+    start: int
+    stop: int
+
+
+class Rotation:
+    """Windows that go round some parameters, so many bytes each time, ends included."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        entries: Callable[[int], Sequence[Entry]],
+        nbytes: int = SLICE_BYTES,
+    ) -> None:
+        """`entries`: what a parameter has now, itself first."""
+        self._numbers = numbers
+        self._known = frozenset(numbers)
+        self._entries = entries
+        self._nbytes = nbytes
+        self._at = (0, 0, 0)  # which parameter, its entry, and the entry's element
+        self._first: list[tuple[int, str, int, int]] = []  # suspects: parameter, entry, first and last byte
+        self._named: Sequence[pb.Suspect] = ()
+
+    def has(self, number: int) -> bool:
+        """Return whether it goes round this parameter."""
+        return number in self._known
+
+    def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
+        """Have the next windows lie there, unless earlier suspects are still to come. From any thread."""
+        self._named = suspects
+
+    def next(self) -> list[Window]:
+        """The next windows; after the last parameter it begins anew, another time.
+
+        Suspects get half of the bytes: what is wrong in each iteration leaves the rest its turn.
+        """
+        found = self._suspects(self._nbytes // 2)
+        return found + self._further(self._nbytes - sum(self._size(window) for window in found))
+
+    def _suspects(self, left: int) -> list[Window]:
+        """The windows of the next suspects that there still are, so many bytes of them."""
+        if not self._first:
+            named, self._named = self._named, ()
+            self._first = [(one.parameter, one.state, one.start, one.stop) for one in named]
+        found = list[Window]()
+        while self._first and left > 0:
+            number, name, start, stop = self._first.pop(0)
+            for elements, itemsize in self._sizes(number, name):
+                first, last = start // itemsize, min(-(-stop // itemsize), elements)
+                end = min(last, first + max(left // itemsize, 1))
+                if end > first:
+                    found.append(Window(number, name, first, end))
+                    left -= self._size(found[-1])
+                if end < last:
+                    self._first.insert(0, (number, name, end * itemsize, stop))
+        return found
+
+    def _sizes(self, number: int, name: str) -> list[tuple[int, int]]:
+        return [(count, itemsize) for entry, count, itemsize in self._entries(number) if entry == name]
+
+    def _size(self, window: Window) -> int:
+        """The bytes for which a window counts."""
+        ((_, itemsize),) = self._sizes(window.parameter, window.state)
+        return max((window.stop - window.start) * itemsize, WINDOW_BYTES)
+
+    def _further(self, left: int) -> list[Window]:
+        """The windows of so many bytes that follow where it stands."""
+        index, entry, start = self._at
+        found = list[Window]()
+        while index < len(self._numbers):
+            number = self._numbers[index]
+            known = self._entries(number)
+            if entry >= len(known):
+                index, entry, start = index + 1, 0, 0
+                continue
+            name, elements, itemsize = known[entry]
+            stop = min(elements, start + max(left, 0) // itemsize)
+            if stop > start:
+                found.append(Window(number, name, start, stop))
+                left -= max((stop - start) * itemsize, WINDOW_BYTES)
+            if stop < elements:
+                self._at = (index, entry, stop)
+                return found
+            entry, start = entry + 1, 0
+        self._at = (0, 0, 0)
+        return found
+
+
+class Slices:
+    """Each iteration's slices of all shards of a model and of the optimizer's state of it."""
+
+    def __init__(
+        self, layout: Layout, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._orders = [known.dim_order for known in layout.parameters]
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._rotations = [Rotation(layout.of_shard(s), self._entries) for s in range(layout.shards)]
+
+    def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
+        """Have the next slices of the suspects' shards be these. From any thread."""
+        for rotation in self._rotations:
+            rotation.look_first([one for one in suspects if rotation.has(one.parameter)])
+
+    def take(self) -> list[tuple[Window, Copy]]:
+        """The next windows, each with what will give its copy."""
+        return [(window, self.copy(window)) for one in self._rotations for window in one.next()]
+
+    def copy(self, window: Window) -> Copy:
+        """What will give a copy of a window as it is now: a flat tensor, or a number."""
+        parameter = self._parameters[window.parameter]
+        value = self._optimizer.state[parameter][window.state] if window.state else parameter
+        if not isinstance(value, torch.Tensor):
+            return lambda: value
+        order = self._orders[window.parameter] if value.shape == parameter.shape else ()
+        return copied(in_memory_order(value.detach(), order).reshape(-1)[window.start : window.stop])
+
+    def _entries(self, number: int) -> list[Entry]:
+        parameter = self._parameters[number]
+        values = {"": parameter, **self._optimizer.state.get(parameter, {})}
+        return [
+            (name, value.numel(), value.element_size()) if isinstance(value, torch.Tensor) else (name, 1, 1)
+            for name, value in values.items()
+        ]
+
+
+def to_message(window: Window, value: object) -> pb.Slice:
+    """A window's copy as the record has it. `StateError` for what is neither a tensor nor a number."""
+    found = pb.Slice(parameter=window.parameter, state=window.state)
+    if isinstance(value, torch.Tensor):
+        found.offset, found.data = window.start * value.element_size(), bytes(bytes_of(value))
+    else:
+        found.number.CopyFrom(to_number(window.state, value))
+    return found

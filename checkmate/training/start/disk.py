@@ -1,0 +1,122 @@
+"""Resumes from a checkpoint on disk, as `checkmate consolidate` writes them, where no shadow node has one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from checkmate import state
+from checkmate.consolidate import disk, kept
+from checkmate.optim.supported import options_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.record import rng
+from checkmate.training.record.recorder import Watched
+from checkmate.training.start.fits import check_ranks, check_scaler, check_scheduler
+from checkmate.training.start.install import InstallError, install_buffers, load_optimizer
+from checkmate.training.start.membership import Membership, trained
+
+CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
+_NAMED: Final = 3
+"""Of checkpoints that are passed over."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """What can be resumed from, the newest first, and the greatest generation that is there."""
+
+    paths: tuple[Path, ...] = ()
+    generation: int = 0
+
+    @property
+    def passed_over(self) -> str:
+        """The older ones, for a message; empty if there is none."""
+        names = [path.name for path in self.paths[1:]]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return ", ".join(names[:_NAMED]) + more
+
+
+def look(folder: str | Path | None) -> OnDisk:
+    """Look for checkpoints in a folder, by default the one that CHECKMATE_CHECKPOINTS names. `DiskError`."""
+    chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
+    if not chosen:
+        return OnDisk()
+    place = Path(chosen).absolute()
+    return OnDisk(tuple(kept.choices(place)), kept.greatest_generation(place))
+
+
+def nothing(folder: str | Path | None) -> str:
+    """What to say if `look` has found none."""
+    chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
+    if chosen:
+        return f"no checkpoint is in {chosen}"
+    return f"no folder of checkpoints is named (checkpoints=, or {CHECKPOINTS_VARIABLE})"
+
+
+def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.IterationRecord, Any]:
+    """Install a checkpoint, bit for bit; its iteration's record, and this rank's `extra`.
+
+    `DiskError` where it can't be read, `InstallError` where it is of another job or doesn't fit the script.
+    """
+    checkpoint = disk.load(path)
+    try:
+        found = disk.group_of(checkpoint, place.group)
+    except KeyError:
+        raise InstallError(f"{path} has no DP group {place.group}") from None
+    if found["job"] != place.job.job:
+        raise InstallError(f"{path} is of the job {found['job']}, not of {place.job.job}")
+    try:
+        _install(found, place, watched)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
+    return record_of(found, place, watched.optimizer), found["extra"].get(place.rank)
+
+
+def _install(found: dict[str, Any], place: Membership, watched: Watched) -> None:
+    check_ranks(len(found["rng"]), place)
+    check_scheduler(watched.scheduler, found["scheduler"], found.get("scheduler_class", ""))
+    check_scaler(watched.scaler, found["scaler"])
+    model = watched.ddp.module
+    missing, unexpected = model.load_state_dict(found["model"], strict=False)
+    lacking = set(missing) & trained(watched.ddp).keys()
+    if lacking or unexpected:
+        raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
+    install_buffers(watched.ddp, found["buffers"])
+    install_buffers(watched.ddp, found.get("rank_buffers", {}).get(place.rank, {}))
+    load_optimizer(watched.optimizer, found["optimizer"])
+    for name, thing in (("scheduler", watched.scheduler), ("scaler", watched.scaler)):
+        if found[name] is not None and thing is not None:
+            thing.load_state_dict(found[name])
+    if place.rank in found["rng"]:
+        rng.install(found["rng"][place.rank])
+
+
+def record_of(
+    found: dict[str, Any], place: Membership, optimizer: torch.optim.Optimizer
+) -> pb.IterationRecord:
+    """The record of a checkpoint's iteration, so that shadow nodes that are seeded with it have that too."""
+    record = pb.IterationRecord(iteration=found["iteration"])
+    for position, member in enumerate(place.job.dp_groups[place.group].ranks):
+        part = record.parts.add(
+            job=place.job.job, group=place.group, position=position, iteration=found["iteration"]
+        )
+        if member.rank in found["rng"]:
+            part.rng = state.dump_generators(found["rng"][member.rank])
+        if member.rank in found["extra"]:
+            part.extra = state.dumps(found["extra"][member.rank])
+        own = found.get("rank_buffers", {}).get(member.rank)
+        if own:
+            part.buffers = state.dumps(own)
+    options = [options_of(group) for group in optimizer.param_groups]
+    kind = found.get("scheduler_class", "")
+    step = pb.Step(options=options, next_options=options, scheduler_class=kind)
+    for name in ("scheduler", "scaler"):
+        if found[name] is not None:
+            setattr(step, name, state.dumps(found[name]))
+    record.parts[0].step.CopyFrom(step)
+    for name, tensor in found["buffers"].items():
+        record.buffers[name] = state.dumps(tensor)
+    return record

@@ -1,0 +1,240 @@
+"""Fences a job's shadow nodes, and names what to resume from: global rank 0's part of a restart."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+import grpc
+
+from checkmate.job.schema import Job
+from checkmate.nodes import target
+from checkmate.nodes.shards import Shard, node_name
+from checkmate.nodes.standing import Answers, Lacking
+from checkmate.nodes.stubs import Stubs, reason
+from checkmate.nodes.target import Target
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.training.start.repair import wanted_parts
+
+_log: Final = logging.getLogger("checkmate")
+
+READ_SECONDS: Final = 5.0
+"""How long a fenced node may read on; it stops as soon as nothing comes."""
+DRAIN_SECONDS: Final = 20.0
+"""How long a node may step what is recorded before it is fenced; it stops as soon as nothing moves."""
+PATIENCE_SECONDS: Final = 2.0
+"""How long nodes without which all is whole are waited for."""
+SETTLE_SECONDS: Final = 30.0
+COPY_SECONDS: Final = 20.0
+LATE_SECONDS: Final = 5.0
+"""So much a restart may take beyond its timeout, for each call to nodes that have answered before."""
+_AGAIN_SECONDS: Final = 0.25
+
+
+@dataclass(frozen=True)
+class RestartPlan:
+    """What rank 0 has found, for all ranks: how this start of training begins.
+
+    `nodes`: from iteration `iteration` of these holders. `nothing`: no node holds anything. `none`: nothing
+    whole can be had, and `trouble` says why.
+    """
+
+    kind: Literal["nodes", "nothing", "none"]
+    incarnation: int
+    run: str
+    iteration: int = -1
+    holders: Mapping[Shard, list[int]] = field(default_factory=dict)
+    trouble: str = ""
+    generation: int = 0
+    """Of the run: one that goes on keeps its own, a new one gets a greater one than any that was seen."""
+    generation_seen: int = 0
+    """The greatest that any node knows."""
+    start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
+    """Tells this start from others: incarnations come round, and a run goes on over restarts."""
+
+
+class Fence:
+    """Has each node of a job fence, or only `drain`, in a thread of its own, again until it answers."""
+
+    def __init__(self, job: Job, stubs: Stubs, deadline: float, *, drain: bool = False) -> None:
+        self.answers: dict[int, pb.NodeStatus] = {}
+        self.failures: dict[int, str] = {}
+        self._job = job
+        self._deadline = deadline
+        self._drain = drain
+        self._seconds = DRAIN_SECONDS if drain else READ_SECONDS
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(node.id, stubs.to(node.id)), daemon=True)
+            for node in job.shadow_nodes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all nodes have answered."""
+        return len(self.answers) == len(self._threads)
+
+    @property
+    def said(self) -> Answers:
+        """By node: its answer, or why it has given none so far."""
+        return {**self.failures, **self.answers}
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Wait for all nodes; once `enough` holds, only for `PATIENCE_SECONDS` more."""
+        patience = None
+        with self._changed:
+            while not self.complete:
+                now = time.monotonic()
+                if patience is None and enough():
+                    patience = now + PATIENCE_SECONDS
+                left = min(self._deadline, patience or self._deadline) - now
+                if left <= 0:
+                    return
+                self._changed.wait(left)
+
+    def close(self) -> None:
+        """Ask no more; what is answered from now on comes too late."""
+        with self._changed:
+            self._ended.set()
+
+    def within(self, seconds: float) -> float:
+        """Return for how long to wait for a call that takes so long at most: little beyond the deadline."""
+        return min(seconds, max(self._deadline - time.monotonic(), 0) + LATE_SECONDS)
+
+    def _ask(self, node: int, stub: ShadowStub) -> None:
+        while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
+            request = pb.FenceRequest(job=self._job.job, timeout=min(self._seconds, left), drain=self._drain)
+            try:
+                status = stub.Fence(request, timeout=left)
+            except grpc.RpcError as error:
+                with self._changed:
+                    if self._ended.is_set():
+                        return
+                    self.failures[node] = reason(error)
+                self._ended.wait(_AGAIN_SECONDS)
+                continue
+            with self._changed:
+                if self._ended.is_set():
+                    return
+                self.answers[node] = status
+                self.failures.pop(node, None)
+                self._changed.notify_all()
+            return
+
+
+def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
+    """Fence, and begin anew whatever the nodes hold."""
+    fence = Fence(job, stubs, time.monotonic() + timeout)
+    fence.wait(lambda: False)
+    fence.close()
+    for node, why in sorted(fence.failures.items()):
+        _log.warning("%s: %s; it will be seeded when it answers", node_name(job, node), why)
+    answers = _given(fence)
+    held = [hold.stepped for answer in answers if not answer.holds_nothing for hold in answer.holds]
+    trouble = f"the shadow nodes held iteration {max(held)}, which is given up" if held else ""
+    return _anew("nothing", answers, trouble)
+
+
+def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
+    """Drain and fence, name the target, settle the nodes that can reach it."""
+    fence = Fence(job, stubs, time.monotonic() + timeout, drain=True)
+    fence.wait(lambda: _enough(job, fence.said))
+    fence.close()
+    if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
+        return _anew("nothing", _given(fence))
+    _freeze(job, stubs, fence)
+    answers = _given(fence)
+    try:
+        chosen = target.find_target(job, fence.said)
+        settled = _settle(job, stubs, chosen, fence)
+        holders = target.find_settled(job, chosen, settled)
+    except Lacking as error:
+        trouble = f"no iteration is whole on the shadow nodes within {timeout:g} s: {error}"
+        return _anew("none", answers, trouble)
+    if chosen.behind:
+        newest = chosen.iteration + chosen.behind
+        _log.warning("iteration %d was stepped, but %d is the newest that is whole", newest, chosen.iteration)
+    return RestartPlan(
+        "nodes",
+        target.next_incarnation(answers, time.time()),
+        chosen.run,
+        chosen.iteration,
+        holders,
+        generation=chosen.generation,
+        generation_seen=_generation_seen(answers),
+    )
+
+
+def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
+    """Have nodes that have drained copy what they lack from each other, drain the rest, and stop for good."""
+    wanted = wanted_parts(_given(fence))
+    for node, reply in stubs.ask_each(wanted, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
+        for trouble in [reply] if isinstance(reply, str) else reply.troubles:
+            _log.warning("%s: %s", node_name(job, node), trouble)
+    drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True)
+    if wanted or not all(answer.drained for answer in fence.answers.values()):
+        # A node that answered early may have waited for one that answered late.
+        stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, fence.within(2 * DRAIN_SECONDS))
+    stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS)
+    for node, answer in stubs.ask(
+        list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS)
+    ).items():
+        if isinstance(answer, str):
+            fence.failures[node] = answer
+            del fence.answers[node]
+        else:
+            fence.answers[node] = answer
+
+
+def plan_anew(incarnation: int, trouble: str, generation_seen: int = 0) -> RestartPlan:
+    """A plan without the shadow nodes' state, in an incarnation that is agreed on: `trouble` says why."""
+    return RestartPlan(
+        "none",
+        incarnation,
+        uuid.uuid4().hex,
+        trouble=trouble,
+        generation=generation_seen + 1,
+        generation_seen=generation_seen,
+    )
+
+
+def after_disk(plan: RestartPlan, generation: int) -> RestartPlan:
+    """The plan of a new run, if the greatest generation on disk is this one."""
+    return replace(plan, generation=max(plan.generation, generation + 1))
+
+
+def _generation_seen(answers: list[pb.NodeStatus]) -> int:
+    return max((answer.generation for answer in answers), default=0)
+
+
+def _given(fence: Fence) -> list[pb.NodeStatus]:
+    return list(fence.answers.values())
+
+
+def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = "") -> RestartPlan:
+    incarnation = target.next_incarnation(answers, time.time())
+    return replace(plan_anew(incarnation, trouble, _generation_seen(answers)), kind=kind)
+
+
+def _enough(job: Job, said: Answers) -> bool:
+    """Whether nodes that have not answered can be done without."""
+    try:
+        return target.find_target(job, said).complete
+    except Lacking:
+        return False
+
+
+def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> Answers:
+    """Have all nodes step up to the target at once; the answers of those that did, which are the newest."""
+    request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
+    settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, fence.within(SETTLE_SECONDS))
+    return {**fence.failures, **settled}

@@ -1,0 +1,104 @@
+"""Fetches a DP group's shards from their holders, in parallel, and checks that they are what was asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from checkmate.nodes.headers import Asked, most_parts, record_of
+from checkmate.nodes.reader import Reading, States, read_shards
+from checkmate.nodes.shards import names
+from checkmate.nodes.standing import Lacking
+from checkmate.nodes.stubs import Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.wire.layout import Layout, Parameter
+
+
+class FetchError(RuntimeError):
+    """A shard can't be had, or isn't what was asked for."""
+
+
+@dataclass(frozen=True)
+class WantedShards:
+    """What to fetch: all shards of a DP group at an iteration of a run, and who holds each."""
+
+    job: str
+    group: int
+    run: str
+    iteration: int
+    holders: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A DP group's whole state, the record of its iteration, and the optimizer that it is of."""
+
+    layout: Layout
+    """Theirs: the state stands in its memory order, which may differ from ours."""
+    states: States
+    record: pb.IterationRecord
+    optimizer: pb.OptimizerSpec
+    same_buckets: bool
+    """Whether buckets and memory order were the same too, so that the nodes may go on with what they have."""
+
+
+def fetch(wanted: WantedShards, layout: Layout, stubs: Stubs, rank: int, timeout: float) -> Fetched:
+    """All shards at once; `FetchError` where one can't be had from any of its holders, or lacks buffers.
+
+    Buffers may come with any shard. Before the first iteration they are what the script makes.
+    """
+    how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layout))
+    try:
+        shards = list(read_shards(stubs, _asked(wanted, rank), how).values())
+    except Lacking as error:
+        raise FetchError(str(error)) from None
+    states = {number: values for shard in shards for number, values in shard.states.items()}
+    headers = [shard.header for shard in shards]
+    record, without = record_of(headers)
+    if without and record.parts:
+        shards_named = names((wanted.group, shard) for shard in sorted(wanted.holders))
+        raise FetchError(
+            f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
+            f"{', '.join(without)}"
+        )
+    same = all(shard.layout.fingerprint == layout.fingerprint for shard in shards)
+    return Fetched(shards[0].layout, states, record, most_parts(headers).optimizer, same)
+
+
+def _asked(wanted: WantedShards, rank: int) -> dict[Asked, list[int]]:
+    """The shards to read, each with its holders in the order in which this rank tries them."""
+    return {
+        Asked(wanted.job, wanted.run, wanted.iteration, wanted.group, shard): spread(nodes, rank)
+        for shard, nodes in wanted.holders.items()
+    }
+
+
+def spread(holders: Sequence[int], rank: int) -> list[int]:
+    """A shard's holders in the order in which a rank tries them, so that ranks share them evenly."""
+    start = rank % len(holders) if holders else 0
+    return [*holders[start:], *holders[:start]]
+
+
+def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
+    """`FetchError` if the nodes hold another model."""
+    difference = different(theirs, ours)
+    if difference:
+        raise FetchError(f"the shadow nodes hold another model: {difference}; fresh=True starts anew")
+
+
+def different(theirs: Layout, ours: Layout) -> str:
+    """How a stored model differs from ours, in words; empty if it doesn't. Buckets and memory may differ."""
+    if theirs.shards != ours.shards:
+        return f"it is cut into {theirs.shards} shards, ours into {ours.shards}"
+    for old, new in zip(theirs.parameters, ours.parameters, strict=False):
+        if replace(old, dim_order=()) != replace(new, dim_order=()):
+            return f"{_shown(old)} stands where ours has {_shown(new)}"
+    if len(theirs.parameters) != len(ours.parameters):
+        return f"it has {len(theirs.parameters)} trained parameters, ours {len(ours.parameters)}"
+    return ""
+
+
+def _shown(parameter: Parameter) -> str:
+    return f"{parameter.name} {list(parameter.shape)} {parameter.dtype}"

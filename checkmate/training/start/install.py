@@ -1,0 +1,148 @@
+"""Puts a fetched state in place: parameters, optimizer, scheduler, scaler, buffers and random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate import state
+from checkmate.optim.supported import FROZEN, apply_options
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.record import rng
+from checkmate.training.record.recorder import Watched
+from checkmate.training.start.formats import lay_out_state
+
+States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
+"""Parameters and their optimizer state by number, with the shapes that the script's own have."""
+
+
+class InstallError(RuntimeError):
+    """A state that doesn't fit this script's model, optimizer or scheduler."""
+
+
+def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
+    """`InstallError` where a state is of another kind of optimizer, or of other parameter groups."""
+    if stored.name != ours.name:
+        raise InstallError(f"the state is of {stored.name}, and the script has {ours.name}")
+    theirs, mine = ([list(group.parameters) for group in spec.groups] for spec in (stored, ours))
+    if theirs != mine:
+        sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
+        raise InstallError(
+            f"the state's parameter groups have {sizes[0]} parameters, the script's {sizes[1]}, or others: "
+            "build the optimizer as it was"
+        )
+
+
+def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> None:
+    """Parameters, in place and bit for bit."""
+    with torch.no_grad():
+        for number, (tensor, _) in states.items():
+            parameters[number].copy_(tensor)
+
+
+def install_optimizer(
+    optimizer: torch.optim.Optimizer,
+    numbers: Mapping[nn.Parameter, int],
+    states: States,
+    options: Sequence[str],
+    record: pb.IterationRecord,
+) -> None:
+    """Optimizer state as the optimizer itself makes it, and each group's options (none: they stay).
+
+    `record` has that of parameters that training doesn't reduce.
+    """
+    frozen = {name: data for name, data in record.buffers.items() if state.is_frozen_state(name)}
+    whole = optimizer.state_dict()
+    flat = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = {
+        index: dict(states[number][1])
+        for index, parameter in enumerate(flat)
+        if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
+    }
+    others = state.frozen_states({name: state.loads(data) for name, data in frozen.items()})
+    whole["state"] = dict(sorted({**trained, **others}.items()))
+    load_optimizer(optimizer, whole)
+    for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
+        apply_options(group, text)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
+    """`load_state_dict`, and then types and memory formats as the optimizer itself would have made them.
+
+    `load_state_dict` casts state to its parameter's type (NAdam's products, say), and keeps strides.
+    """
+    optimizer.load_state_dict(whole)
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in whole["state"].items():
+        ours = optimizer.state[flat[index]]
+        for name, value in entries.items():
+            there = ours.get(name)
+            if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
+                ours[name] = value.to(there.device)
+    lay_out_state(optimizer)
+
+
+def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Buffers and frozen parameters, by name; a buffer of another shape is replaced."""
+    ours: dict[str, torch.Tensor] = {
+        **dict(ddp.module.named_parameters()),
+        **dict(ddp.module.named_buffers()),
+    }
+    with torch.no_grad():
+        for name, tensor in buffers.items():
+            there = ours.get(name)
+            if state.is_frozen_state(name):
+                continue  # the optimizer's
+            if there is None:
+                raise InstallError(f"the state has a buffer {name}, which the model lacks")
+            if there.shape == tensor.shape:
+                there.copy_(tensor)
+            else:
+                there.data = tensor.to(there.device)
+
+
+def install_record(watched: Watched, record: pb.IterationRecord, position: int) -> Any:
+    """What the record of the iteration has beside parameters; the user's `extra`, `None` where there is none.
+
+    Own values of this rank where ranks have their own. A record without parts (before the first iteration)
+    changes nothing.
+    """
+    parts = {part.position: part for part in record.parts}
+    buffers = {name: state.loads(data) for name, data in record.buffers.items()}
+    own, first = parts.get(position), parts.get(0)
+    if own is not None and own.buffers:
+        buffers |= state.loads(own.buffers)
+    install_buffers(watched.ddp, buffers)
+    if first is not None:
+        _load(watched.scheduler, "scheduler", first.step.scheduler)
+        _load(watched.scaler, "scaler", first.step.scaler)
+    if own is None:
+        return None
+    if own.rng:
+        rng.install(state.load_generators(own.rng))
+    return state.loads(own.extra) if own.extra else None
+
+
+def _load(thing: Any, name: str, data: bytes) -> None:
+    """Of a scheduler or scaler that was found to fit, as far as that can be told."""
+    if thing is None or not data:
+        return
+    try:
+        thing.load_state_dict(state.loads(data))
+    except Exception as error:
+        raise InstallError(
+            f"the {name}'s state doesn't fit the script's {type(thing).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def own_buffers(record: pb.IterationRecord, position: int) -> list[str]:
+    """The names of the buffers that this rank's part has."""
+    for part in record.parts:
+        if part.position == position and part.buffers:
+            return list(state.loads(part.buffers))
+    return []

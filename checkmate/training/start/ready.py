@@ -1,0 +1,92 @@
+"""Waits for a group's shadow nodes: at the start until they can follow, in the end until they have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from checkmate.nodes.shards import node_name
+from checkmate.nodes.stubs import UNREACHABLE, Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.start.membership import Membership
+
+_POLL_SECONDS: Final = 0.1
+_STATUS_SECONDS: Final = 2.0
+
+
+def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: float) -> str:
+    """Wait until all holds of the group are connected and seeded; what isn't, by then."""
+    while True:
+        lacking = _lacking(place, stubs, incarnation)
+        if not lacking or time.monotonic() > deadline:
+            return "; ".join(lacking)
+        time.sleep(_POLL_SECONDS)
+
+
+def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
+    """Wait until all live holds of the group have stepped an iteration. Return what nobody has then."""
+    while True:
+        said = _holds(place, stubs, incarnation)
+        holds = [hold for holds in said.values() if not isinstance(holds, str) for hold in holds]
+        there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
+        missing = [shard for shard in range(place.shards) if shard not in there]
+        silent = [said[node.id] for shard in missing for node in place.holders(shard)]
+        waiting = any(hold.live and hold.stepped < iteration for hold in holds)
+        waiting |= any(isinstance(one, str) and not one.startswith(UNREACHABLE) for one in silent)
+        if waiting and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
+            continue
+        return "; ".join(f"shard {shard}: {_stand(place, shard, said)}" for shard in missing)
+
+
+def _stand(place: Membership, shard: int, said: Mapping[int, Sequence[pb.HoldStatus] | str]) -> str:
+    """Where a shard's holders stand."""
+    found = []
+    for node in place.holders(shard):
+        holds = said[node.id]
+        if isinstance(holds, str):
+            found.append(f"shadow node {node.id}: {holds}")
+            continue
+        held = next((hold for hold in holds if hold.shard.shard == shard), None)
+        at = f"at iteration {held.stepped}" if held is not None and held.seeded else "not seeded"
+        found.append(f"shadow node {node.id} is {at}")
+    return ", ".join(found)
+
+
+def _holds(place: Membership, stubs: Stubs, incarnation: int) -> dict[int, list[pb.HoldStatus] | str]:
+    """Each node's holds of the group, in this incarnation; or why it has said nothing."""
+    request = pb.StatusRequest(job=place.job.job)
+    nodes = [node.id for node in place.nodes]
+    found: dict[int, list[pb.HoldStatus] | str] = {}
+    for node, status in stubs.ask(nodes, lambda stub: stub.Status, request, _STATUS_SECONDS).items():
+        if isinstance(status, str):
+            found[node] = status
+        else:
+            ours = (place.group, incarnation)
+            found[node] = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == ours]
+    return found
+
+
+def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
+    """What keeps the group's nodes from following, if anything does."""
+    found = []
+    for number, holds in _holds(place, stubs, incarnation).items():
+        if isinstance(holds, str):
+            found.append(f"{node_name(place.job, number)}: {holds}")
+            continue
+        held = {hold.shard.shard: hold for hold in holds}
+        for shard in range(place.shards):
+            ours = number in [node.id for node in place.holders(shard)]
+            if ours and (trouble := _not_ready(held.get(shard))):
+                found.append(f"shadow node {number}, shard {shard}: {trouble}")
+    return found
+
+
+def _not_ready(hold: pb.HoldStatus | None) -> str:
+    """Why a hold can't follow yet; empty where it can."""
+    if hold is None:
+        return "not begun"
+    if hold.connected < hold.streams:
+        return f"{hold.connected} of {hold.streams} streams are connected"
+    return "" if hold.seeded else "not seeded"

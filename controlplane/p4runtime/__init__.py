@@ -1,0 +1,1 @@
+"""One switch over P4Runtime."""

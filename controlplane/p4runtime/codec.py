@@ -1,0 +1,184 @@
+"""Entities to P4Runtime messages and back, by the program's P4Info."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from finsy import (
+    P4CounterData,
+    P4CounterEntry,
+    P4DirectCounterEntry,
+    P4MulticastGroupEntry,
+    P4Schema,
+    P4TableAction,
+    P4TableEntry,
+    P4TableMatch,
+)
+from finsy.p4entity import P4Replica
+from finsy.proto import p4r
+
+from checkmate.job.schema import Switch
+from checkmate.job.tofino import chips
+from controlplane.entities import FEATURE_OF_TABLE, Entity, MulticastGroup, Pairs, TableEntry, Value
+from controlplane.reconcile import Update
+from controlplane.tofino import device_config
+from controlplane.tofino.device_config import NotCompiled
+from p4src import artifacts
+from p4src.tofino import P4INFO
+
+PROGRAM = "checkmate_v1model"
+_VERBS = {
+    "insert": p4r.Update.INSERT,
+    "modify": p4r.Update.MODIFY,
+    "delete": p4r.Update.DELETE,
+}
+
+
+def compiled(target: str) -> tuple[Path, Path]:
+    """P4Info and device configuration of the committed v1model program for `target`."""
+    folder = artifacts(target)
+    return folder / f"{PROGRAM}.p4info.txtpb", folder / f"{PROGRAM}.json"
+
+
+@dataclass(slots=True)
+class CountedEntry:
+    """What an entry of a table has counted: its match fields by name."""
+
+    match: dict[str, Any] = field(default_factory=dict)
+    packets: int = 0
+    bytes: int = 0
+
+
+class Codec:
+    """Translates for one program. `without`: why there is no device configuration, where there is none."""
+
+    def __init__(
+        self, schema: P4Schema, *, counters_by_entry: bool = False, without: NotCompiled | None = None
+    ) -> None:
+        self.schema = schema
+        self._counters_by_entry = counters_by_entry
+        self._without = without
+        self._fields = {
+            table.alias: tuple(field.alias for field in table.match_fields) for table in schema.tables
+        }
+        self._params = {
+            action.alias: tuple(param.name for param in action.params) for action in schema.actions
+        }
+
+    @classmethod
+    def for_target(cls, target: str, p4runtime: str = "stratum", cpu_port: int | None = None) -> Codec:
+        """The codec of the program that is compiled for `target`, for the P4Runtime server that is named.
+
+        For a Tofino, what loading it takes may be missing until then. Without its P4Info even, v1model's
+        stands in for planning: both programs have the same tables, of the sizes in `sizes.p4`.
+        """
+        if target not in chips.TARGETS:
+            p4info, config = compiled(target)
+            return cls(P4Schema(p4info, config))
+        p4info = artifacts(target) / P4INFO
+        if not p4info.exists():
+            missing = NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
+            return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)
+        try:
+            program = device_config.read_program(target)
+            if cpu_port is not None:
+                device_config.check_cpu_port(program, target, cpu_port)
+            blob = device_config.pack(program, p4runtime)
+        except NotCompiled as error:
+            return cls(P4Schema(p4info), counters_by_entry=True, without=error)
+        return cls(P4Schema(p4info, blob), counters_by_entry=True)
+
+    @classmethod
+    def for_switch(cls, switch: Switch) -> Codec:
+        """The codec of a switch's program."""
+        return cls.for_target(switch.target, switch.p4runtime, switch.packet_port)
+
+    def pipeline_config(self) -> p4r.ForwardingPipelineConfig:
+        """What loads the program; `NotCompiled` where the compiler's output isn't there."""
+        if self._without is not None:
+            raise self._without
+        return self.schema.get_pipeline_config()
+
+    @property
+    def cookie(self) -> int | None:
+        """Tells builds of one P4Info apart; `None` where the build isn't known."""
+        return None if self._without is not None else self.schema.p4cookie
+
+    def table_sizes(self) -> Mapping[str, int]:
+        """How many entries each table holds."""
+        return {table.alias: table.size for table in self.schema.tables}
+
+    def encode(self, entity: Entity) -> p4r.Entity:
+        """A P4Runtime entity."""
+        if isinstance(entity, MulticastGroup):
+            replicas = [P4Replica(port, instance=instance) for port, instance in sorted(entity.replicas)]
+            return P4MulticastGroupEntry(entity.id, replicas=replicas).encode(self.schema)
+        return P4TableEntry(
+            entity.table,
+            match=P4TableMatch(entity.match),
+            action=P4TableAction(entity.action, **dict(entity.params)),
+            priority=entity.priority,
+        ).encode(self.schema)
+
+    def encode_update(self, update: Update) -> p4r.Update:
+        """A P4Runtime update."""
+        return p4r.Update(type=_VERBS[update.verb], entity=self.encode(update.entity))
+
+    def decode(self, message: p4r.Entity) -> Entity | None:
+        """Our entity; `None` for what we never write, such as a default entry."""
+        if message.HasField("packet_replication_engine_entry"):
+            group = message.packet_replication_engine_entry.multicast_group_entry
+            replicas = [P4Replica.decode(replica) for replica in group.replicas]
+            return MulticastGroup(group.multicast_group_id, frozenset((r.port, r.instance) for r in replicas))
+        entry = P4TableEntry.decode(message, self.schema)
+        if entry.is_default_action or entry.table_id not in FEATURE_OF_TABLE:
+            return None
+        action = cast(P4TableAction, entry.action)
+        return TableEntry(
+            entry.table_id,
+            self._match(entry),
+            action.name,
+            tuple((name, int(action.args[name])) for name in self._params[action.name]),
+            entry.priority,
+        )
+
+    def _match(self, entry: P4TableEntry) -> Pairs:
+        match = entry.match or P4TableMatch()
+        return tuple((name, _key(match[name])) for name in self._fields[entry.table_id] if name in match)
+
+    def read_all(self) -> list[p4r.Entity]:
+        """What to ask a switch for to learn all that it holds: every table, every group."""
+        return [P4TableEntry().encode(self.schema), P4MulticastGroupEntry().encode(self.schema)]
+
+    def read_direct_counters(self, table: str) -> p4r.Entity:
+        """What to ask for to learn the direct counters of all entries of a table.
+
+        A Tofino's servers tell direct counters of one entry at a time, but all with the entries themselves
+        (Stratum: `BfrtTableManager::ReadDirectCounterEntry`, `ReadTableEntry`).
+        """
+        if self._counters_by_entry:
+            return P4TableEntry(table, counter_data=P4CounterData()).encode(self.schema)
+        return P4DirectCounterEntry(table_entry=P4TableEntry(table)).encode(self.schema)
+
+    def decode_direct_counter(self, message: p4r.Entity) -> CountedEntry:
+        """What an answer to `read_direct_counters` says."""
+        if self._counters_by_entry:
+            found = P4TableEntry.decode(message, self.schema)
+            data = found.counter_data or P4CounterData()
+            return CountedEntry(dict(found.match or {}), data.packet_count, data.byte_count)
+        entry = P4DirectCounterEntry.decode(message, self.schema)
+        assert entry.table_entry is not None
+        return CountedEntry(dict(entry.table_entry.match or {}), entry.packet_count, entry.byte_count)
+
+    def read_counter(self, counter: str) -> p4r.Entity:
+        """What to ask for to learn all cells of an indexed counter."""
+        return P4CounterEntry(counter).encode(self.schema)
+
+
+def _key(value: object) -> Value:
+    if isinstance(value, tuple):
+        return (int(value[0]), int(value[1]))
+    return int(cast(int, value))

@@ -1,0 +1,151 @@
+"""A switch's P4Runtime server: reaching it, arbitration, TLS, and what its errors mean.
+
+`session` reads and writes over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from finsy.grpcutil import GRPCCredentialsTLS, GRPCStatusCode
+from finsy.p4client import P4Client, P4ClientError, P4RpcStatus
+from finsy.proto import U128, p4r
+
+from checkmate.job.schema import Switch, Tls
+from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused
+
+ELECTION_ID = 100
+"""Above the one with which `checkmate shell` opens, so that a shell beside a controller is a backup."""
+REACH_SECONDS = 5.0
+"""How long a switch may take to answer, unless told otherwise."""
+LEAVE_SECONDS = 1.0
+"""A controller that has just gone may be the switch's primary for so long."""
+GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
+
+
+class SwitchConnection:
+    """A connection with one switch; use as an async context manager.
+
+    Without `primary` there is no arbitration, and so no writing.
+    """
+
+    def __init__(self, switch: Switch, *, primary: bool = True, timeout: float | None = None) -> None:
+        self.switch = switch
+        self._primary = primary
+        self._timeout = REACH_SECONDS if timeout is None else timeout
+        self._client = self._new_client()
+
+    def _new_client(self) -> P4Client:
+        return P4Client(self.switch.address, _credentials(self.switch.tls), wait_for_ready=False)
+
+    async def __aenter__(self) -> Self:
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while True:
+            try:
+                await self._enter()
+                return self
+            except AnotherPrimary:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(LEAVE_SECONDS / 10)
+            self._client = self._new_client()
+
+    async def _enter(self) -> None:
+        await self._client.open()
+        try:
+            await self._reach()
+            if self._primary:
+                await self._become_primary()
+        except BaseException:
+            await self._client.close()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+    @property
+    def _name(self) -> str:
+        return f"switch {self.switch.name} at {self.switch.address}"
+
+    async def _reach(self) -> None:
+        channel = self._client.channel
+        assert channel is not None
+        try:
+            await asyncio.wait_for(channel.channel_ready(), self._timeout)
+        except TimeoutError:
+            tls = " with TLS" if self.switch.tls else ""
+            raise SwitchUnreachable(
+                f"{self._name} doesn't answer{tls} within {self._timeout:g} s; "
+                "is its P4Runtime server running, and is `address` in the job's fabric right?"
+            ) from None
+
+    async def _become_primary(self) -> None:
+        election = ELECTION_ID
+        for _ in range(2):
+            update = p4r.MasterArbitrationUpdate(
+                device_id=self.switch.device_id, election_id=U128.encode(election)
+            )
+            try:
+                await self._client.send(p4r.StreamMessageRequest(arbitration=update))
+                reply = (await asyncio.wait_for(self._client.receive(), self._timeout)).arbitration
+            except P4ClientError as error:
+                if error.is_election_id_used:
+                    raise self._another_primary() from None
+                raise self._failed("arbitration", error) from None
+            except (TimeoutError, RuntimeError):  # finsy's RuntimeError: the stream ended
+                raise SwitchUnreachable(f"{self._name} doesn't answer the arbitration") from None
+            status = P4RpcStatus.from_status(reply.status)
+            if status.code == GRPCStatusCode.OK:
+                self._election = election
+                return
+            if status.code == GRPCStatusCode.ALREADY_EXISTS:
+                raise self._another_primary()
+            election = U128.decode(reply.election_id)  # NOT_FOUND: a former primary had this higher one
+        raise self._another_primary()
+
+    def _open(self) -> None:
+        """Calls on a closed session are those of a switch that is gone."""
+        if self._client.channel is None:
+            raise SwitchUnreachable(f"the session with {self._name} is closed")
+
+    def _another_primary(self) -> AnotherPrimary:
+        return AnotherPrimary(
+            f"{self._name} (device {self.switch.device_id}) has another primary controller; "
+            "one `checkmate run` serves all jobs of a switch"
+        )
+
+    def _failed(self, what: str, error: P4ClientError) -> Exception:
+        if error.code in GONE:
+            return SwitchUnreachable(f"{self._name} went away during {what}: {error.message}")
+        if error.code == GRPCStatusCode.PERMISSION_DENIED:
+            return self._another_primary()
+        if error.code == GRPCStatusCode.UNIMPLEMENTED:
+            return SwitchUnreachable(
+                f"what answers for {self._name} is no P4Runtime server ({error.message}); "
+                "a lab's switches are reached from its namespace of the controller only"
+            )
+        if error.code == GRPCStatusCode.NOT_FOUND and what == "arbitration":
+            return SwitchUnreachable(f"{self._name} has no device {self.switch.device_id}: {error.message}")
+        return WriteRefused(f"{self._name} refused {what}: {error.code.name}: {error.message}")
+
+
+def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
+    if tls is None:
+        return None
+    for file in (tls.ca, tls.cert, tls.key):
+        _readable(file)
+    return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)
+
+
+def _readable(file: Path | None) -> None:
+    if file is not None:
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise SwitchUnreachable(f"can't read the TLS file {file}: {error.strerror}") from None

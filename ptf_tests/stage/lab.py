@@ -1,0 +1,117 @@
+"""The stage of a run: namespace, interfaces, PTF's data plane, and the switch under test."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import grpc
+import ptf
+import ptf.dataplane
+import ptf.ptfutils
+
+from controlplane.p4runtime.codec import Codec
+from ptf_tests import fabric
+from ptf_tests.packets import PORTS
+from ptf_tests.stage import namespace, tna
+from ptf_tests.stage.targets import SwitchProcess, TargetError
+from ptf_tests.switch import PtfSwitch, SwitchError
+
+_PTF_CONFIG = {
+    "platform": "linux",
+    "log_dir": None,
+    "log_file": os.devnull,
+    "relax": False,
+    "socket_recv_size": 16384,
+    "qlen": 1 << 20,
+}
+
+
+class Stage(ABC):
+    """Where the tests happen: the switch under test, and PTF's data plane (PTF's device 0)."""
+
+    target: str
+    hardware: bool = False
+    """Whether it is a chip, or its model: Ethernet pads short frames, and bytes are counted otherwise."""
+
+    @abstractmethod
+    def start(self) -> PtfSwitch:
+        """The switch under test, with the program loaded."""
+
+    @abstractmethod
+    def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[PtfSwitch]:
+        """Further switches by number, each with its ports' interfaces."""
+
+    @abstractmethod
+    def stop_switches(self, switches: list[PtfSwitch]) -> None:
+        """End some switches before the rest."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything that was started."""
+
+    def open_dataplane(self, interfaces: Mapping[int, str]) -> None:
+        """PTF's data plane, over the interfaces that lead to the ports."""
+        ptf.config.update(_PTF_CONFIG)
+        ptf.ptfutils.default_timeout = 5.0
+        ptf.ptfutils.default_negative_timeout = 0.01
+        ptf.dataplane_instance = ptf.dataplane.DataPlane(ptf.config)
+        for port, interface in interfaces.items():
+            ptf.dataplane_instance.port_add(interface, 0, port)
+
+    def close_dataplane(self) -> None:
+        """End it, where it was opened."""
+        if ptf.dataplane_instance is not None:
+            ptf.dataplane_instance.kill()
+            ptf.dataplane_instance = None
+
+
+class NamespaceStage(Stage):
+    """Enters a new network namespace for good; one for each process."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.codec = tna.codec() if target == "tna" else Codec.for_target(target)
+        self._running: list[tuple[SwitchProcess, PtfSwitch]] = []
+        namespace.enter()
+        namespace.add_links((f"t{port}", f"s{port}") for port in PORTS)
+        namespace.add_links(fabric.interface_pairs())
+
+    def start(self) -> PtfSwitch:
+        """Start the switch under test, and PTF's data plane."""
+        (switch,) = self.start_switches({0: {port: f"s{port}" for port in PORTS}})
+        self.open_dataplane({port: f"t{port}" for port in PORTS})
+        for device, port, interface in fabric.host_interfaces():
+            ptf.dataplane_instance.port_add(interface, device, port)
+        return switch
+
+    def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[PtfSwitch]:
+        """Start switches by number, each with its ports' interfaces; all have the program loaded."""
+        started = []
+        for number, interfaces in ports.items():
+            process = SwitchProcess(self.target, number, interfaces)
+            switch = PtfSwitch(process.address, process.device_id, self.codec)
+            self._running.append((process, switch))
+            started.append((process, switch))
+        for process, switch in started:
+            try:
+                switch.connect(lambda process=process: process.ended)  # type: ignore[misc]
+                switch.set_pipeline()
+            except (SwitchError, grpc.RpcError) as error:
+                said = process.output() or "(nothing)"
+                why = error.details() if isinstance(error, grpc.Call) else error
+                raise TargetError(f"{self.target} doesn't start: {why}. It printed:\n{said}") from None
+        return [switch for _, switch in started]
+
+    def stop_switches(self, switches: list[PtfSwitch]) -> None:
+        """End some switches before the rest."""
+        for process, switch in [pair for pair in self._running if pair[1] in switches]:
+            switch.close()
+            process.stop()
+            self._running.remove((process, switch))
+
+    def close(self) -> None:
+        """End everything that was started; the namespace goes with this process."""
+        self.close_dataplane()
+        self.stop_switches([switch for _, switch in self._running])

@@ -1,0 +1,86 @@
+"""The switches under test, as processes that start with the same options."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+TARGETS = ("softswitch", "bmv2", "tna")
+STANDING = ("tofino", "tofino2")
+"""Targets that can't be started here: a file says where such a switch is (`config`)."""
+CPU_PORT = 510
+_FIRST_GRPC_PORT = 9559
+_FIRST_THRIFT_PORT = 9090
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class TargetError(Exception):
+    """A target that isn't installed or doesn't start."""
+
+
+def command(target: str) -> list[str]:
+    """What starts `target`; `TargetError` where it isn't installed."""
+    if target == "softswitch":
+        return [sys.executable, "-m", "softswitch"]
+    if target == "tna":
+        return [sys.executable, "-m", "ptf_tests.stage.tna"]
+    found = shutil.which("simple_switch_grpc")
+    if found is None:
+        raise TargetError(
+            "target bmv2 needs simple_switch_grpc on PATH, and there is none: "
+            "install BMv2 (github.com/p4lang/behavioral-model) or use --target softswitch"
+        )
+    return [found]
+
+
+class SwitchProcess:
+    """A running switch. `number` keeps the ports of several apart."""
+
+    def __init__(self, target: str, number: int, ports: Mapping[int, str]) -> None:
+        self.target = target
+        self.device_id = number + 1
+        self.address = f"127.0.0.1:{_FIRST_GRPC_PORT + number}"
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
+        options = ["--no-p4", "--device-id", str(self.device_id)]
+        for port, interface in ports.items():
+            options += ["-i", f"{port}@{interface}"]
+        if target == "bmv2":
+            options += ["--thrift-port", str(_FIRST_THRIFT_PORT + number)]
+        options += ["--", "--cpu-port", str(CPU_PORT), "--grpc-server-addr", self.address]
+        # Killed with us, even where we are killed ourselves.
+        tied = ["setpriv", "--pdeathsig", "KILL", "--"]
+        self._process = subprocess.Popen(
+            [*tied, *command(target), *options],
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def output(self) -> str:
+        """The end of what it printed."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-2000:].strip()
+
+    def stop(self) -> None:
+        """End it, and wait until it has."""
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()

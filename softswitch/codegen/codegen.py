@@ -1,0 +1,261 @@
+"""Puts a program's parser, controls, checksums and deparser together into two Python functions.
+
+`process(port, frame, trace)` parses, runs ingress and decides on copies; `egress(...)` is called for each
+copy with the variables it reads, so that every copy has headers and metadata of its own. It gives the frame's
+bytes, or `None` for a drop. A packet whose headers nothing changed leaves as the very bytes object that came.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from softswitch.codegen.control import ControlEmitter
+from softswitch.codegen.emitter import Emitter, Facts, ProgramPlan
+from softswitch.codegen.hashes import calculation
+from softswitch.codegen.parsing import ParserEmitter
+from softswitch.codegen.primitives import DROP_PORT
+from softswitch.codegen.values import Value, number, truth, variable
+from softswitch.program.bmv2 import Json
+from softswitch.program.state import GroupReplica
+
+REPLICATION = 5
+"""`instance_type` of a multicast copy (BMv2's simple_switch)."""
+MAX_ROUNDS = 20
+LARGE = 2048
+"""Payloads above so many bytes are joined without being copied first."""
+
+
+class Output(NamedTuple):
+    """A frame that leaves: port, bytes, and for a multicast copy its instance and group (0 for unicast)."""
+
+    port: int
+    frame: bytes
+    instance: int
+    group: int
+
+
+def generate(plan: ProgramPlan, traced: bool) -> tuple[str, dict[str, Any]]:
+    """The source of `process` and `egress`, and the namespace that they run in.
+
+    Repeated until nothing more can be left out; what isn't supported is noted in the plan's config.
+    """
+    facts: Facts | None = None
+    for _ in range(MAX_ROUNDS):
+        emitter = Emitter(plan, facts, traced)
+        source = _module(emitter)
+        if plan.config.problems:
+            return "", {}
+        emitter.found.live = _names([source], ast.Load)
+        if emitter.found == facts:
+            break
+        facts = emitter.found
+    return source, emitter.environment
+
+
+EGRESS_HEAD = "def egress(frame, trace, copy_port{}):"
+PROCESS_HEAD = "def process(port, frame, trace):"
+
+
+def _module(emitter: Emitter) -> str:
+    """One round: `egress` first, since `process` hands it what it reads of what `process` wrote."""
+    with emitter.function(EGRESS_HEAD.format("")):
+        _egress(emitter)
+    egress = emitter.lines
+    with emitter.function(PROCESS_HEAD):
+        _parse_and_ingress(emitter)
+    ingress = emitter.lines
+    with emitter.function(PROCESS_HEAD):
+        _forward(emitter, ())
+    known = {*emitter.variables}
+    reads = _names(egress, ast.Load) & (known | {"size"})
+    written = _names([*ingress, *emitter.lines[1:]], ast.Store) | {"size"}
+    handed = sorted(reads & written)
+    with emitter.function(PROCESS_HEAD):
+        _forward(emitter, handed)
+    forward = emitter.lines
+    start = _start(emitter, _names([*ingress, *forward[1:]], ast.Load) & known)
+    own = _start(emitter, reads - written)
+    head = EGRESS_HEAD.format("".join(f", {name}" for name in handed))
+    process = [PROCESS_HEAD, "    size = len(frame)", *start, *ingress[1:], *forward[1:]]
+    return "\n".join([head, *own, *egress[1:], "", "", *process, ""])
+
+
+def _names(lines: list[str], use: type[ast.expr_context]) -> set[str]:
+    """The names that some code reads (`ast.Load`) or sets (`ast.Store`)."""
+    tree = ast.parse("\n".join(lines))
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, use)}
+
+
+def _start(emitter: Emitter, names: set[str]) -> list[str]:
+    """What variables are at first."""
+    values: dict[str, list[str]] = {}
+    for name in sorted(names):
+        values.setdefault(emitter.variables[name], []).append(name)
+    return [f"    {' = '.join(names)} = {zero}" for zero, names in values.items()]
+
+
+# Ingress
+
+
+def _set(emitter: Emitter, name: str, value: Value) -> None:
+    """Set a field of the standard metadata, if the program has it."""
+    if emitter.known("standard_metadata", name):
+        emitter.store(["standard_metadata", name], value)
+
+
+def _set_time(emitter: Emitter, name: str) -> None:
+    """Set a field to the microseconds since the program was loaded."""
+    started = time.monotonic_ns()
+    now = emitter.bind("microseconds", lambda: (time.monotonic_ns() - started) // 1000)
+    _set(emitter, name, Value(f"{now}()", 0, None))
+
+
+def _parse_and_ingress(emitter: Emitter) -> None:
+    config = emitter.config
+    emitter.trace("packet(port, frame)")
+    _set(emitter, "ingress_port", Value("port"))
+    _set(emitter, "packet_length", variable("size", 32))
+    _set_time(emitter, "ingress_global_timestamp")
+    ParserEmitter(emitter).emit()
+    for checksum in config.raw["checksums"]:
+        if checksum.get("verify", True):
+            _verify(emitter, checksum)
+    ControlEmitter(emitter, config.pipelines["ingress"]).emit()
+
+
+def _verify(emitter: Emitter, checksum: Json) -> None:
+    target = checksum["target"]
+    with (
+        emitter.block(f"if {emitter.flag(target[0], 'valid')}:"),
+        emitter.block(f"if {_holds(emitter, checksum)}:"),
+    ):
+        if not _generic(emitter, checksum):
+            return
+        result = calculation(emitter, checksum["calculation"], checksum)
+        with emitter.block(f"if ({result.code}) != ({emitter.load(target).code}):"):
+            _set(emitter, "checksum_error", number(1))
+            emitter.trace(f"checksum_error({target[0]!r}, {target[1]!r})")
+
+
+def _holds(emitter: Emitter, checksum: Json) -> str:
+    test = checksum.get("if_cond")
+    return (truth("True") if test is None else emitter.condition(test, checksum)).code
+
+
+def _generic(emitter: Emitter, checksum: Json) -> bool:
+    if checksum["type"] != "generic":
+        emitter.config.problem(f"checksum type {checksum['type']} is not supported", checksum)
+    return bool(checksum["type"] == "generic")
+
+
+def copies_of(groups: dict[int, tuple[GroupReplica, ...]]) -> Callable[[int], Sequence[tuple[int, int]]]:
+    """A function from group to its copies (port, instance) in order of admission: instance 0 comes last."""
+    known: dict[int, tuple[tuple[GroupReplica, ...], list[tuple[int, int]]]] = {}
+
+    def copies(group: int) -> Sequence[tuple[int, int]]:
+        replicas = groups.get(group)
+        if replicas is None:
+            return ()
+        cached = known.get(group)
+        if cached is None or cached[0] is not replicas:
+            ordered = sorted(((r.port, r.instance) for r in replicas), key=lambda copy: copy[1] == 0)
+            cached = known[group] = (replicas, ordered)
+        return cached[1]
+
+    return copies
+
+
+def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
+    """What follows ingress: multicast, drop or one copy."""
+    e = emitter
+    call = "".join(f", {name}" for name in parameters)
+    group = e.load(["standard_metadata", "mcast_grp"]).code
+    spec = e.load(["standard_metadata", "egress_spec"]).code
+    output = e.bind("Output", Output)
+    with e.block(f"if {group}:"):
+        _set(e, "instance_type", number(REPLICATION))
+        e.line("_outputs = []")
+        e.line(f"_copies = {e.bind('copies', copies_of(e.links.state.groups))}({group})")
+        e.trace(f"multicast({group}, len(_copies))")
+        with e.block("for _port, _instance in _copies:"):
+            _set(e, "egress_rid", variable("_instance", 16))
+            e.trace("copy(_port, _instance)")
+            e.line(f"_frame = egress(frame, trace, _port{call})")
+            with e.block("if _frame is not None:"):
+                e.line(f"_outputs.append({output}(_port, _frame, _instance, {group}))")
+                e.trace("output(_port, _frame, _instance)")
+        e.line("return _outputs")
+    with e.block(f"if {spec} == {DROP_PORT}:"):
+        e.trace("drop('ingress')")
+        e.line("return []")
+    _set(e, "instance_type", number(0))
+    e.line(f"_frame = egress(frame, trace, {spec}{call})")
+    with e.block("if _frame is None:"):
+        e.line("return []")
+    e.trace(f"output({spec}, _frame, 0)")
+    e.line(f"return [{output}({spec}, _frame, 0, 0)]")
+
+
+# Egress
+
+
+def _egress(emitter: Emitter) -> None:
+    e = emitter
+    _set(e, "egress_port", Value("copy_port", 0, None))
+    # simple_switch sets 512, which nine bits hold as 0.
+    _set(e, "egress_spec", number(0))
+    e.declare("packet_size", "size")
+    _set(e, "packet_length", variable("packet_size", 32))
+    _set_time(e, "enq_timestamp")
+    _set_time(e, "egress_global_timestamp")
+    # There is no queue to wait in.
+    for name in ("enq_qdepth", "deq_timedelta", "deq_qdepth"):
+        _set(e, name, number(0))
+    ControlEmitter(e, e.config.pipelines["egress"]).emit()
+    with e.block(f"if {e.load(['standard_metadata', 'egress_spec']).code} == {DROP_PORT}:"):
+        e.trace("drop('egress')")
+        e.line("return None")
+    for checksum in e.config.raw["checksums"]:
+        if checksum.get("update", True) and _generic(e, checksum):
+            with e.block(f"if {_holds(e, checksum)}:"):
+                e.store(checksum["target"], calculation(e, checksum["calculation"], checksum))
+    _deparse(e)
+
+
+def _deparse(emitter: Emitter) -> None:
+    """Join the valid headers and the payload."""
+    e = emitter
+    for primitive in e.config.deparser.get("primitives") or ():
+        e.config.problem(f"{primitive['op']} in the deparser is not supported", primitive, e.config.deparser)
+    with e.block(f"if not {e.declare('changed')}:"):
+        e.line("return frame")
+    e.line("_parts = []")
+    for header in e.config.deparser["order"]:
+        _emit_header(e, header)
+    at = e.declare("at")
+    e.line(f"_parts.append(frame[{at}:] if size < {LARGE} else memoryview(frame)[{at}:])")
+    e.line('return b"".join(_parts)')
+
+
+def _emit_header(e: Emitter, header: str) -> None:
+    layout = e.plan.layouts.get(header)
+    if layout is None:
+        return
+    offsets = {None} if e.facts is None else e.facts.offsets.get(header, set())
+    written = e.facts is None or header in e.facts.written
+    if not offsets and not written:
+        return
+    at = e.flag(header, "at")
+    known = next(iter(offsets), None) if len(offsets) == 1 else None
+    end = f"{at} + {layout.size}" if known is None else str(known + layout.size)
+    original = f"frame[{at if known is None else known}:{end}]"
+    if written:
+        for chunk in layout.chunks:
+            e.declare(chunk.name, chunk.zero)
+        pack = f"{e.bind(f'{header}_pack', layout.packer().pack)}({', '.join(c.name for c in layout.chunks)})"
+        original = f"{pack} if {e.flag(header, 'dirty')} else {original}" if offsets else pack
+    with e.block(f"if {e.flag(header, 'valid')}:"):
+        e.line(f"_parts.append({original})")

@@ -1,0 +1,269 @@
+"""Ingress and egress controls, as Python source.
+
+The graph of tables and conditions becomes nested `if`s: a branch is written up to where its arms meet again
+(the immediate post-dominator), and what follows is written once. A graph that isn't so structured, or nests
+too deeply, becomes the branches of a loop instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from softswitch.codegen.emitter import Emitter, parse_hex
+from softswitch.codegen.graph import Graph, after_action
+from softswitch.codegen.primitives import emit_action
+from softswitch.codegen.values import Value, fit, number, variable
+from softswitch.program.bmv2 import Json, fragment, where
+from softswitch.program.state import Table
+
+MAX_DUPLICATION = 4
+
+
+class _Missing:
+    """Stands for "not looked up yet" where `None` is a miss."""
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An action that may run: P4Info id, JSON, and the node that follows."""
+
+    id: int
+    action: Json
+    next: str | None
+
+
+class ControlEmitter:
+    """Writes one pipeline's control."""
+
+    def __init__(self, emitter: Emitter, pipeline: Json) -> None:
+        self.emitter = emitter
+        self.pipeline = pipeline
+        self.graph = Graph(pipeline)
+        self.looped = not self.graph.fits(MAX_DUPLICATION * len(self.graph.numbers))
+
+    def emit(self) -> None:
+        """Write the control; `exit` is a `break` out of it."""
+        if not self._check() or self.graph.initial is None:
+            return
+        if self.looped:
+            self._loop(self.graph.initial)
+            return
+        with self.emitter.block("while True:"):
+            self._chain(self.graph.initial, None)
+            self.emitter.line("break")
+
+    def _check(self) -> bool:
+        config = self.emitter.config
+        for kind in ("action_profiles", "action_calls"):
+            for item in self.pipeline.get(kind) or ():
+                config.problem(f"{kind[:-1].replace('_', ' ')} {item['name']} is not supported", item)
+        for table in self.graph.tables.values():
+            if table["type"] != "simple":
+                config.problem(f"table {table['name']} of type {table['type']} is not supported", table)
+            if table.get("direct_meters"):
+                config.problem(f"the direct meter of table {table['name']} is not supported", table)
+            if table.get("support_timeout"):
+                config.problem(f"the idle timeout of table {table['name']} is not supported", table)
+            for key in table["key"]:
+                if key.get("mask") is not None:
+                    config.problem(
+                        f"key {key['name']} of table {table['name']}: masks are not supported", table
+                    )
+        return not config.problems
+
+    def _chain(self, node: str | None, stop: str | None) -> None:
+        """Nodes one after another up to `stop`."""
+        while node is not None and node != stop:
+            self._node(node)
+            node = self.graph.joins[node]
+
+    def _loop(self, initial: str) -> None:
+        """Nodes as branches of a loop."""
+        e = self.emitter
+        e.line(f"_node = {self.graph.numbers[initial]}")
+        with e.block("while _node:"):
+            for count, name in enumerate(self.graph.numbers):
+                with e.block(f"{'el' if count else ''}if _node == {self.graph.numbers[name]}:"):
+                    self._node(name)
+
+    def _follow(self, node: str, after: str | None) -> None:
+        """Go on with `after`, one of the nodes that follow `node`."""
+        if self.looped:
+            self.emitter.line(f"_node = {self.graph.numbers[after] if after else 0}")
+        else:
+            self._chain(after, self.graph.joins[node])
+
+    # Nodes
+
+    def _node(self, name: str) -> None:
+        if name in self.graph.conditions:
+            self._condition(name, self.graph.conditions[name])
+        elif name in self.emitter.links.tables:
+            self._table(name, self.graph.tables[name], self.emitter.links.tables[name])
+        else:
+            self._hidden(name, self.graph.tables[name])
+
+    def _condition(self, name: str, node: Json) -> None:
+        e = self.emitter
+        test = e.condition(node["expression"], node).code
+        if e.traced:
+            e.line(f"_test = {test}")
+            e.trace(f"condition({fragment(node)!r}, {where(node)!r}, _test)")
+            test = "_test"
+        with e.block(f"if {test}:"):
+            self._follow(name, node["true_next"])
+        if self.looped or node["false_next"] != self.graph.joins[name]:
+            with e.block("else:", optional=True):
+                self._follow(name, node["false_next"])
+
+    def _hidden(self, name: str, table: Json) -> None:
+        """A table that p4c made around statements: just its one action."""
+        action = self.emitter.config.actions[table["default_entry"]["action_id"]]
+        self.emitter.trace(f"statements({where(action) or where(table)!r})")
+        self._constant_default(table, action)
+        self._follow(name, after_action(table, action["name"], hit=False))
+
+    def _table(self, name: str, json: Json, table: Table) -> None:
+        """A table: lookup, then the entry's action or the default one, then what follows."""
+        e = self.emitter
+        if not json["key"]:
+            e.trace(f"miss({table.name!r}, (), ())")
+            self._default(name, json, table)
+            return
+        self._lookup(json, table)
+        if (
+            len(
+                {after_action(json, choice.action["name"], hit=True) for choice in self._choices(json, table)}
+            )
+            > 1
+        ):
+            self._switch(name, json, table)
+            return
+        with e.block("if entry is not None:"):
+            self._hit(json, table)
+            self._dispatch(name, self._choices(json, table, hit=True))
+        with e.block("else:", optional=True):
+            e.trace(f"miss({table.name!r}, _names, _key)")
+            self._default(name, json, table)
+
+    def _switch(self, name: str, json: Json, table: Table) -> None:
+        """A table whose action decides what follows: the default's arms are the entries', written once."""
+        e = self.emitter
+        with e.block("if entry is None:"):
+            e.trace(f"miss({table.name!r}, _names, _key)")
+            e.line(f"entry = {e.bind(f'{table.name}_table', table)}.default")
+        with e.block("else:", optional=True):
+            self._hit(json, table)
+        with e.block("if entry is not None:"):
+            self._dispatch(name, self._choices(json, table))
+        with e.block("else:", optional=True):
+            self._follow(name, json["base_default_next"])
+
+    def _hit(self, json: Json, table: Table) -> None:
+        e = self.emitter
+        if json["with_counters"]:
+            e.line("_count = entry.count")
+            e.line("_count.packets += 1")
+            e.line("_count.bytes += size")
+        e.trace(f"hit({table.name!r}, _names, _key, entry)")
+
+    def _lookup(self, json: Json, table: Table) -> None:
+        """Set `entry` to the entry that the packet hits, or `None`."""
+        e = self.emitter
+        parts = [self._key(key["target"]).code for key in json["key"]]
+        key = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+        get = e.bind(f"{table.name}_get", table.index.get)
+        if e.traced or not table.exact:
+            e.line(f"_key = {key}")
+            key = "_key"
+        if e.traced:
+            e.line(f"_names = {tuple(f.name for f in table.fields)!r}")
+        if table.exact:
+            e.line(f"entry = {get}({key})")
+            return
+        missing = e.bind("missing", MISSING)
+        e.line(f"entry = {get}({key}, {missing})")
+        with e.block(f"if entry is {missing}:"):
+            e.line(f"entry = {e.bind(f'{table.name}_lookup', table.lookup)}({key})")
+
+    def _key(self, reference: list[str]) -> Value:
+        """A key field's value: 0 where its header is invalid, whatever it held before."""
+        e = self.emitter
+        header, name = reference
+        value = fit(e.load(reference), e.width(reference))
+        facts = e.facts
+        settled = facts is not None and header not in facts.unset | facts.written
+        if header not in e.plan.layouts or name == "$valid$" or settled:
+            return value
+        return Value(f"{value.code} if {e.flag(header, 'valid')} else 0", value.low, value.high, "if")
+
+    def _choices(self, json: Json, table: Table, hit: bool | None = None) -> list[Choice]:
+        """The actions that an entry may run (`hit`), or the default, or (`None`) either."""
+        e = self.emitter
+        allowed = set()
+        if hit is not False:
+            allowed |= e.links.entry_actions[table.id]
+        if hit is not True:
+            allowed |= e.links.default_actions[table.id]
+        choices = []
+        for action_id in json["action_ids"]:
+            action = e.config.actions[action_id]
+            p4info_id = e.links.actions[action["name"]]
+            if p4info_id in allowed:
+                choices.append(Choice(p4info_id, action, after_action(json, action["name"], hit is True)))
+        return choices
+
+    def _default(self, name: str, json: Json, table: Table) -> None:
+        """What happens on a miss."""
+        if table.const_default and table.initial_default is not None:
+            action = self.emitter.config.actions[json["default_entry"]["action_id"]]
+            self.emitter.trace(f"default({action['name']!r})")
+            self._constant_default(json, action)
+            self._follow(name, after_action(json, action["name"], hit=False))
+            return
+        self.emitter.line(f"entry = {self.emitter.bind(f'{table.name}_table', table)}.default")
+        with self.emitter.block("if entry is not None:"):
+            self.emitter.trace("default_entry(entry)")
+            self._dispatch(name, self._choices(json, table, hit=False))
+        after = json["next_tables"].get("__MISS__", json["base_default_next"])
+        if self.looped or after != self.graph.joins[name]:
+            with self.emitter.block("else:", optional=True):
+                self._follow(name, after)
+
+    def _constant_default(self, json: Json, action: Json) -> None:
+        self.emitter.arguments = [number(parse_hex(text)) for text in json["default_entry"]["action_data"]]
+        emit_action(self.emitter, action["primitives"], action)
+
+    def _dispatch(self, name: str, choices: list[Choice]) -> None:
+        """Run the action of `entry`, and go on with what follows it."""
+        e = self.emitter
+        nexts = {choice.next for choice in choices}
+        together = len(nexts) == 1
+        if len(choices) == 1:
+            self._run(name, choices[0], together)
+        elif any(c.action["primitives"] or not together for c in choices) or e.traced:
+            e.line("_action = entry.action")
+            keyword = "if"
+            for choice in choices:
+                with e.block(f"{keyword} _action == {choice.id}:  # {choice.action['name']}"):
+                    self._run(name, choice, together)
+                keyword = "elif"
+        if together:
+            self._follow(name, nexts.pop())
+
+    def _run(self, name: str, choice: Choice, together: bool) -> None:
+        """One action's code; with what follows it, unless that is the same for all actions."""
+        e = self.emitter
+        names = [e.plan.names.of("arg", p["name"]) for p in choice.action["runtime_data"]]
+        parameters = zip(names, choice.action["runtime_data"], strict=True)
+        e.arguments = [variable(n, p["bitwidth"]) for n, p in parameters]
+        if names and choice.action["primitives"]:
+            e.line(f"{', '.join(names)}, = entry.params")
+        given = [p["name"] for p in choice.action["runtime_data"]]
+        e.trace(f"action({choice.action['name']!r}, {given!r}, entry)")
+        emit_action(e, choice.action["primitives"], choice.action)
+        if not together:
+            self._follow(name, choice.next)

@@ -1,0 +1,295 @@
+"""Writes lines of generated Python: variables, fields, expressions.
+
+Code is generated several times over. Each time, what was found about the whole program (`Facts`) lets more be
+left out: variables that nothing reads, headers that nothing writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from softswitch.codegen.layout import SCRATCH, HeaderLayout, plan
+from softswitch.codegen.names import Names
+from softswitch.codegen.values import OPERATORS, OperatorError, Value, fit, number, truth, variable
+from softswitch.program.bmv2 import Json, ProgramConfig, references
+from softswitch.program.state import CounterCell, State, Table
+
+VALID = "$valid$"
+
+
+@dataclass(slots=True)
+class Facts:
+    """What one round of generation found about the program.
+
+    `live`: variables that are read. `written`: headers whose bytes may differ from the frame's. `unset`:
+    headers that may lose their validity. `offsets`: where headers may start; `None` for "varies".
+    """
+
+    live: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    unset: set[str] = field(default_factory=set)
+    offsets: dict[str, set[int | None]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Links:
+    """What names in the JSON stand for at run time: tables, counters, registers, P4Info ids of actions."""
+
+    state: State
+    tables: dict[str, Table] = field(default_factory=dict)
+    counters: dict[str, list[CounterCell]] = field(default_factory=dict)
+    registers: dict[str, list[int]] = field(default_factory=dict)
+    actions: dict[str, int] = field(default_factory=dict)
+    entry_actions: dict[int, set[int]] = field(default_factory=dict)
+    """By table id: the actions that entries may have."""
+    default_actions: dict[int, set[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ProgramPlan:
+    """What stays the same in all rounds: the program, and how its headers lie in variables."""
+
+    config: ProgramConfig
+    links: Links
+    names: Names
+    layouts: dict[str, HeaderLayout]
+
+    @classmethod
+    def of(cls, config: ProgramConfig, links: Links) -> ProgramPlan:
+        """Lay out a program's headers."""
+        names = Names()
+        touched: dict[str, set[str]] = {}
+        for owner, name in references(config.raw):
+            if owner in config.headers:
+                touched.setdefault(config.headers[owner].type, set()).add(name)
+        layouts = {}
+        for header in config.headers.values():
+            if header.metadata:
+                continue
+            if header.bits % 8:
+                config.problem(f"header {header.name} is {header.bits} bits wide, not whole bytes")
+                continue
+            layouts[header.name] = plan(header, touched.get(header.type, set()), names)
+        return cls(config, links, names, layouts)
+
+
+class Emitter:
+    """One round of generation: lines, the variables they use, and what they need at run time."""
+
+    def __init__(self, plan_: ProgramPlan, facts: Facts | None, traced: bool) -> None:
+        self.plan = plan_
+        self.config = plan_.config
+        self.links = plan_.links
+        self.facts = facts
+        self.found = Facts()
+        self.traced = traced
+        self.lines: list[str] = []
+        self.depth = 0
+        self.variables: dict[str, str] = {}
+        self.environment: dict[str, Any] = {}
+        self.arguments: list[Value] = []
+        self._marked: list[set[str]] = [set()]
+
+    # Lines
+
+    def line(self, text: str) -> None:
+        """Add a line at the current depth."""
+        self.lines.append("    " * self.depth + text)
+
+    @contextmanager
+    def block(self, text: str, optional: bool = False) -> Iterator[None]:
+        """Add a line that opens a block; an empty block becomes `pass`, or nothing if it is optional."""
+        self.line(text)
+        self.depth += 1
+        self._marked.append(set(self._marked[-1]))
+        before = len(self.lines)
+        yield
+        if len(self.lines) == before:
+            if optional:
+                self.lines.pop()
+            else:
+                self.line("pass")
+        self._marked.pop()
+        self.depth -= 1
+
+    def trace(self, call: str) -> None:
+        """Add a call of the trace, in the traced variant only."""
+        if self.traced:
+            self.line(f"trace.{call}")
+
+    def bind(self, name: str, value: Any) -> str:
+        """Make a run-time object known to the code; gives its name there."""
+        name = self.plan.names.of("bound", name)
+        self.environment[name] = value
+        return name
+
+    # Variables
+
+    def declare(self, name: str, zero: str = "0") -> str:
+        """Note a variable that lives as long as the packet, and what it starts as."""
+        self.variables[name] = zero
+        return name
+
+    def live(self, name: str) -> bool:
+        """Whether anything reads the variable, as far as is known."""
+        return self.facts is None or name in self.facts.live
+
+    def assign(self, name: str, code: str, zero: str = "0") -> None:
+        """Store into a variable, unless nobody reads it."""
+        self.declare(name, zero)
+        if self.live(name):
+            self.line(f"{name} = {code}")
+
+    def flag(self, header: str, what: str) -> str:
+        """A header's variable `valid`, `dirty` (differs from the frame) or `at` (where it starts)."""
+        return self.declare(self.plan.names.of("flag", header, what))
+
+    def mark_written(self, header: str) -> None:
+        """Note that a header's bytes no longer are the frame's."""
+        self.found.written.add(header)
+        self.raise_flag(self.flag(header, "dirty"))
+        self.mark_changed(header)
+
+    def mark_changed(self, header: str) -> None:
+        """Note that what the deparser writes for a header may differ from the frame."""
+        if header in self.config.deparser["order"]:
+            self.raise_flag("changed")
+
+    def mark_clean(self, header: str) -> None:
+        """Note that a header was read from the frame again."""
+        dirty = self.flag(header, "dirty")
+        self.assign(dirty, "0")
+        for marked in self._marked:
+            marked.discard(dirty)
+
+    def raise_flag(self, name: str) -> None:
+        """Set a variable to 1, unless the code before on this way has done so."""
+        if name not in self._marked[-1]:
+            self.assign(name, "1")
+            self._marked[-1].add(name)
+
+    def function(self, text: str) -> AbstractContextManager[None]:
+        """Begin a function: other lines, other ways."""
+        self.lines = []
+        self._marked = [set()]
+        return self.block(text)
+
+    # Fields
+
+    def signed(self, reference: list[str]) -> bool:
+        """Whether the field is of an `int<>` type."""
+        return reference[1] != VALID and self.config.field(reference).signed
+
+    def width(self, reference: list[str]) -> int:
+        """The field's bits."""
+        return 1 if reference[1] == VALID else self.config.field(reference).width
+
+    def load(self, reference: list[str]) -> Value:
+        """A field's value."""
+        header, name = reference
+        if name == VALID:
+            return variable(self.flag(header, "valid"), 1)
+        if header in self.plan.layouts:
+            layout = self.plan.layouts[header]
+            for chunk in layout.chunks:
+                self.declare(chunk.name, chunk.zero)
+            return layout.read_field(name)
+        f = self.config.field(reference)
+        return variable(self.declare(self._metadata(header, name)), f.width, f.signed)
+
+    def store(self, reference: list[str], value: Value) -> None:
+        """Set a field, cut to its width.
+
+        Signed fields get two's complement (P4-16 specification, section 8.5). BMv2 does too, except for
+        action parameters and registers of `int<>` types, which it leaves unsigned.
+        """
+        header, name = reference
+        if name == VALID:
+            self.config.problem(f"assigning to {header}.{name} is not supported")
+            return
+        if value.truth:
+            value = OPERATORS["b2d"](value)
+        f = self.config.field(reference)
+        if header not in self.plan.layouts:
+            self.assign(self._metadata(header, name), fit(value, f.width, f.signed).code)
+            return
+        layout = self.plan.layouts[header]
+        for chunk in layout.chunks:
+            self.declare(chunk.name, chunk.zero)
+        lines = layout.write_field(name, value)
+        if any(self.live(target) for target, _ in lines if target != SCRATCH):
+            for target, code in lines:
+                if target == SCRATCH or self.live(target):
+                    self.line(f"{target} = {code}")
+        self.mark_written(header)
+
+    def zero(self, header: str) -> None:
+        """Set all bits of a header to 0."""
+        for chunk in self.plan.layouts[header].chunks:
+            self.assign(chunk.name, chunk.zero, chunk.zero)
+
+    def known(self, header: str, name: str) -> bool:
+        """Whether the program's architecture has this metadata field."""
+        return header in self.config.headers and any(
+            f.name == name for f in self.config.headers[header].fields
+        )
+
+    def _metadata(self, header: str, name: str) -> str:
+        words = (name,) if header == "scalars" else (header, name)
+        return self.plan.names.of("metadata", *words)
+
+    # Expressions
+
+    def value(self, item: Json, *at: Json) -> Value:
+        """The value of a JSON expression or parameter; `at` are the objects around it, for errors."""
+        kind, what = item["type"], item["value"]
+        if kind not in VALUES:
+            self.config.problem(f"operand of type {kind} is not supported", item, *at)
+            return number(0)
+        found: Value = VALUES[kind](self, what, (item, *at))
+        return found
+
+    def condition(self, item: Json, *at: Json) -> Value:
+        """A JSON expression as a condition."""
+        value = self.value(item, *at)
+        return value if value.truth else OPERATORS["d2b"](value)
+
+
+def _expression(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> Value:
+    if "op" not in what:
+        return emitter.value(what, *at)
+    name = what["op"]
+    if name not in OPERATORS:
+        emitter.config.problem(f"operator {name} is not supported", *at)
+        return number(0)
+    operands = [
+        emitter.value(what[side], *at) for side in ("cond", "left", "right") if what.get(side) is not None
+    ]
+    try:
+        return OPERATORS[name](*operands)
+    except OperatorError as error:
+        emitter.config.problem(f"operator {name}: {error}", *at)
+        return number(0)
+
+
+def _argument(emitter: Emitter, what: int, _: tuple[Json, ...]) -> Value:
+    return emitter.arguments[what]
+
+
+def parse_hex(text: str) -> int:
+    """BMv2's spelling of a number, with the sign in front."""
+    return int(text, 16)
+
+
+VALUES: dict[str, Any] = {
+    "field": lambda emitter, what, _: emitter.load(what),
+    "hexstr": lambda _emitter, what, _: number(parse_hex(what)),
+    "bool": lambda _emitter, what, _: truth(str(what)),
+    "expression": _expression,
+    "local": _argument,
+    "runtime_data": _argument,
+}
+"""How each kind of operand in the JSON becomes a value."""

@@ -1,0 +1,94 @@
+"""The graph of a control's tables and conditions: which nodes follow which, and where branches meet again."""
+
+from __future__ import annotations
+
+from softswitch.program.bmv2 import Json
+
+MAX_NESTING = 40
+
+
+class Graph:
+    """One pipeline's nodes, by name; `None` stands for the control's end."""
+
+    def __init__(self, pipeline: Json) -> None:
+        self.tables: dict[str, Json] = {t["name"]: t for t in pipeline["tables"]}
+        self.conditions: dict[str, Json] = {c["name"]: c for c in pipeline["conditionals"]}
+        self.initial: str | None = pipeline["init_table"]
+        self.numbers = {name: n for n, name in enumerate((*self.tables, *self.conditions), 1)}
+        self.joins = self._post_dominators()
+
+    def after(self, name: str) -> list[str | None]:
+        """The nodes that may follow a node."""
+        if name in self.conditions:
+            node = self.conditions[name]
+            return [node["true_next"], node["false_next"]]
+        table = self.tables[name]
+        nexts = table["next_tables"]
+        if "__HIT__" in nexts or "__MISS__" in nexts:
+            return [nexts.get(way, table["base_default_next"]) for way in ("__HIT__", "__MISS__")]
+        return [*nexts.values(), table["base_default_next"]]
+
+    def fits(self, max_nodes: int) -> bool:
+        """Whether nested `if`s hold it: no deep nesting, and few nodes are written more than once.
+
+        Nodes that several branches lead to, but that aren't where these meet, are written in each branch.
+        """
+        stack: list[tuple[str | None, str | None, int]] = [(self.initial, None, 0)]
+        count = 0
+        while stack:
+            node, stop, depth = stack.pop()
+            while node is not None and node != stop:
+                count += 1
+                if count > max_nodes or depth > MAX_NESTING:
+                    return False
+                join = self.joins[node]
+                stack.extend((n, join, depth + 2) for n in set(self.after(node)) if n != join)
+                node = join
+        return True
+
+    def _order(self) -> list[str]:
+        """Nodes so that each stands behind those that may follow it."""
+        if self.initial is None:
+            return []
+        order: list[str] = []
+        seen = {self.initial}
+        stack = [(self.initial, iter(self.after(self.initial)))]
+        while stack:
+            node, nexts = stack[-1]
+            following = next((n for n in nexts if n is not None and n not in seen), None)
+            if following is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(self.after(following))))
+        return order
+
+    def _post_dominators(self) -> dict[str, str | None]:
+        """For each node, the nearest one that all ways from it go through."""
+        joins: dict[str, str | None] = {}
+        depths: dict[str | None, int] = {None: 0}
+        for node in self._order():
+            meet, *others = self.after(node)
+            for other in others:
+                a, b = meet, other
+                while a != b:
+                    if a is not None and depths[a] >= depths[b]:
+                        a = joins[a]
+                    elif b is not None:
+                        b = joins[b]
+                meet = a
+            joins[node] = meet
+            depths[node] = depths[meet] + 1
+        return joins
+
+
+def after_action(table: Json, action: str, hit: bool) -> str | None:
+    """The node behind a table, given the action that ran and whether the table was hit."""
+    nexts = table["next_tables"]
+    fallback = table["base_default_next"]
+    if "__HIT__" in nexts or "__MISS__" in nexts:
+        found: str | None = nexts.get("__HIT__" if hit else "__MISS__", fallback)
+    else:
+        found = nexts.get(action, fallback)
+    return found

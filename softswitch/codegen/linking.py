@@ -1,0 +1,169 @@
+"""Joins the BMv2 JSON and the P4Info of one program: tables, actions, counters and registers by name.
+
+Builds the program's state, with its constant entries and default actions in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from finsy.proto import p4i
+
+from softswitch.codegen.emitter import Links, parse_hex
+from softswitch.program.bmv2 import Json, ProgramConfig, where
+from softswitch.program.match import Key, MatchField, MatchKind
+from softswitch.program.state import CounterCell, Entry, State, Table
+
+KINDS = {
+    p4i.MatchField.EXACT: MatchKind.EXACT,
+    p4i.MatchField.LPM: MatchKind.LPM,
+    p4i.MatchField.TERNARY: MatchKind.TERNARY,
+    p4i.MatchField.RANGE: MatchKind.RANGE,
+    p4i.MatchField.OPTIONAL: MatchKind.OPTIONAL,
+}
+# p4c writes optional keys as ternary ones.
+JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {MatchKind.OPTIONAL: {"optional", "ternary"}}
+
+
+class UnsupportedProgramError(Exception):
+    """The program uses what the embedded target doesn't support; `problems` names it, with source lines."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(
+            "the program is not supported:\n" + "\n".join(f"  {problem}" for problem in self.problems)
+        )
+
+
+def link(config: ProgramConfig, p4info: p4i.P4Info) -> Links:
+    """Everything that the JSON names, as run-time objects; `ValueError` where JSON and P4Info differ."""
+    links = Links(State())
+    arities = {}
+    for action in p4info.actions:
+        links.actions[action.preamble.name] = action.preamble.id
+        arities[action.preamble.id] = [(p.name, p.bitwidth) for p in action.params]
+    _link_counters(config, p4info, links)
+    _link_registers(config, p4info, links)
+    tables = {t["name"]: t for pipeline in config.pipelines.values() for t in pipeline["tables"]}
+    for info in p4info.tables:
+        name = info.preamble.name
+        if name not in tables:
+            raise _mismatch(f"the P4Info has a table {name} that the JSON lacks")
+        _link_table(config, tables.pop(name), info, links)
+    for json in tables.values():
+        entry = json["default_entry"] if not json["key"] else {}
+        if not (entry.get("action_const") and entry.get("action_entry_const")):
+            raise _mismatch(f"the JSON has a table {json['name']} that the P4Info lacks")
+    for json in config.actions.values():
+        action_id = links.actions.get(json["name"])
+        given = [(p["name"], p["bitwidth"]) for p in json["runtime_data"]]
+        if action_id is not None and arities[action_id] != given:
+            raise _mismatch(
+                f"action {json['name']} has parameters {given} in the JSON, not {arities[action_id]}"
+            )
+    return links
+
+
+def _mismatch(text: str) -> ValueError:
+    return ValueError(f"the BMv2 JSON and the P4Info don't belong together: {text}")
+
+
+def _link_counters(config: ProgramConfig, p4info: p4i.P4Info, links: Links) -> None:
+    known = {c.preamble.name: c for c in p4info.counters}
+    for json in config.raw["counter_arrays"]:
+        if json.get("is_direct"):
+            continue
+        info = known.pop(json["name"], None)
+        if info is None or info.size != json["size"]:
+            raise _mismatch(f"counter {json['name']} of size {json['size']} is not in the P4Info")
+        cells = [CounterCell() for _ in range(json["size"])]
+        links.counters[json["name"]] = links.state.counters[info.preamble.id] = cells
+    for name in known:
+        raise _mismatch(f"the P4Info has a counter {name} that the JSON lacks")
+
+
+def _link_registers(config: ProgramConfig, p4info: p4i.P4Info, links: Links) -> None:
+    known = {r.preamble.name: r for r in p4info.registers}
+    for json in config.raw["register_arrays"]:
+        info = known.pop(json["name"], None)
+        if info is None or info.size != json["size"]:
+            raise _mismatch(f"register {json['name']} of size {json['size']} is not in the P4Info")
+        cells = [0] * json["size"]
+        links.registers[json["name"]] = links.state.registers[info.preamble.id] = cells
+    for name in known:
+        raise _mismatch(f"the P4Info has a register {name} that the JSON lacks")
+
+
+def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links) -> None:
+    name = info.preamble.name
+    fields = tuple(_match_field(config, json, f) for f in info.match_fields)
+    kinds = [(key["name"], key["match_type"]) for key in json["key"]]
+    if [n for n, _ in kinds] != [f.name for f in fields]:
+        raise _mismatch(
+            f"table {name} has keys {[n for n, _ in kinds]} in the JSON, not {[f.name for f in fields]}"
+        )
+    for (key, kind), f in zip(kinds, fields, strict=True):
+        if kind not in JSON_KINDS[f.kind]:
+            raise _mismatch(f"key {key} of table {name} is {kind} in the JSON, {f.kind.value} in the P4Info")
+    for action_id in json["action_ids"]:
+        if config.actions[action_id]["name"] not in links.actions:
+            raise _mismatch(
+                f"action {config.actions[action_id]['name']} of table {name} is not in the P4Info"
+            )
+    default = _default(config, json, links)
+    const = info.const_default_action_id != 0
+    table = Table(info.preamble.id, name, fields, info.size, default, const, default=default)
+    _install_entries(config, json, table, links)
+    table.const_entries = info.is_const_table
+    links.tables[name] = links.state.tables[table.id] = table
+    scopes = {ref.id: ref.scope for ref in info.action_refs}
+    links.entry_actions[table.id] = {i for i, scope in scopes.items() if scope != p4i.ActionRef.DEFAULT_ONLY}
+    links.default_actions[table.id] = {i for i, scope in scopes.items() if scope != p4i.ActionRef.TABLE_ONLY}
+
+
+def _match_field(config: ProgramConfig, json: Json, f: p4i.MatchField) -> MatchField:
+    kind = KINDS.get(f.match_type)
+    if kind is None:
+        line = where(json)
+        what = f.other_match_type or p4i.MatchField.MatchType.Name(f.match_type)
+        config.problem(f"match kind {what} of key {f.name} of table {json['name']} is not supported", json)
+        raise UnsupportedProgramError(config.problems or [line])
+    return MatchField(f.id, f.name, f.bitwidth, kind)
+
+
+def _default(config: ProgramConfig, json: Json, links: Links) -> Entry | None:
+    entry = json.get("default_entry")
+    if entry is None:
+        return None
+    action = links.actions[config.actions[entry["action_id"]]["name"]]
+    return Entry((), action, tuple(parse_hex(text) for text in entry["action_data"]), is_default=True)
+
+
+def _install_entries(config: ProgramConfig, json: Json, table: Table, links: Links) -> None:
+    """The program's own entries. In the JSON the lowest priority wins, in P4Runtime the highest."""
+    entries = json.get("entries") or ()
+    ordered = all(f.kind in (MatchKind.EXACT, MatchKind.LPM) for f in table.fields)
+    last = max((entry["priority"] for entry in entries), default=0)
+    for entry in entries:
+        match = tuple(_key(f, key) for f, key in zip(table.fields, entry["match_key"], strict=True))
+        action = entry["action_entry"]
+        params = tuple(parse_hex(text) for text in action["action_data"])
+        action_id = links.actions[config.actions[action["action_id"]]["name"]]
+        priority = 0 if ordered else last - entry["priority"] + 1
+        table.install(Entry(match, action_id, params, priority))
+
+
+def _key(f: MatchField, key: Json) -> Key:
+    """A constant entry's field; `None` where it matches everything."""
+    if f.kind is MatchKind.RANGE:
+        low, high = parse_hex(key["start"]), parse_hex(key["end"])
+        return None if (low, high) == (0, (1 << f.width) - 1) else (low, high)
+    value = parse_hex(key["key"])
+    if f.kind is MatchKind.EXACT:
+        return value
+    if f.kind is MatchKind.LPM:
+        return (value, key["prefix_length"]) if key["prefix_length"] else None
+    mask = parse_hex(key["mask"])
+    if not mask:
+        return None
+    return value if f.kind is MatchKind.OPTIONAL else (value, mask)

@@ -1,0 +1,1 @@
+"""Frames and where they come from: ports and network interfaces."""

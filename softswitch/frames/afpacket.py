@@ -1,0 +1,283 @@
+"""Ports that are network interfaces: AF_PACKET sockets with virtio-net headers (packet(7)).
+
+With PACKET_VNET_HDR a 64 KB segment passes whole, and its checksum is left to the next kernel. VLAN tags,
+which the kernel takes out of received frames, are put back, so frames are byte for byte.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import logging
+import socket
+import struct
+
+from softswitch.frames.checksums import (
+    GSO_ECN,
+    NEEDS_CHECKSUM,
+    NO_OFFLOAD,
+    TCP_CHECKSUM,
+    UDP_CHECKSUM,
+    UDP_HEADER,
+    VIRTIO_HEADER,
+    Offload,
+    defer,
+    locate,
+)
+from softswitch.frames.ports import Handler, PortConnection, PortStats
+
+log = logging.getLogger(__name__)
+
+# From linux/if_packet.h, linux/if_ether.h, asm/socket.h, linux/sockios.h and linux/ethtool.h.
+ETH_P_ALL = 3
+SOL_PACKET = 263
+PACKET_ADD_MEMBERSHIP = 1
+PACKET_STATISTICS = 6
+PACKET_AUXDATA = 8
+PACKET_VNET_HDR = 15
+PACKET_IGNORE_OUTGOING = 23
+PACKET_MR_PROMISC = 1
+SO_SNDBUFFORCE = 32
+SO_RCVBUFFORCE = 33
+SIOCETHTOOL = 0x8946
+ETHTOOL_GLINK = 0x0A
+RTMGRP_LINK = 1
+MSG_TRUNC = int(socket.MSG_TRUNC)
+
+TP_STATUS_VLAN_VALID = 1 << 4
+TP_STATUS_VLAN_TPID_VALID = 1 << 6
+VLAN_TYPE = 0x8100
+VLAN_BYTES = 4
+# tp_status, tp_len, tp_snaplen, tp_mac, tp_net, tp_vlan_tci, tp_vlan_tpid
+_AUXDATA = struct.Struct("=IIIHHHH")
+_ANCILLARY = socket.CMSG_SPACE(_AUXDATA.size)
+
+RECEIVE_BUFFER = 64 << 20
+"""Bytes of frames that wait for the switch; the kernel drops, and counts, what is beyond."""
+SEND_BUFFER = 8 << 20
+"""Bytes of frames on their way to the next kernel; a port with more refuses copies."""
+FRAME_MAX = 1 << 18
+
+# What a send returns while the port has no room.
+_FULL = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM})
+# ... and where its interface is down or gone.
+_DOWN = frozenset({errno.ENETDOWN, errno.ENXIO, errno.ENODEV})
+
+
+class PacketPort:
+    """A network interface as a port.
+
+    `OSError` when there is no such interface, or no right to open it.
+    """
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.stats = PortStats()
+        self.connection = PortConnection(f"port {number} ({name})")
+        self._dropped = 0
+        self._buffer = bytearray(FRAME_MAX)
+        self._view = memoryview(self._buffer)
+        self._vector = [self._buffer]
+        self._socket = _open(name)
+        self._index: int | None = socket.if_nametoindex(name)
+        self.refresh()
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    def refresh(self) -> bool:
+        """Look whether the link is up; whether `fileno` changed, as the interface was made anew."""
+        index = {name: index for index, name in socket.if_nameindex()}.get(self.name)
+        fresh = index is not None and index != self._index
+        if fresh:
+            replacement = _open(self.name)
+            self._socket.close()
+            self._socket, self._index = replacement, index
+        self._look()
+        return fresh
+
+    def _look(self) -> None:
+        try:
+            up = _has_link(self._socket, self.name)
+        except OSError as error:
+            if error.errno not in _DOWN:
+                raise
+            up = False
+        self.connection.set_up(up)
+
+    def dropped(self) -> int:
+        """Received frames that the kernel dropped because the switch was too slow."""
+        counts = self._socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
+        self._dropped += int(struct.unpack("II", counts)[1])
+        return self._dropped
+
+    def poll(self, handle: Handler, limit: int) -> None:
+        """Hand at most `limit` waiting frames to `handle`."""
+        receive, vector, view, stats = self._socket.recvmsg_into, self._vector, self._view, self.stats
+        number = self.number
+        for _ in range(limit):
+            try:
+                size, ancillary, flags, _ = receive(vector, _ANCILLARY)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _DOWN:
+                    raise
+                # It was down at some time; perhaps it isn't any more.
+                self._look()
+                return
+            if flags & MSG_TRUNC:
+                stats.oversized += 1
+                continue
+            offload: Offload | None = None
+            if _AUXDATA.unpack_from(ancillary[0][2])[0] & TP_STATUS_VLAN_VALID:
+                frame, shift = _tagged(view[10:size], ancillary[0][2]), VLAN_BYTES
+            else:
+                frame, shift = bytes(view[10:size]), 0
+            stats.rx_packets += 1
+            stats.rx_bytes += len(frame)
+            # Flags and GSO type: nearly always, one of them says all.
+            if view[0] & NEEDS_CHECKSUM or view[1]:
+                offload = _offload(frame, view, shift)
+            stats.rx_segments += offload.segments() if offload else 1
+            handle(number, frame, offload)
+
+    def send(self, frame: bytes, offload: Offload | None) -> bool:
+        """Send a frame; `False` when the port refused it and so holds the original back (admission)."""
+        stats = self.stats
+        connection = self.connection
+        if not connection.healthy and not connection.usable():
+            stats.disconnected += 1
+            return True
+        parts = (NO_OFFLOAD, frame) if offload is None else defer(frame, offload)
+        if parts is None:
+            if not stats.unsendable:
+                log.warning(
+                    "port %d (%s): a frame with a checksum left to be completed leaves with another "
+                    "payload, and is dropped; switch the sending host's tx checksum offload off",
+                    self.number,
+                    self.name,
+                )
+            stats.unsendable += 1
+            return True
+        try:
+            self._socket.sendmsg(parts)
+        except OSError as error:
+            return self._not_sent(error)
+        if not connection.healthy:
+            connection.accepted()
+        stats.tx_packets += 1
+        stats.tx_bytes += len(frame)
+        stats.tx_segments += 1 if offload is None else offload.segments()
+        return True
+
+    def _not_sent(self, error: OSError) -> bool:
+        if error.errno in _FULL:
+            if self.connection.refused():
+                self.stats.refused += 1
+                return False
+            self.stats.disconnected += 1
+            return True
+        if error.errno in _DOWN:
+            self._look()
+            self.stats.disconnected += 1
+            return True
+        # Mostly EMSGSIZE: longer than the interface's MTU.
+        if not self.stats.unsendable:
+            log.warning("port %d (%s): a frame was not sent: %s", self.number, self.name, error.strerror)
+        self.stats.unsendable += 1
+        return True
+
+    def close(self) -> None:
+        """Close the socket; the interface leaves promiscuous mode with it."""
+        self._socket.close()
+
+
+def _open(name: str) -> socket.socket:
+    # Protocol 0 receives nothing until bind: no frame comes in before the options are set.
+    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    try:
+        index = socket.if_nametoindex(name)
+        for option in (PACKET_VNET_HDR, PACKET_AUXDATA, PACKET_IGNORE_OUTGOING):
+            opened.setsockopt(SOL_PACKET, option, 1)
+        opened.setsockopt(
+            SOL_PACKET, PACKET_ADD_MEMBERSHIP, struct.pack("iHH8s", index, PACKET_MR_PROMISC, 0, b"")
+        )
+        opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
+        opened.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SEND_BUFFER)
+        opened.bind((name, ETH_P_ALL))
+        opened.setblocking(False)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _has_link(opened: socket.socket, name: str) -> bool:
+    # Not IFF_RUNNING, which the kernel sets up to a second after the carrier is there.
+    answer = array.array("I", (ETHTOOL_GLINK, 0))
+    try:
+        fcntl.ioctl(opened, SIOCETHTOOL, struct.pack("16sP16x", name.encode(), answer.buffer_info()[0]))
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return True
+    return bool(answer[1])
+
+
+def _tagged(view: memoryview, auxdata: bytes) -> bytes:
+    """The frame with the VLAN tag that the kernel had taken out of it."""
+    status, _, _, _, _, tci, tpid = _AUXDATA.unpack_from(auxdata)
+    if not status & TP_STATUS_VLAN_TPID_VALID:
+        tpid = VLAN_TYPE
+    return b"".join((view[:12], tpid.to_bytes(2), tci.to_bytes(2), view[12:]))
+
+
+def _offload(frame: bytes, virtio: memoryview, shift: int) -> Offload | None:
+    """What is left to do for a frame; `None` where that is not a TCP or UDP checksum."""
+    flags, gso_type, _, gso_size, start, offset = VIRTIO_HEADER.unpack_from(virtio)
+    start += shift
+    if not gso_type & ~GSO_ECN:
+        gso_size = 0
+    if not flags & NEEDS_CHECKSUM or offset not in (TCP_CHECKSUM, UDP_CHECKSUM):
+        # A whole checksum over many segments: nothing to keep, each segment gets its own.
+        where = locate(frame)
+        if where is None:
+            return None
+        return Offload(frame, b"", where.start, where.checksum - where.start, gso_type, gso_size)
+    # The kernel's own hdr_len says how much was linear, not how long the headers are.
+    length = start + ((frame[start + 12] >> 4) * 4 if offset == TCP_CHECKSUM else UDP_HEADER)
+    header = VIRTIO_HEADER.pack(NEEDS_CHECKSUM, gso_type, length, gso_size, start, offset)
+    return Offload(frame, header, start, offset, gso_type, gso_size)
+
+
+class LinkWatch:
+    """Tells by a readable descriptor that some interface went up or down (rtnetlink(7))."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+        self._socket.bind((0, RTMGRP_LINK))
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        """The netlink socket's descriptor."""
+        return self._socket.fileno()
+
+    def drain(self) -> None:
+        """Forget the notices that came; what they say is asked for port by port."""
+        try:
+            while self._socket.recv(1 << 16):
+                continue
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Notices were lost, which is fine: every port is looked at anyway.
+            if error.errno != errno.ENOBUFS:
+                raise
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

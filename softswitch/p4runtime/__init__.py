@@ -1,0 +1,1 @@
+"""P4Runtime in front of the switch."""

@@ -1,0 +1,162 @@
+"""Client arbitration: which controller of a role is primary (P4Runtime specification, section 5).
+
+No locks and no I/O here: the service calls in from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from finsy.proto import U128, p4r, rpc_code
+
+
+class RpcError(Exception):
+    """Ends an RPC, or a stream, with a gRPC status."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """A controller's stream: `send` gives it a message; role and election id once it has named them."""
+
+    send: Callable[[p4r.StreamMessageResponse], None]
+    role: str | None = None
+    election_id: int | None = None
+
+
+@dataclass(slots=True)
+class Role:
+    """The controllers of one role; `highest` is the highest election id that was ever seen."""
+
+    name: str
+    live: list[Client] = field(default_factory=list)
+    primary: Client | None = None
+    highest: int | None = None
+
+
+class Arbitration:
+    """The roles of one device. The default role "" is always there; every role has the whole pipeline."""
+
+    def __init__(self, device_id: int) -> None:
+        self.device_id = device_id
+        self.roles = {"": Role("")}
+
+    def update(self, controller: Client, message: p4r.MasterArbitrationUpdate) -> Client | None:
+        """Take a controller's arbitration message; `RpcError` ends its stream.
+
+        Tells all concerned, except a new primary: it is returned, to be told (`tell`) when the writes
+        of the one before it are done.
+        """
+        election_id = U128.decode(message.election_id) if message.HasField("election_id") else None
+        role = self._admit(controller, message, election_id)
+        was_primary = role.primary is controller
+        controller.election_id = election_id
+        if election_id is not None and (role.highest is None or election_id >= role.highest):
+            role.highest = election_id
+            role.primary = controller
+            for other in role.live:
+                if other is not controller:
+                    self.tell(other)
+            return controller
+        if was_primary:
+            role.primary = None
+            for each in role.live:
+                self.tell(each)
+        else:
+            self.tell(controller)
+        return None
+
+    def _admit(
+        self, controller: Client, message: p4r.MasterArbitrationUpdate, election_id: int | None
+    ) -> Role:
+        if controller.role is None:
+            if message.device_id != self.device_id:
+                raise self._unknown_device(message.device_id)
+        elif message.device_id != self.device_id or message.role.name != controller.role:
+            raise RpcError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f'this stream is for device {self.device_id}, role "{controller.role}": '
+                "another device or role needs a stream of its own",
+            )
+        if message.role.HasField("config"):
+            raise RpcError(
+                grpc.StatusCode.INVALID_ARGUMENT, "role.config is not supported: every role has everything"
+            )
+        role = self.roles.get(message.role.name) or Role(message.role.name)
+        if election_id is not None and any(
+            other.election_id == election_id for other in role.live if other is not controller
+        ):
+            raise RpcError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"election id {election_id} is already used by another controller of this role",
+            )
+        if controller.role is None:
+            controller.role = role.name
+            role.live.append(controller)
+            self.roles[role.name] = role
+        return role
+
+    def leave(self, controller: Client) -> None:
+        """A controller's stream ended; nobody is promoted, the others are told."""
+        if controller.role is None:
+            return
+        role = self.roles[controller.role]
+        role.live.remove(controller)
+        if role.primary is controller:
+            role.primary = None
+            for each in role.live:
+                self.tell(each)
+
+    def tell(self, controller: Client) -> None:
+        """Send a controller the state of its role (specification, section 5.4)."""
+        assert controller.role is not None
+        role = self.roles[controller.role]
+        update = p4r.MasterArbitrationUpdate(device_id=self.device_id)
+        if role.name:
+            update.role.name = role.name
+        if role.highest is not None:
+            update.election_id.CopyFrom(U128.encode(role.highest))
+        status = update.status
+        if role.primary is controller:
+            status.code, status.message = rpc_code.OK, "you are primary"
+        elif role.primary is not None:
+            status.code, status.message = rpc_code.ALREADY_EXISTS, "another controller is primary"
+        else:
+            status.code, status.message = rpc_code.NOT_FOUND, "there is no primary"
+        controller.send(p4r.StreamMessageResponse(arbitration=update))
+
+    def check_device(self, device_id: int) -> None:
+        """`RpcError` NOT_FOUND for another device."""
+        if device_id != self.device_id:
+            raise self._unknown_device(device_id)
+
+    def check_primary(self, role_name: str, election_id: p4r.Uint128 | None) -> None:
+        """`RpcError` unless this election id is the role's primary's."""
+        role = self.roles.get(role_name)
+        if role is None:
+            raise RpcError(grpc.StatusCode.NOT_FOUND, f'no controller has the role "{role_name}"')
+        primary = role.primary
+        if primary is None or election_id is None or U128.decode(election_id) != primary.election_id:
+            raise RpcError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "only the primary may write"
+                + ("; there is none" if primary is None else f": its election id is {primary.election_id}"),
+            )
+
+    def primaries(self) -> list[Client]:
+        """The primary of each role that has one."""
+        return [role.primary for role in self.roles.values() if role.primary is not None]
+
+    def is_primary(self, controller: Client) -> bool:
+        """Whether a controller is its role's primary."""
+        return controller.role is not None and self.roles[controller.role].primary is controller
+
+    def _unknown_device(self, device_id: int) -> RpcError:
+        return RpcError(
+            grpc.StatusCode.NOT_FOUND, f"no device {device_id} here; this is device {self.device_id}"
+        )

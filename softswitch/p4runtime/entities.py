@@ -1,0 +1,235 @@
+"""Table entries between P4Runtime messages and the state, table by table.
+
+P4Runtime specification, section 9.1. What a table's messages may look like is worked out once, when the
+pipeline is set, so that a batch of thousands costs some microseconds an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from finsy.proto import p4i, p4r
+
+from softswitch.p4runtime.bytestrings import to_bytes
+from softswitch.p4runtime.fieldcodecs import field_codec, invalid, parse_field
+from softswitch.program.state import CounterCell, Entry, Key, MatchKind, Table, TableError
+
+NEEDS_PRIORITY = (MatchKind.TERNARY, MatchKind.RANGE, MatchKind.OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCodec:
+    """An action: parameter ids to (position, name, width); where in a table it may stand."""
+
+    id: int
+    name: str
+    params: dict[int, tuple[int, str, int]]
+
+    def decode(self, action: p4r.Action) -> tuple[int, ...]:
+        """The parameters in P4Info order; `TableError` INVALID_ARGUMENT."""
+        params = self.params
+        values = [-1] * len(params)
+        for param in action.params:
+            try:
+                position, name, width = params[param.param_id]
+            except KeyError:
+                raise invalid(
+                    f"action {self.name} has no parameter {param.param_id}; it has {sorted(params)}"
+                ) from None
+            if values[position] >= 0:
+                raise invalid(f"action {self.name}: parameter {name} comes twice")
+            value = param.value
+            number = int.from_bytes(value)
+            if not value or number >> width:
+                number = parse_field(value, width, f"action {self.name}: parameter {name}")
+            values[position] = number
+        if -1 in values:
+            missing = [name for position, name, _ in params.values() if values[position] < 0]
+            raise invalid(f"action {self.name}: missing parameter {', '.join(missing)}")
+        return tuple(values)
+
+    def encode(self, message: p4r.Action, values: Sequence[int]) -> None:
+        """Write the action into a message."""
+        message.action_id = self.id
+        add = message.params.add
+        for number, value in zip(self.params, values, strict=True):
+            add(param_id=number, value=to_bytes(value))
+
+
+class TableCodec:
+    """One table's entries, decoded and encoded. All refusals are `TableError`."""
+
+    def __init__(self, info: p4i.Table, table: Table, actions: dict[int, ActionCodec], counted: bool) -> None:
+        self.info = info
+        self.table = table
+        self.name = info.preamble.alias or info.preamble.name
+        self.counted = counted
+        self.fields = tuple(
+            field_codec(position, each, self.name) for position, each in enumerate(info.match_fields)
+        )
+        self.by_id = {field.id: field for field in self.fields}
+        self.required = tuple(field for field in self.fields if field.kind is MatchKind.EXACT)
+        self.prioritised = any(field.kind in NEEDS_PRIORITY for field in self.fields)
+        self.actions = {ref.id: actions[ref.id] for ref in info.action_refs}
+        self.default_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.DEFAULT_ONLY}
+        self.table_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.TABLE_ONLY}
+
+    def match(self, matches: Iterable[p4r.FieldMatch]) -> tuple[Key, ...]:
+        """The key of a match list."""
+        keys: list[Key] = [None] * len(self.fields)
+        by_id = self.by_id
+        for message in matches:
+            field = by_id.get(message.field_id)
+            if field is None:
+                raise invalid(
+                    f"table {self.name} has no match field {message.field_id}; it has {sorted(by_id)}"
+                )
+            if keys[field.position] is not None:
+                raise invalid(f"table {self.name}: match field {field.name} comes twice")
+            keys[field.position] = field.decode(message)
+        for field in self.required:
+            if keys[field.position] is None:
+                raise invalid(f"table {self.name}: exact match field {field.name} is missing")
+        return tuple(keys)
+
+    def key(self, entry: p4r.TableEntry) -> tuple[tuple[Key, ...], int]:
+        """Match and priority of a non-default entry."""
+        key = self.match(entry.match)
+        priority = entry.priority
+        if self.prioritised:
+            if priority <= 0:
+                raise invalid(
+                    f"table {self.name}: priority is {priority}; with a ternary, range or optional field "
+                    "it must be positive"
+                )
+        elif priority:
+            raise invalid(
+                f"table {self.name}: priority is {priority}; without a ternary, range or optional field "
+                "it must be 0"
+            )
+        return key, priority
+
+    def action(self, action: p4r.TableAction, default: bool) -> tuple[int, tuple[int, ...]]:
+        """Action id and parameters."""
+        if action.WhichOneof("type") != "action":
+            raise invalid(f"table {self.name} is direct: its entries need a plain action")
+        codec = self.actions.get(action.action.action_id)
+        if codec is None:
+            names = ", ".join(f"{each.name} ({each.id})" for each in self.actions.values())
+            raise invalid(f"table {self.name} has no action {action.action.action_id}; it has {names}")
+        if codec.id in (self.table_only if default else self.default_only):
+            where = "as default action" if default else "in an entry"
+            raise TableError("PERMISSION_DENIED", f"table {self.name}: {codec.name} may not stand {where}")
+        return codec.id, codec.decode(action.action)
+
+    def entry(self, message: p4r.TableEntry) -> Entry:
+        """A new entry, default or not; `counter_data` is left to the caller."""
+        self.check(message)
+        default = message.is_default_action
+        match, priority = ((), 0) if default else self.key(message)
+        action, params = self.action(message.action, default)
+        entry = Entry(match, action, params, priority, is_default=default)
+        if message.metadata:
+            entry.metadata = message.metadata
+        if message.controller_metadata:
+            entry.controller_metadata = message.controller_metadata
+        if message.HasField("counter_data"):
+            entry.count = CounterCell(message.counter_data.packet_count, message.counter_data.byte_count)
+        return entry
+
+    def check(self, message: p4r.TableEntry) -> None:
+        """Refuse what no write of an entry of this table may carry."""
+        if message.is_const:
+            raise invalid(f"table {self.name}: is_const may not be set in a write")
+        if message.is_default_action and (message.match or message.priority):
+            raise invalid(f"table {self.name}: the default entry has no match and no priority")
+        if message.HasField("counter_data") and not self.counted:
+            raise invalid(f"table {self.name} has no direct counter")
+        if message.HasField("meter_config") or message.HasField("meter_counter_data"):
+            raise invalid(f"table {self.name} has no direct meter")
+        if message.idle_timeout_ns:
+            raise invalid(f"table {self.name} has no idle timeout")
+
+    def encode_key(self, entry: Entry, message: p4r.TableEntry) -> None:
+        """Write what identifies an entry into a message, canonically."""
+        message.table_id = self.table.id
+        if entry.is_default:
+            message.is_default_action = True
+            return
+        add = message.match.add
+        for field, key in zip(self.fields, entry.match, strict=True):
+            if key is not None:
+                field.encode(add(field_id=field.id), key)
+        if entry.priority:
+            message.priority = entry.priority
+
+    def encode(self, entry: Entry, message: p4r.TableEntry, counters: bool) -> None:
+        """Write a whole entry into a message, canonically; its counter where asked for."""
+        self.encode_key(entry, message)
+        if self.table.const_default if entry.is_default else self.info.is_const_table:
+            message.is_const = True
+        self.actions[entry.action].encode(message.action.action, entry.params)
+        if entry.metadata:
+            message.metadata = entry.metadata
+        if entry.controller_metadata:
+            message.controller_metadata = entry.controller_metadata
+        if counters and self.counted:
+            encode_count(entry.count, message.counter_data)
+
+    def select(self, query: p4r.TableEntry) -> Iterator[Entry]:
+        """The entries that a read asks for (specification, section 9.1.6)."""
+        table = self.table
+        if query.is_default_action:
+            found = [] if table.default is None else [table.default]
+        elif query.match:
+            match = self.match(query.match)
+            if self.prioritised and not query.priority:
+                found = [entry for key, entry in table.entries.items() if key[0] == match]
+            else:
+                one = table.entries.get((match, query.priority))
+                found = [] if one is None else [one]
+        else:
+            found = list(table.entries.values())
+        action = query.action.action.action_id
+        for entry in found:
+            if (
+                (not action or entry.action == action)
+                and (not query.priority or entry.priority == query.priority)
+                and (not query.metadata or entry.metadata == query.metadata)
+                and (not query.controller_metadata or entry.controller_metadata == query.controller_metadata)
+            ):
+                yield entry
+
+
+def encode_count(count: CounterCell, message: p4r.CounterData) -> None:
+    """Write a counter cell into a message."""
+    message.SetInParent()
+    message.packet_count = count.packets
+    message.byte_count = count.bytes
+
+
+def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
+    """The actions of a P4Info by id."""
+    return {
+        action.preamble.id: ActionCodec(
+            action.preamble.id,
+            action.preamble.alias or action.preamble.name,
+            {
+                param.id: (position, param.name, param.bitwidth)
+                for position, param in enumerate(action.params)
+            },
+        )
+        for action in p4info.actions
+    }
+
+
+def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
+    """The tables of a P4Info by id."""
+    actions = action_codecs(p4info)
+    counted = {counter.direct_table_id for counter in p4info.direct_counters}
+    return {
+        info.preamble.id: TableCodec(info, tables[info.preamble.id], actions, info.preamble.id in counted)
+        for info in p4info.tables
+        if info.preamble.id in tables
+    }

@@ -1,0 +1,140 @@
+"""A forwarding pipeline: a loaded program, with what is needed to read and write it over P4Runtime."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from finsy.proto import p4i, p4r
+
+from softswitch.codegen.program import Program, load
+from softswitch.p4runtime.entities import TableCodec, table_codecs
+from softswitch.p4runtime.packetio import ControllerHeader
+from softswitch.program.state import TableError
+
+
+class ReconcileError(Exception):
+    """Forwarding state that a new pipeline cannot take over; says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterInfo:
+    """An indexed counter: name and number of cells."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterInfo:
+    """A register: name, number of cells, width in bits, and whether it holds `bool` or signed values."""
+
+    name: str
+    size: int
+    width: int
+    truth: bool = False
+    signed: bool = False
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """A program and its config, as SetForwardingPipelineConfig gave it."""
+
+    program: Program
+    config: p4r.ForwardingPipelineConfig
+    tables: dict[int, TableCodec]
+    counters: dict[int, CounterInfo]
+    registers: dict[int, RegisterInfo]
+    packet_in: ControllerHeader
+    packet_out: ControllerHeader
+    sums_payload: bool
+    """The program sums payloads, so it has to see whole checksums."""
+    groups: dict[int, p4r.MulticastGroupEntry] = field(default_factory=dict)
+    """Multicast groups as the controller wrote them; the program's own form is in its state."""
+
+
+def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
+    """Load a config; `UnsupportedProgramError`, or `ValueError` where it lacks a part."""
+    if not config.p4_device_config:
+        raise ValueError("p4_device_config is empty; it has to be the JSON that p4c wrote for BMv2")
+    if not config.HasField("p4info"):
+        raise ValueError("p4info is missing")
+    p4info = config.p4info
+    program = load(config.p4_device_config, p4info)
+    return Pipeline(
+        program,
+        config,
+        table_codecs(p4info, program.state.tables),
+        {each.preamble.id: CounterInfo(_name(each.preamble), each.size) for each in p4info.counters},
+        {each.preamble.id: _register(each) for each in p4info.registers},
+        ControllerHeader(p4info, "packet_in"),
+        ControllerHeader(p4info, "packet_out"),
+        _sums_payload(config.p4_device_config),
+    )
+
+
+def _sums_payload(device_config: bytes) -> bool:
+    calculations = json.loads(device_config).get("calculations", [])
+    return any(part["type"] == "payload" for each in calculations for part in each["input"])
+
+
+def _name(preamble: p4i.Preamble) -> str:
+    return preamble.alias or preamble.name
+
+
+def _register(info: p4i.Register) -> RegisterInfo:
+    bits = info.type_spec.bitstring
+    signed = bits.WhichOneof("type_spec") == "int"
+    width = bits.int.bitwidth if signed else bits.bit.bitwidth
+    truth = info.type_spec.WhichOneof("type_spec") == "bool"
+    return RegisterInfo(_name(info.preamble), info.size, width, truth, signed)
+
+
+def reconcile(old: Pipeline, new: Pipeline) -> None:
+    """Give `new` the forwarding state of `old`; `ReconcileError` where something has no place there.
+
+    Tables are the same when id, key, and each action in use are the same.
+    """
+    for number, codec in old.tables.items():
+        _take_table(codec, new.tables.get(number))
+    old_state, new_state = old.program.state, new.program.state
+    for number, cells in old_state.counters.items():
+        target = new_state.counters.get(number)
+        if target is not None and len(target) >= len(cells):
+            for cell, before in zip(target, cells, strict=False):
+                cell.packets, cell.bytes = before.packets, before.bytes
+        elif any(cell.packets or cell.bytes for cell in cells):
+            raise ReconcileError(f"counter {old.counters[number].name} has no place in the new pipeline")
+    for number, values in old_state.registers.items():
+        if new.registers.get(number) == old.registers[number]:
+            new_state.registers[number][:] = values
+        elif any(values):
+            raise ReconcileError(f"register {old.registers[number].name} has no place in the new pipeline")
+    new_state.groups.update(old_state.groups)
+    new.groups.update(old.groups)
+
+
+def _take_table(old: TableCodec, new: TableCodec | None) -> None:
+    entries = [] if old.info.is_const_table else list(old.table.entries.values())
+    default = old.table.default
+    if default is old.table.initial_default:
+        default = None
+    if not entries and default is None:
+        return
+    if new is None or list(new.info.match_fields) != list(old.info.match_fields):
+        raise ReconcileError(f"table {old.name} is not there, or has another key, in the new pipeline")
+    used = {entry.action for entry in entries} | ({default.action} if default is not None else set())
+    for action in used:
+        if new.actions.get(action) != old.actions[action]:
+            raise ReconcileError(f"table {old.name}: action {old.actions[action].name} is not the same")
+    if default is not None:
+        if new.table.const_default:
+            raise ReconcileError(f"table {old.name}: the default action is constant in the new pipeline")
+        new.table.set_default(default)
+    for entry in entries:
+        if (entry.match, entry.priority) in new.table.entries:
+            continue
+        try:
+            new.table.insert(entry)
+        except TableError as error:
+            raise ReconcileError(str(error)) from None

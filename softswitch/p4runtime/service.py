@@ -1,0 +1,288 @@
+"""The P4Runtime service: gRPC in front of a switch (P4Runtime specification, sections 5 and 12 to 17).
+
+Each RPC runs on a thread of its own. Writes, reads and pipeline changes follow one another (`_control`), and
+take turns with packets in small pieces, so that a large batch doesn't hold traffic up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal, NoReturn
+
+import grpc
+from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
+
+from softswitch.codegen.program import UnsupportedProgramError
+from softswitch.p4runtime.arbitration import Arbitration, RpcError
+from softswitch.p4runtime.pipeline import Pipeline, ReconcileError, build, reconcile
+from softswitch.p4runtime.reads import read
+from softswitch.p4runtime.session import Sessions
+from softswitch.p4runtime.writes import Undo, apply
+from softswitch.program.state import TableError
+from softswitch.switch import SoftSwitch
+
+log = logging.getLogger(__name__)
+
+API_VERSION = "1.4.1"
+ERROR_SPACE = "softswitch-v1model"
+STREAMS_MAX = 32
+PIECE = 64
+"""Updates, or entities read, between two turns of the packets."""
+RESPONSE_ENTITIES = 1000
+
+Action = p4r.SetForwardingPipelineConfigRequest
+Response = p4r.GetForwardingPipelineConfigRequest
+
+
+class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
+    """One device's P4Runtime service."""
+
+    def __init__(self, switch: SoftSwitch, device_id: int) -> None:
+        self.switch = switch
+        self.arbitration = Arbitration(device_id)
+        self._control = threading.RLock()
+        self._committed: Pipeline | None = None
+        self._saved: Pipeline | None = None
+        self.sessions = Sessions(self.arbitration, self._control, STREAMS_MAX, self._packet_out)
+        switch.on_packet_in = self._packet_in
+
+    def commit(self, pipeline: Pipeline) -> None:
+        """Run a pipeline from the next packet on."""
+        with self._control:
+            self._committed, self._saved = pipeline, None
+            self.switch.install(pipeline.program, pipeline.packet_in.length, pipeline.sums_payload)
+        log.info("pipeline set, cookie %#x", pipeline.config.cookie.cookie)
+
+    def _pipeline(self) -> Pipeline:
+        pipeline = self._saved or self._committed
+        if pipeline is None:
+            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "No forwarding pipeline config is set")
+        return pipeline
+
+    # Packets
+
+    def _packet_in(self, frame: bytes) -> None:
+        pipeline = self._committed
+        if pipeline is not None:
+            self.sessions.packet_in(pipeline.packet_in, frame)
+
+    def _packet_out(self, packet: p4r.PacketOut) -> None:
+        pipeline = self._committed
+        if pipeline is None or self.switch.cpu_port is None:
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            raise RpcError(code, "no pipeline is set" if pipeline is None else "the switch has no CPU port")
+        self.switch.packet_out(pipeline.packet_out.encode(packet))
+
+    def StreamChannel(
+        self, request_iterator: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
+    ) -> Iterator[p4r.StreamMessageResponse]:
+        """Arbitration and packet I/O."""
+        with _status(context):
+            yield from self.sessions.serve(request_iterator, context)
+
+    # Write and Read
+
+    def Write(self, request: p4r.WriteRequest, context: grpc.ServicerContext) -> p4r.WriteResponse:
+        """Apply a batch of updates."""
+        with _status(context), self._control:
+            self._check_primary(request)
+            errors = self._batch(self._pipeline(), request)
+        if any(errors):
+            _abort_batch(context, errors, "the batch was not applied whole")
+        return p4r.WriteResponse()
+
+    def _batch(self, pipeline: Pipeline, request: p4r.WriteRequest) -> list[TableError | None]:
+        carry_on = request.atomicity == p4r.WriteRequest.CONTINUE_ON_ERROR
+        # A whole batch in one turn is atomic for packets.
+        piece = len(request.updates) if request.atomicity == p4r.WriteRequest.DATAPLANE_ATOMIC else PIECE
+        errors: list[TableError | None] = []
+        undo: list[Undo] = []
+        with Turns(self.switch, max(1, piece)) as turns:
+            for update in request.updates:
+                turns.step()
+                try:
+                    back = apply(pipeline, update)
+                    errors.append(None)
+                    if not carry_on:
+                        undo.append(back)
+                except TableError as error:
+                    errors.append(error)
+                    if not carry_on:
+                        break
+            if any(errors) and not carry_on:
+                for back in reversed(undo):
+                    back()
+                return _rolled_back(errors, len(request.updates))
+        return errors
+
+    def Read(self, request: p4r.ReadRequest, context: grpc.ServicerContext) -> Iterator[p4r.ReadResponse]:
+        """Answer queries; the state is that between two writes."""
+        errors: list[TableError | None] = []
+        responses: list[p4r.ReadResponse] = []
+        with _status(context), self._control:
+            self.arbitration.check_device(request.device_id)
+            pipeline = self._pipeline()
+            with Turns(self.switch, PIECE) as turns:
+
+                def add() -> p4r.Entity:
+                    turns.step()
+                    if not responses or len(responses[-1].entities) >= RESPONSE_ENTITIES:
+                        responses.append(p4r.ReadResponse())
+                    return responses[-1].entities.add()
+
+                for query in request.entities:
+                    try:
+                        read(pipeline, query, add)
+                        errors.append(None)
+                    except TableError as error:
+                        errors.append(error)
+        yield from responses
+        if any(errors):
+            _abort_batch(context, errors, "not every query could be answered")
+
+    # Pipeline configs and capabilities
+
+    def SetForwardingPipelineConfig(
+        self, request: p4r.SetForwardingPipelineConfigRequest, context: grpc.ServicerContext
+    ) -> p4r.SetForwardingPipelineConfigResponse:
+        """Verify, save or commit a pipeline."""
+        with _status(context), self._control:
+            self._check_primary(request)
+            self._set_pipeline(request)
+        return p4r.SetForwardingPipelineConfigResponse()
+
+    def _set_pipeline(self, request: p4r.SetForwardingPipelineConfigRequest) -> None:
+        action = request.action
+        if action == Action.COMMIT:
+            if request.HasField("config"):
+                raise _invalid("COMMIT takes no config: it commits the one that was saved")
+            if self._saved is None:
+                raise RpcError(grpc.StatusCode.NOT_FOUND, "no config is saved: VERIFY_AND_SAVE comes first")
+            self.commit(self._saved)
+            return
+        if action not in _WITH_CONFIG:
+            raise _invalid("the action is unspecified")
+        if not request.HasField("config"):
+            raise _invalid(f"{Action.Action.Name(action)} needs a config")
+        try:
+            pipeline = build(request.config)
+        except UnsupportedProgramError as error:
+            raise _invalid("; ".join(str(problem) for problem in error.problems)) from None
+        except ValueError as error:
+            raise _invalid(str(error)) from None
+        if action == Action.VERIFY_AND_SAVE:
+            self._saved = pipeline
+        elif action == Action.VERIFY_AND_COMMIT:
+            self.commit(pipeline)
+        elif action == Action.RECONCILE_AND_COMMIT:
+            self._reconcile(pipeline)
+
+    def _reconcile(self, pipeline: Pipeline) -> None:
+        if self._committed is not None:
+            try:
+                with self.switch.turn():
+                    reconcile(self._committed, pipeline)
+            except ReconcileError as error:
+                raise _invalid(str(error)) from None
+        self.commit(pipeline)
+
+    def GetForwardingPipelineConfig(
+        self, request: p4r.GetForwardingPipelineConfigRequest, context: grpc.ServicerContext
+    ) -> p4r.GetForwardingPipelineConfigResponse:
+        """The config, or the parts of it that are asked for."""
+        response = p4r.GetForwardingPipelineConfigResponse()
+        with _status(context), self._control:
+            self.arbitration.check_device(request.device_id)
+            pipeline = self._saved or self._committed
+            if pipeline is not None:
+                response.config.CopyFrom(pipeline.config)
+                for part in _LEFT_OUT.get(request.response_type, ()):
+                    response.config.ClearField(part)
+        return response
+
+    def Capabilities(
+        self, request: p4r.CapabilitiesRequest, context: grpc.ServicerContext
+    ) -> p4r.CapabilitiesResponse:
+        """The version of P4Runtime that this is."""
+        return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
+
+    def _check_primary(self, request: p4r.WriteRequest | p4r.SetForwardingPipelineConfigRequest) -> None:
+        self.arbitration.check_device(request.device_id)
+        election_id = request.election_id if request.HasField("election_id") else None
+        self.arbitration.check_primary(request.role, election_id)
+
+
+_WITH_CONFIG = (
+    Action.VERIFY,
+    Action.VERIFY_AND_SAVE,
+    Action.VERIFY_AND_COMMIT,
+    Action.RECONCILE_AND_COMMIT,
+)
+_LEFT_OUT: dict[int, tuple[Literal["p4info", "p4_device_config"], ...]] = {
+    Response.COOKIE_ONLY: ("p4info", "p4_device_config"),
+    Response.P4INFO_AND_COOKIE: ("p4_device_config",),
+    Response.DEVICE_CONFIG_AND_COOKIE: ("p4info",),
+}
+
+
+class Turns:
+    """The switch's turn, given back for a moment after every `piece` steps."""
+
+    def __init__(self, switch: SoftSwitch, piece: int) -> None:
+        self._switch = switch
+        self._piece = piece
+        self._left = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def step(self) -> None:
+        """Hold the turn for one more step."""
+        if not self._left:
+            self._stack.close()
+            self._switch.let_packets_pass()
+            self._stack.enter_context(self._switch.turn())
+            self._left = self._piece
+        self._left -= 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def _status(context: grpc.ServicerContext) -> Iterator[None]:
+    """End the RPC with the status of an `RpcError`."""
+    try:
+        yield
+    except RpcError as error:
+        context.abort(error.code, str(error))
+
+
+def _invalid(message: str) -> RpcError:
+    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+def _rolled_back(errors: list[TableError | None], count: int) -> list[TableError | None]:
+    """Each update's status after a rollback: only the one that failed says why."""
+    aborted = TableError("ABORTED", "rolled back, as another update of the batch failed")
+    return [*(error or aborted for error in errors), *[aborted] * (count - len(errors))]
+
+
+def _abort_batch(context: grpc.ServicerContext, errors: list[TableError | None], message: str) -> NoReturn:
+    """End an RPC with one p4.v1.Error for each element of its batch (specification, section 12.3)."""
+    first = next((index, error) for index, error in enumerate(errors) if error is not None)
+    summary = f"{message}: element {first[0]}: {first[1]}"
+    status = rpc_status.Status(code=rpc_code.UNKNOWN, message=summary)
+    for error in errors:
+        detail = p4r.Error()
+        if error is not None:
+            detail.canonical_code = rpc_code.Code.Value(error.code)
+            detail.message = str(error)
+            detail.space = ERROR_SPACE
+        status.details.add().Pack(detail)
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    context.abort(grpc.StatusCode.UNKNOWN, summary)

@@ -1,0 +1,201 @@
+"""Controllers' streams: what waits to be sent to each, and what came from it (specification, section 16)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import grpc
+from finsy.proto import p4r, rpc_code
+
+from softswitch.p4runtime.arbitration import Arbitration, Client, RpcError
+from softswitch.p4runtime.packetio import ControllerHeader, MetadataError
+
+log = logging.getLogger(__name__)
+
+PACKETS_MAX = 1024
+"""Frames that wait for a controller; what comes beyond is dropped and counted."""
+PACKET_BYTES_MAX = 8 << 20
+"""... and so many bytes of them."""
+ERRORS_MAX = 16
+
+
+class ControllerStream:
+    """One stream's outgoing side. Packets are bounded; arbitration messages are few."""
+
+    def __init__(self) -> None:
+        self.controller = Client(self._send)
+        self.dropped = 0
+        self._changed = threading.Condition()
+        self._messages: deque[p4r.StreamMessageResponse] = deque()
+        self._packets: deque[tuple[ControllerHeader, bytes]] = deque()
+        self._packet_bytes = 0
+        self._closed = False
+        self._error: RpcError | None = None
+
+    def _send(self, message: p4r.StreamMessageResponse) -> None:
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
+
+    def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
+        """Queue a frame for the controller."""
+        with self._changed:
+            if len(self._packets) >= PACKETS_MAX or self._packet_bytes >= PACKET_BYTES_MAX:
+                self.dropped += 1
+            else:
+                self._packets.append((header, frame))
+                self._packet_bytes += len(frame)
+                self._changed.notify()
+
+    def report(self, code: int, message: str, packet: p4r.PacketOut | None) -> None:
+        """Queue a StreamError, unless enough of them wait already."""
+        response = p4r.StreamMessageResponse()
+        response.error.canonical_code = code
+        response.error.message = message
+        if packet is None:
+            response.error.other.SetInParent()
+        else:
+            response.error.packet_out.packet_out.CopyFrom(packet)
+        with self._changed:
+            if len(self._messages) < ERRORS_MAX:
+                self._messages.append(response)
+                self._changed.notify()
+
+    def close(self, error: RpcError | None = None) -> None:
+        """Let `responses` end, with `error` if there is one."""
+        with self._changed:
+            self._closed = True
+            self._error = self._error or error
+            self._changed.notify()
+
+    def responses(self) -> Iterator[p4r.StreamMessageResponse]:
+        """What to send, as it comes; raises the error that ends the stream."""
+        while True:
+            with self._changed:
+                while not (self._messages or self._packets or self._closed):
+                    self._changed.wait()
+                if self._error is not None:
+                    raise self._error
+                message = self._messages.popleft() if self._messages else None
+                if message is None:
+                    if self._closed:
+                        return
+                    header, frame = self._packets.popleft()
+                    self._packet_bytes -= len(frame)
+            yield message or p4r.StreamMessageResponse(packet=header.decode(frame))
+
+
+class Sessions:
+    """All streams of a device. `control` is held by writes: a new primary waits for those before it."""
+
+    def __init__(
+        self,
+        arbitration: Arbitration,
+        control: threading.RLock,
+        limit: int,
+        packet_out: Callable[[p4r.PacketOut], None],
+    ) -> None:
+        self.unheard = 0
+        """Frames for the controller while there was no primary."""
+        self._dropped = 0
+        self._arbitration = arbitration
+        self._control = control
+        self._limit = limit
+        self._packet_out = packet_out
+        self._lock = threading.Lock()
+        self._sessions: dict[Client, ControllerStream] = {}
+        self._primaries: tuple[ControllerStream, ...] = ()
+
+    @property
+    def dropped(self) -> int:
+        """Frames for controllers that didn't read fast enough."""
+        return self._dropped + sum(session.dropped for session in list(self._sessions.values()))
+
+    def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
+        """Give a frame to each role's primary."""
+        primaries = self._primaries
+        if not primaries:
+            self.unheard += 1
+        for session in primaries:
+            session.packet_in(header, frame)
+
+    def serve(
+        self, requests: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
+    ) -> Iterator[p4r.StreamMessageResponse]:
+        """Serve one stream to its end; `RpcError` where it ends with an error."""
+        session = ControllerStream()
+        with self._lock:
+            if len(self._sessions) >= self._limit:
+                raise RpcError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {self._limit} streams already: no more"
+                )
+            self._sessions[session.controller] = session
+        context.add_callback(session.close)
+        threading.Thread(target=self._listen, args=(session, requests), daemon=True).start()
+        try:
+            yield from session.responses()
+        finally:
+            self._leave(session)
+
+    def _leave(self, session: ControllerStream) -> None:
+        with self._lock:
+            del self._sessions[session.controller]
+            self._dropped += session.dropped
+            self._arbitration.leave(session.controller)
+            self._update_primaries()
+        log.info("controller with election id %s left", session.controller.election_id)
+
+    def _update_primaries(self) -> None:
+        self._primaries = tuple(self._sessions[each] for each in self._arbitration.primaries())
+
+    def _listen(self, session: ControllerStream, requests: Iterator[p4r.StreamMessageRequest]) -> None:
+        """Take what a controller sends until its stream ends."""
+        error: RpcError | None = None
+        # The iterator raises when the controller is gone; that is how streams mostly end.
+        with contextlib.suppress(grpc.RpcError):
+            try:
+                for request in requests:
+                    self._take(session, request)
+            except RpcError as fault:
+                error = fault
+        session.close(error)
+
+    def _take(self, session: ControllerStream, request: p4r.StreamMessageRequest) -> None:
+        kind = request.WhichOneof("update")
+        if kind == "arbitration":
+            self._arbitrate(session, request.arbitration)
+        elif kind == "packet":
+            self._packet(session, request.packet)
+        else:
+            session.report(rpc_code.UNIMPLEMENTED, f"{kind} is not supported by this target", None)
+
+    def _arbitrate(self, session: ControllerStream, message: p4r.MasterArbitrationUpdate) -> None:
+        with self._lock:
+            if session.controller not in self._sessions:
+                return
+            primary = self._arbitration.update(session.controller, message)
+            self._update_primaries()
+        log.info(
+            "controller with election id %s is %s",
+            session.controller.election_id,
+            "backup" if primary is None else "primary",
+        )
+        if primary is not None:
+            with self._control, self._lock:
+                if session.controller in self._sessions:
+                    self._arbitration.tell(primary)
+
+    def _packet(self, session: ControllerStream, packet: p4r.PacketOut) -> None:
+        if not self._arbitration.is_primary(session.controller):
+            session.report(rpc_code.PERMISSION_DENIED, "only the primary may send packets", packet)
+            return
+        try:
+            self._packet_out(packet)
+        except MetadataError as error:
+            session.report(rpc_code.INVALID_ARGUMENT, str(error), packet)
+        except RpcError as error:
+            session.report(error.code.value[0], str(error), packet)

@@ -1,0 +1,1 @@
+"""A compiled program: loaded, and what it holds as it runs."""

@@ -1,0 +1,163 @@
+"""The program as p4c's BMv2 backend wrote it (JSON format version 2), in types that the code generator reads.
+
+Expressions, parser operations and primitives stay as JSON; their emitters take them apart.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = dict[str, Any]
+
+
+class FormatError(ValueError):
+    """The bytes are not a BMv2 JSON as p4c writes it; says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A header field; `width` in bits."""
+
+    name: str
+    width: int
+    signed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header or metadata instance."""
+
+    name: str
+    type: str
+    fields: tuple[Field, ...]
+    metadata: bool
+
+    @property
+    def bits(self) -> int:
+        """Its width."""
+        return sum(f.width for f in self.fields)
+
+
+@dataclass(slots=True)
+class ProgramConfig:
+    """A compiled program. `problems` collects what isn't supported, each with its source line."""
+
+    raw: Json
+    headers: dict[str, Header]
+    actions: dict[int, Json]
+    calculations: dict[str, Json]
+    parser: Json
+    pipelines: dict[str, Json]
+    deparser: Json
+    errors: dict[int, str]
+    problems: list[str] = field(default_factory=list)
+
+    def problem(self, what: str, *at: Json) -> None:
+        """Note something unsupported, with the source line of the first of `at` that has one."""
+        line = next((place for place in map(where, at) if place), "")
+        text = f"{line}: {what}" if line else what
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def field(self, reference: list[str]) -> Field:
+        """The field that a JSON reference [header, field] names."""
+        header, name = reference
+        for candidate in self.headers[header].fields:
+            if candidate.name == name:
+                return candidate
+        raise FormatError(f"header {header} has no field {name}")
+
+
+def where(item: Json) -> str:
+    """`file:line` of a JSON object, or an empty string."""
+    info = item.get("source_info") if isinstance(item, dict) else None
+    return f"{info['filename']}:{info['line']}" if info else ""
+
+
+def fragment(item: Json) -> str:
+    """The source text that a JSON object came from, its first line."""
+    info = item.get("source_info")
+    return str(info.get("source_fragment", "")) if info else ""
+
+
+_UNSUPPORTED_LISTS = {
+    "header_stacks": "header stack",
+    "header_union_types": "header union",
+    "header_unions": "header union",
+    "header_union_stacks": "header union stack",
+    "parse_vsets": "parser value set",
+    "meter_arrays": "meter",
+    "learn_lists": "digest",
+    "extern_instances": "extern",
+}
+
+
+def read(text: bytes) -> ProgramConfig:
+    """Take a BMv2 JSON apart; `FormatError` if it is none."""
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise FormatError(f"the device config is no JSON: {error}") from error
+    if not isinstance(raw, dict) or "pipelines" not in raw:
+        raise FormatError("the device config is no BMv2 JSON: it has no 'pipelines' (p4c-bm2-ss writes one)")
+    try:
+        return _config(raw)
+    except (KeyError, IndexError, TypeError) as error:
+        raise FormatError(f"the device config is no complete BMv2 JSON: {error!r} is missing") from error
+
+
+def _config(raw: Json) -> ProgramConfig:
+    problems: list[str] = []
+    config = ProgramConfig(
+        raw=raw,
+        headers={},
+        actions={action["id"]: action for action in raw["actions"]},
+        calculations={calculation["name"]: calculation for calculation in raw["calculations"]},
+        parser=raw["parsers"][0],
+        pipelines={pipeline["name"]: pipeline for pipeline in raw["pipelines"]},
+        deparser=raw["deparsers"][0],
+        errors={code: name for name, code in raw["errors"]},
+        problems=problems,
+    )
+    for key, what in _UNSUPPORTED_LISTS.items():
+        for item in raw.get(key) or ():
+            config.problem(f"{what} {item.get('name', '')} is not supported", item)
+    types = {kind["name"]: _fields(kind, config) for kind in raw["header_types"]}
+    for header in raw["headers"]:
+        kind = header["header_type"]
+        config.headers[header["name"]] = Header(header["name"], kind, types[kind], header["metadata"])
+    for name in ("ingress", "egress"):
+        if name not in config.pipelines:
+            raise FormatError(f"the device config has no pipeline '{name}': it is not compiled for v1model")
+    return config
+
+
+def _fields(kind: Json, config: ProgramConfig) -> tuple[Field, ...]:
+    fields = []
+    for name, width, *rest in kind["fields"]:
+        if not isinstance(width, int):
+            config.problem(f"varbit field {name} of {kind['name']} is not supported", kind)
+            continue
+        if len(rest) > 1 and rest[1]:
+            config.problem(f"saturating field {name} of {kind['name']} is not supported", kind)
+        fields.append(Field(name, width, bool(rest and rest[0])))
+    return tuple(fields)
+
+
+def references(item: Any) -> set[tuple[str, str]]:
+    """Every (header, field) that a part of the JSON mentions as a field."""
+    found: set[tuple[str, str]] = set()
+    stack = [item]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list):
+            stack.extend(item)
+        elif isinstance(item, dict):
+            if item.get("type") == "field":
+                found.add(tuple(item["value"]))
+            if "target" in item:
+                found.add(tuple(item["target"]))
+            stack.extend(item.values())
+    return found

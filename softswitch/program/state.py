@@ -1,0 +1,188 @@
+"""What a running program holds: table entries, counters, registers, multicast groups.
+
+Everything is plain data keyed by P4Info ids. The P4Runtime service (`service`) writes it, the generated
+code (`codegen`) reads it for every packet; a lock in the switch keeps the two apart. Generated code holds on
+to tables, and to the lists of counters and registers: change what is in them, and never replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from softswitch.program.match import Key, MatchField, MatchIndex, MatchKind
+
+__all__ = [
+    "CounterCell",
+    "Entry",
+    "GroupReplica",
+    "Key",
+    "LookupKey",
+    "MatchField",
+    "MatchKind",
+    "State",
+    "Table",
+    "TableError",
+]
+
+LookupKey = int | tuple[int, ...]
+"""A packet's key: the value of a single field, or the values of all."""
+
+MAX_CACHED = 65536
+
+
+class TableError(Exception):
+    """An update that a table refuses; `code` is the canonical gRPC code's name."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(slots=True)
+class CounterCell:
+    """One counter cell; a list-like pair that generated code adds to."""
+
+    packets: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Entry:
+    """A table entry. `match` has one `Key` per match field in P4Info order."""
+
+    match: tuple[Key, ...]
+    action: int
+    params: tuple[int, ...]
+    priority: int = 0
+    metadata: bytes = b""
+    controller_metadata: int = 0
+    idle_timeout_ns: int = 0
+    is_default: bool = False
+    count: CounterCell = field(default_factory=CounterCell)
+
+
+@dataclass(slots=True)
+class Table:
+    """A match-action table: its shape, and its entries keyed by (match, priority)."""
+
+    id: int
+    name: str
+    fields: tuple[MatchField, ...]
+    size: int
+    initial_default: Entry | None
+    const_default: bool
+    entries: dict[tuple[tuple[Key, ...], int], Entry] = field(default_factory=dict)
+    default: Entry | None = None
+    version: int = 0
+    """Grows with every change, so that a lookup structure knows when it is stale."""
+    const_entries: bool = False
+    """The program's own entries are all that the table ever holds."""
+    index: dict[LookupKey, Entry | None] = field(default_factory=dict)
+    """Exact tables: every entry, by its key. Others: what `lookup` found since the last change."""
+    masked: MatchIndex[Entry] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.masked = MatchIndex(self.fields)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every field is exact, so that `index` alone answers lookups."""
+        return all(f.kind is MatchKind.EXACT for f in self.fields)
+
+    def insert(self, entry: Entry) -> None:
+        """Add an entry; `TableError` ALREADY_EXISTS, RESOURCE_EXHAUSTED or PERMISSION_DENIED."""
+        self._check_writable()
+        key = (entry.match, entry.priority)
+        if key in self.entries:
+            raise TableError("ALREADY_EXISTS", f"table {self.name} already has this entry")
+        if len(self.entries) >= self.size:
+            raise TableError("RESOURCE_EXHAUSTED", f"table {self.name} is full: it holds {self.size} entries")
+        self.install(entry)
+
+    def install(self, entry: Entry) -> None:
+        """Add an entry that was checked already, such as one of the program's own."""
+        self.entries[entry.match, entry.priority] = entry
+        if self.exact:
+            self.index[self._lookup_key(entry.match)] = entry
+        else:
+            self.masked.insert(entry.match, entry.priority, entry)
+        self._changed()
+
+    def modify(self, entry: Entry) -> None:
+        """Replace the entry of the same match and priority, counters kept; `TableError` NOT_FOUND."""
+        self._check_writable()
+        key = (entry.match, entry.priority)
+        old = self.entries.get(key)
+        if old is None:
+            raise TableError("NOT_FOUND", f"table {self.name} has no such entry")
+        entry.count = old.count
+        self.entries[key] = entry
+        if self.exact:
+            self.index[self._lookup_key(entry.match)] = entry
+        else:
+            self.masked.replace(entry.match, entry.priority, entry)
+        self._changed()
+
+    def delete(self, match: tuple[Key, ...], priority: int) -> None:
+        """Remove an entry; `TableError` NOT_FOUND."""
+        self._check_writable()
+        if self.entries.pop((match, priority), None) is None:
+            raise TableError("NOT_FOUND", f"table {self.name} has no such entry")
+        if self.exact:
+            del self.index[self._lookup_key(match)]
+        else:
+            self.masked.delete(match, priority)
+        self._changed()
+
+    def set_default(self, entry: Entry | None) -> None:
+        """Set the default action, or with `None` put the program's own back."""
+        self.default = self.initial_default if entry is None else entry
+        self.version += 1
+
+    def lookup(self, key: LookupKey) -> Entry | None:
+        """The winning entry for a packet's key, remembered until the next change; `None` for a miss."""
+        if self.exact:
+            return self.index.get(key)
+        if len(self.index) >= MAX_CACHED:
+            self.index.clear()
+        found = self.masked.find(key if isinstance(key, tuple) else (key,))
+        self.index[key] = found
+        return found
+
+    def _lookup_key(self, match: tuple[Key, ...]) -> LookupKey:
+        values = tuple(key for key in match if isinstance(key, int))
+        return values[0] if len(values) == 1 else values
+
+    def _check_writable(self) -> None:
+        if self.const_entries:
+            raise TableError("PERMISSION_DENIED", f"table {self.name} has constant entries only")
+
+    def _changed(self) -> None:
+        self.version += 1
+        if not self.exact:
+            self.index.clear()
+
+
+@dataclass(slots=True)
+class GroupReplica:
+    """A copy of a multicast group: port and instance (the replication id)."""
+
+    port: int
+    instance: int
+
+
+@dataclass(slots=True)
+class State:
+    """All that P4Runtime can read and write of one loaded program."""
+
+    tables: dict[int, Table] = field(default_factory=dict)
+    counters: dict[int, list[CounterCell]] = field(default_factory=dict)
+    registers: dict[int, list[int]] = field(default_factory=dict)
+    groups: dict[int, tuple[GroupReplica, ...]] = field(default_factory=dict)
+
+    def all_entries(self) -> Iterator[tuple[Table, Entry]]:
+        """Every table entry, table by table."""
+        for table in self.tables.values():
+            for entry in table.entries.values():
+                yield table, entry

@@ -1,0 +1,140 @@
+"""Plays the switch: ordinary TCP servers at the stubs' addresses.
+
+They send each stream what was "tagged", from the hello's base on, and nothing more once a byte was missed,
+as a TCP receiver sees it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from typing import Any
+
+from checkmate.job.schema import Job
+from checkmate.wire.tag import HELLO_LENGTH, Hello
+from testbed.jobs import job_data
+
+
+def free_port(ip: str) -> int:
+    with socket.create_server((ip, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def local_job(**kwargs: Any) -> Job:
+    """A job whose shadow nodes and stubs are all on this machine's loopback."""
+    data = job_data(**kwargs)
+    for node in data["shadow_nodes"]:
+        number = node["id"]
+        for what in ("mgmt", "records"):
+            node[what] = f"127.0.3.{number + 1}:{free_port(f'127.0.3.{number + 1}')}"
+        for index, nic in enumerate(node["nics"]):
+            nic["ip"] = f"127.0.{4 + index}.{number + 1}"
+    for index, switch in enumerate(data["fabric"]["switches"]):
+        switch["stub"]["ip"] = f"127.0.2.{index + 1}"
+        switch["stub"]["port"] = free_port(switch["stub"]["ip"])
+    return Job.model_validate(data)
+
+
+StreamKey = tuple[int, int, int]
+"""Boundary, channel, shard."""
+
+
+class Copies:
+    """The stubs of a job's switches. What is tagged goes to every connected holder."""
+
+    def __init__(self, job: Job) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[StreamKey, str], CopiedStream] = {}
+        self._nodes = {str(nic.ip): node.id for node in job.shadow_nodes for nic in node.nics}
+        self.hellos: list[tuple[int, Hello]] = []
+        self.refusing = False
+        self.resetting = False
+        self._listeners = [
+            socket.create_server((str(s.stub.ip), s.stub.port), backlog=64) for s in job.fabric.switches
+        ]
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def tagged(self, key: StreamKey, incarnation: int, position: int, data: bytes) -> None:
+        """Bytes of a stream, from `position` on."""
+        with self._lock:
+            found = [s for (k, _), s in self._streams.items() if k == key and s.incarnation == incarnation]
+        for stream in found:
+            stream.send(position, data)
+
+    def sends(self, key: StreamKey, ip: str, incarnation: int) -> bool:
+        """Whether that NIC gets the stream. (A real stub acknowledges a hello only then.)"""
+        with self._lock:
+            found = self._streams.get((key, ip))
+            return found is not None and found.incarnation == incarnation
+
+    def cut(self, node: int) -> None:
+        """Break all of a node's connections."""
+        with self._lock:
+            for (key, ip), stream in list(self._streams.items()):
+                if self._nodes[ip] == node:
+                    stream.socket.close()
+                    del self._streams[key, ip]
+
+    def lose(self, node: int, count: int, key: StreamKey | None = None) -> None:
+        """Lose so many bytes of a node's streams, or of the one that is named."""
+        with self._lock:
+            for (k, ip), stream in self._streams.items():
+                if self._nodes[ip] == node and key in (None, k):
+                    stream.lose += count
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        with self._lock:
+            for stream in self._streams.values():
+                stream.socket.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, address = listener.accept()
+            except OSError:
+                return  # closed
+            if self.refusing:
+                connection.close()
+                continue
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+            hello = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
+            if self.resetting:  # what was acknowledged a moment ago
+                self.hellos.append((self._nodes[address[0]], hello))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+                continue
+            key = (hello.boundary, hello.channel, hello.shadow_id)
+            with self._lock:
+                self.hellos.append((self._nodes[address[0]], hello))
+                old = self._streams.get((key, address[0]))
+                self._streams[key, address[0]] = CopiedStream(connection, hello)
+            if old is not None:
+                old.socket.close()
+
+
+class CopiedStream:
+    """One connection: `next` is the byte (mod 2^32) that its receiver waits for."""
+
+    def __init__(self, connection: socket.socket, hello: Hello) -> None:
+        self.socket, self.incarnation = connection, hello.incarnation
+        self.next = hello.base
+        self.lose = 0
+
+    def send(self, position: int, data: bytes) -> None:
+        if self.lose:
+            lost = min(self.lose, len(data))
+            self.lose -= lost
+            position, data = position + lost, data[lost:]
+        behind = (self.next - position) % (1 << 32)
+        if behind >= 1 << 31 or not data:
+            return  # a byte was missed: TCP waits for it for ever
+        rest = data[behind:]
+        try:
+            self.socket.sendall(rest)
+        except OSError:
+            return  # the node has gone
+        self.next = (self.next + len(rest)) % (1 << 32)

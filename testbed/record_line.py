@@ -1,0 +1,88 @@
+"""A rank's connection for step records to a shadow node, as plain as can be."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+
+from checkmate.job.schema import Job
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import client_context
+from checkmate.rpc.frames import ANSWER, GREETING, Unpacker, pack
+
+WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class RecordLine:
+    """Sends parts, and notes replies; `refused`: why the node has ended it."""
+
+    def __init__(self, job: Job, node: int) -> None:
+        self.replies: list[pb.RecordReply] = []
+        self.refused = ""
+        self.ended = threading.Event()
+        self._taken = 0
+        address = job.node(node).records_at
+        self._socket = socket.create_connection(address, 10)
+        if job.mgmt_tls is not None:
+            self._socket = client_context(job.mgmt_tls).wrap_socket(self._socket, server_hostname=address[0])
+        self._socket.setblocking(False)
+        self._turn = threading.Lock()  # one TLS connection is not for two threads at a time
+        self._send_all(GREETING)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def send(self, part: pb.RecordPart | None, flags: int = ANSWER) -> None:
+        """A part, or nothing but the question for a reply."""
+        with contextlib.suppress(ConnectionError):  # the node has gone, as in many a test
+            self._send_all(pack(part.SerializeToString() if part is not None else b"", flags))
+
+    def wanted(self) -> list[pb.SeedWanted]:
+        """What replies since the last call have asked for."""
+        replies = self.replies[self._taken :]
+        self._taken += len(replies)
+        return [wanted for reply in replies for wanted in reply.wanted]
+
+    def answer(self, part: pb.RecordPart) -> pb.RecordReply:
+        """Send a part, and wait for its reply."""
+        count = len(self.replies)
+        self.send(part)
+        while len(self.replies) == count:
+            assert not self.ended.wait(0.01) or len(self.replies) > count
+        return self.replies[count]
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):  # the node has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _send_all(self, data: bytes) -> None:
+        while data:
+            try:
+                with self._turn:
+                    data = data[self._socket.send(data) :]
+            except WAIT:
+                select.select([], [self._socket], [], 0.05)
+
+    def _receive(self) -> bytes:
+        """What comes next; empty: the end."""
+        while True:
+            try:
+                with self._turn:
+                    return self._socket.recv(1 << 16)
+            except WAIT:
+                select.select([self._socket], [], [], 0.05)
+
+    def _read(self) -> None:
+        unpacker = Unpacker()
+        with contextlib.suppress(OSError):  # it broke: the same as its end
+            while (data := self._receive()) != b"":
+                for frame in unpacker.feed(data):
+                    reply = pb.RecordReply.FromString(frame.data)
+                    self.refused = reply.refused
+                    self.replies.append(reply)
+        self.ended.set()

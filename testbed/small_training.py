@@ -1,0 +1,263 @@
+"""A small training to drive shadow nodes with, in one process: torch's own optimizer, and no ring.
+
+What it "tags" goes to the nodes through `copies`, which plays the switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+import torch
+
+from checkmate import state
+from checkmate.job.schema import Job
+from checkmate.optim import supported
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.training.record.windows import Slices, to_message
+from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.schedule import StreamLayout, stream_layout
+from testbed.copies import Copies, StreamKey
+from testbed.record_line import RecordLine
+
+SHAPES = ((64, 32), (32,), (40, 64), (40,), (3, 40), (3,))
+RUN = "first"
+
+
+def status(job: Job, node: int) -> pb.NodeStatus:
+    """What a shadow node says of itself."""
+    with open_channel(job, node) as channel:
+        return ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=10)
+
+
+class SmallTraining:
+    """One DP group: parameters, optimizer, and a connection for records of each rank to each node.
+
+    Of each four parameters the third has its columns one after another in memory.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        copies: Copies,
+        make: Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer] | None = None,
+        *,
+        group: int = 0,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        seed: int = 1,
+    ) -> None:
+        self.job, self.copies, self.group = job, copies, group
+        self.ranks = len(job.dp_groups[group].ranks)
+        generator = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.parameters = [
+            torch.nn.Parameter(weight.t().contiguous().t() if number % 4 == 2 else weight)
+            for number, weight in enumerate(weights)
+        ]
+        self.optimizer = (make or (lambda ps: torch.optim.AdamW(ps, lr=0.01)))(self.parameters)
+        self.layout: Layout = make_layout(
+            [Parameter.of(f"p{i}", p.shape, p.stride(), "float32") for i, p in enumerate(self.parameters)],
+            job.shards(group),
+            6000,
+        )
+        self.incarnation = 0
+        self.run = RUN
+        self.start = b""
+        self.last = False
+        """Whether the next record says that no iteration follows."""
+        self.buffers: dict[str, torch.Tensor] = {}
+        """What records bring: those whose names are in `saying`, with the next one."""
+        self.saying: list[str] = []
+        self.slices: Slices | None = None
+        """As a trainer takes them; else the first bytes of a parameter, in turns."""
+        self.first = 0
+        self.iteration = -1
+        self.states: dict[int, dict[int, tuple[torch.Tensor, dict[str, Any]]]] = {}
+        """After each iteration, as shadow nodes hold it."""
+        self._note()
+        self.stubs = {n.id: ShadowStub(self._channel(n.id)) for n in job.shadow_nodes}
+        self.lines: dict[tuple[int, int], RecordLine] = {}
+        self.layouts: dict[StreamKey, StreamLayout] = {
+            (2 * group + side, channel, shard): stream_layout(
+                self.layout.schedule, job.channels, channel, self.ranks, side=side, shadow_id=shard
+            )
+            for side in (0, 1)
+            for channel in range(job.channels)
+            for shard in range(job.shards(group))
+        }
+
+    def _channel(self, node: int) -> grpc.Channel:
+        return open_channel(self.job, node)
+
+    def holders(self, shard: int) -> list[int]:
+        return [self.job.holder(self.group, shard, i + 1).id for i in range(self.job.replicas)]
+
+    def begin(self, nodes: Sequence[int], *, keep: bool = False, run: str = RUN, **other: Any) -> list[str]:
+        """Begin, on these nodes, and open connections for records; the warnings."""
+        found: list[str] = []
+        self.run = run
+        self.start = other.get("start", self.start)
+        for node in nodes:
+            request = self.begin_request(keep=keep, run=run)
+            for name, value in other.items():
+                setattr(request, name, value)
+            found += self.stubs[node].Begin(request, timeout=10).warnings
+            for position in range(self.ranks):
+                self.lines[node, position] = RecordLine(self.job, node)
+        return found
+
+    def begin_request(self, *, keep: bool = False, run: str = RUN) -> pb.BeginRequest:
+        number = {parameter: i for i, parameter in enumerate(self.parameters)}
+        return pb.BeginRequest(
+            job=self.job.job,
+            group=self.group,
+            incarnation=self.incarnation,
+            first_iteration=self.first,
+            next_iteration=self.iteration + 1,
+            layout=self.layout.to_json(),
+            optimizer=supported.spec_of(self.optimizer, number),
+            keep=keep,
+            torch=torch.__version__,
+            capability=torch.backends.cpu.get_cpu_capability(),
+            device="cpu",
+            ranks=self.ranks,
+            run=run,
+            start=self.start,
+            buffers=sorted(self.buffers),
+        )
+
+    def seed(self, node: int, shard: int, parameters: Sequence[int] | None = None) -> list[int]:
+        """Send a shard's parameters, or those named, as they are now; those that are asked for again."""
+        numbers = self.layout.of_shard(shard) if parameters is None else list(parameters)
+        header = pb.SeedHeader(
+            job=self.job.job,
+            incarnation=self.incarnation,
+            run=self.run,
+            start=self.start,
+            shard=pb.Shard(group=self.group, shard=shard),
+            iteration=self.iteration,
+            parameters=numbers,
+        )
+        seeds = state.to_seeds(header, ((n, *self.states[self.iteration][n]) for n in numbers))
+        return list(self.stubs[node].Seed(seeds, timeout=10).again)
+
+    def seed_all(self) -> None:
+        for shard in range(self.job.shards(self.group)):
+            for node in self.holders(shard):
+                assert self.seed(node, shard) == []
+
+    def iterate(self, *, send: bool = True, records: Sequence[int] | None = None) -> int:
+        """One iteration: gradients, their copies, the step, the records (to those nodes)."""
+        self.iteration += 1
+        buckets = self._gradients()
+        if send:
+            self.send(buckets)
+        self.optimizer.step()
+        self._note()
+        self.record(records)
+        return self.iteration
+
+    def send(self, buckets: Mapping[int, torch.Tensor]) -> None:
+        for key, layout in self.layouts.items():
+            data = b"".join(
+                bytes(state.bytes_of(buckets[p.bucket])[p.where.start * 4 : p.where.stop * 4])
+                for p in layout.pieces
+            )
+            self.copies.tagged(key, self.incarnation, layout.nbytes * (self.iteration - self.first), data)
+
+    def record(self, nodes: Sequence[int] | None = None) -> None:
+        for (node, position), line in list(self.lines.items()):
+            if nodes is None or node in nodes:
+                line.send(self.part(position))
+
+    def part(self, position: int) -> pb.RecordPart:
+        part = pb.RecordPart(
+            job=self.job.job,
+            incarnation=self.incarnation,
+            run=self.run,
+            start=self.start,
+            group=self.group,
+            position=position,
+            iteration=self.iteration,
+            rng=b"rng %d of %d" % (self.iteration, position),
+        )
+        for side, boundary in ((0, 0), (1, self.ranks - 1)):
+            for (number, channel, shard), layout in self.layouts.items():
+                if position == boundary and number % 2 == side:
+                    end = layout.nbytes * (self.iteration - self.first + 1)
+                    part.ends.add(side=side, channel=channel, shard=shard, end=end)
+        if position == 0:
+            part.step.last = self.last
+            if self.saying:
+                part.buffers = state.dumps({name: self.buffers[name] for name in self.saying})
+            part.step.options.extend(supported.options_of(g) for g in self.optimizer.param_groups)
+            part.step.slices.extend(self._slices())
+        return part
+
+    def _slices(self) -> list[pb.Slice]:
+        if self.slices is not None:
+            return [to_message(window, later()) for window, later in self.slices.take()]
+        number = self.iteration % len(self.parameters)
+        piece = bytes(state.bytes_of(self.states[self.iteration][number][0]))[:256]
+        return [pb.Slice(parameter=number, offset=0, data=piece)]
+
+    def give_wanted(self) -> None:
+        """Seed what the nodes have asked for in their replies."""
+        for (node, position), line in list(self.lines.items()):
+            if self.slices is not None and line.replies and line.replies[-1].suspects:
+                self.slices.look_first(line.replies[-1].suspects)
+            for wanted in line.wanted():
+                assert wanted.shard % self.ranks == position
+                self.seed(node, wanted.shard, wanted.parameters)
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 + self.iteration)
+        found = {}
+        for index, bucket in enumerate(self.layout.buckets):
+            flat = torch.randn(bucket.elements, generator=generator)
+            found[index] = flat
+            for place in bucket.places:
+                parameter = self.parameters[place.parameter]
+                known = self.layout.parameters[place.parameter]
+                run = flat[place.start : place.stop].view(known.memory_shape).clone()
+                parameter.grad, _ = state.from_held(known, run, {})
+        return found
+
+    def _note(self) -> None:
+        self.states[self.iteration] = {
+            number: state.to_held(
+                self.layout.parameters[number],
+                parameter.detach().clone(),
+                {
+                    name: value.clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in self.optimizer.state.get(parameter, {}).items()
+                },
+            )
+            for number, parameter in enumerate(self.parameters)
+        }
+
+    def fetch(self, node: int, shard: int, iteration: int) -> tuple[pb.SeedHeader, dict[int, Any]]:
+        request = pb.FetchRequest(
+            job=self.job.job, shard=pb.Shard(group=self.group, shard=shard), iteration=iteration
+        )
+        reader = state.from_seeds(self.stubs[node].Fetch(request, timeout=10))
+        return reader.header, reader.all()
+
+    def check(self, node: int, shard: int, iteration: int) -> pb.SeedHeader:
+        """What a node serves of an iteration is what the optimizer had."""
+        header, found = self.fetch(node, shard, iteration)
+        assert set(found) == set(self.layout.of_shard(shard))
+        for number, (tensor, values) in found.items():
+            expected, theirs = self.states[iteration][number]
+            assert torch.equal(tensor, expected), f"parameter {number} after {iteration}"
+            assert set(values) == set(theirs)
+            for name, value in values.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+        return header

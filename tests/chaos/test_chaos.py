@@ -1,0 +1,191 @@
+"""The random harness: its pure parts, a fixed corpus of seeds, and ten minutes of random ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chaos.compare import differences
+from tests.chaos.generate import UnknownFeature, generate
+from tests.chaos.oracle import Fact, PastStart, ResumePromise, loses, promise, settles
+from tests.chaos.run import TrialOutcome
+from tests.chaos.scenario import FEATURES, Event, ModelSpec, NetworkSpec, Scenario
+from tests.chaos.shrink import shrink, smaller_ones
+from tests.support.labs.live import needs_clang, needs_root
+from topologies.describe.topology import build
+
+CORPUS = "9,47"
+OFF: dict[str, str] = {}
+"""Features that are off in the corpus and in random runs, and the defect because of which."""
+
+TWO = NetworkSpec(nodes=(1, 1))
+TWICE = NetworkSpec(nodes=(1, 1), replicas=2)
+LIVE = [Fact(1.0, "live", 0), Fact(1.0, "live", 1)]
+CRASHED = PastStart(resumed=0, completed=20, over=10.0, clean=False)
+
+
+def chaos(*arguments: str, seconds: float) -> None:
+    """Run the harness, and show what it says of what fails."""
+    command = [sys.executable, "-m", "tests.chaos", *arguments, "--without", ",".join(OFF)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_root
+@needs_clang
+@pytest.mark.timeout(200)
+def test_a_fixed_corpus() -> None:
+    chaos("--seeds", CORPUS, seconds=190)
+
+
+@needs_root
+@needs_clang
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_ten_minutes_of_random_seeds() -> None:
+    chaos("--minutes", "10", seconds=990)
+
+
+@given(st.integers(0, 10**6))
+def test_a_seed_gives_one_scenario_that_a_lab_can_have(seed: int) -> None:
+    made = generate(seed)
+    assert made == generate(seed)
+    assert Scenario.from_json(made.to_json()) == made
+    topology = build("chaos", made.network.topology())
+    assert len(topology.ranks) == made.network.ranks
+    names = {"ctl", "job", *(s.name for s in topology.switches), *(h.name for h in topology.hosts)}
+    assert {event.who for event in made.events} <= names
+    assert all(0 <= event.at < made.model.iterations - 4 for event in made.events)
+
+
+def test_seeds_have_every_kind_of_event_and_every_part() -> None:
+    made = [generate(seed) for seed in range(400)]
+    kinds = {(event.kind, event.who.rstrip("0123456789")) for one in made for event in one.events}
+    hosts = ("rank", "shadow")
+    assert kinds == {
+        *(("kill", who) for who in (*hosts, "tor", "ctl")),
+        *(("stall", who) for who in (*hosts, "tor")),
+        *(("down", who) for who in hosts),
+        *(("terminate", "rank"), ("error", "rank"), ("close", "job")),
+    }
+    assert {part for one in made for part in one.model.parts} <= set(FEATURES)
+    assert {one.network.ranks for one in made} == {2, 3, 4, 5}
+    assert {one.network.switches for one in made} == {1, 2, 3}
+
+
+def test_a_feature_that_is_left_out_changes_no_other() -> None:
+    for seed in range(100):
+        whole, without = generate(seed), generate(seed, ["stalls", "norm", "fast"])
+        assert "norm" not in without.model.parts
+        assert not any(event.kind == "stall" for event in without.events)
+        assert without.model.pause > 0
+        assert without.network == whole.network
+        assert without.model.options == whole.model.options
+        assert set(whole.model.parts) - set(without.model.parts) <= {"norm"}
+
+
+def test_a_feature_that_there_is_not_is_named() -> None:
+    with pytest.raises(UnknownFeature, match="no feature stall; there are memory-format, "):
+        generate(1, ["stall"])
+
+
+def made(facts: list[Fact], network: NetworkSpec = TWO, before: PastStart = CRASHED) -> ResumePromise:
+    return promise(network, [*LIVE, *facts], before, 12.0, on_disk=False)
+
+
+def test_a_crash_repeats_one_iteration_and_a_clean_stop_none() -> None:
+    assert made([]) == ResumePromise(20)
+    assert made([], before=replace(CRASHED, clean=True)) == ResumePromise(21)
+
+
+def test_a_start_that_completed_nothing_loses_nothing() -> None:
+    assert made([], before=PastStart(20, None, 10.0, clean=False)) == ResumePromise(20)
+    assert made([], before=PastStart(20, 20, 10.0, clean=False)) == ResumePromise(20)
+
+
+@pytest.mark.parametrize("at", [9.0, 11.0])
+def test_a_shard_without_a_sound_holder_may_be_lost(at: float) -> None:
+    """Whether its node was killed before the crash or before the next start."""
+    assert made([Fact(at, "lost", 1)]) == ResumePromise(20, lost=(1,))
+    assert made([Fact(at, "lost", 1)], TWICE) == ResumePromise(20)
+    both = [Fact(at, "lost", 0), Fact(at, "lost", 1)]
+    assert made(both, TWICE) == ResumePromise(20, lost=(0, 1), anew=True)
+
+
+def test_a_node_that_is_live_again_before_the_crash_is_sound() -> None:
+    assert made([Fact(5.0, "lost", 1), Fact(9.0, "live", 1)]) == ResumePromise(20)
+    assert made([Fact(5.0, "lost", 1), Fact(11.0, "live", 1)]).lost == (1,)
+    assert made([Fact(9.0, "lost", 1), Fact(8.0, "live", 1)]).lost == (1,)
+
+
+def test_nodes_that_were_never_live_promise_nothing() -> None:
+    assert promise(TWO, [], CRASHED, 12.0, on_disk=False).lost == (0, 1)
+
+
+def test_a_promise_is_broken_by_what_is_earlier_and_by_errors() -> None:
+    assert ResumePromise(20).broken_by(20) == ResumePromise(20).broken_by(21) == ""
+    assert ResumePromise(20).broken_by(19) == "resumed with 19, 1 earlier than promised"
+    assert ResumePromise(20).broken_by(None) == "RestoreError, promised was 20 or later"
+    lost = ResumePromise(20, lost=(1,))
+    assert lost.broken_by(3) == lost.broken_by(None) == ""
+    assert "without an error" in lost.broken_by(0, silent=True)
+    assert replace(lost, anew=True).broken_by(0, silent=True) == ""
+    assert "on disk" in replace(lost, on_disk=True).broken_by(None)
+
+
+def test_what_loses_something() -> None:
+    assert loses(Event(3, "kill", "shadow1"), TWO, False) == [1]
+    assert loses(Event(3, "down", "shadow0"), TWO, False) == [0]
+    assert loses(Event(3, "stall", "shadow0", seconds=6), TWO, False) == []
+    assert loses(Event(3, "kill", "rank0"), TWO, False) == []
+    assert loses(Event(3, "kill", "tor0"), TWO, False) == []
+    assert loses(Event(3, "kill", "tor0"), TWO, True) == [0, 1]
+    assert loses(Event(3, "kill", "tor1"), replace(TWO, switches=2), False) == [0, 1]
+    assert settles(Event(3, "down", "shadow0")) > settles(Event(3, "kill", "shadow0")) == 0
+
+
+def line(
+    event: str, iteration: int, attempt: int = 0, loss: str = "1.0", **digests: str
+) -> dict[str, object]:
+    digest = " ".join(f"{name}={value}" for name, value in digests.items())
+    return {"event": event, "attempt": attempt, "iteration": iteration, "loss": loss, "digest": digest}
+
+
+def test_differences_are_told_once_a_start() -> None:
+    expected = [line("iteration", i, model="a", torch="b") for i in range(4)]
+    same = [line("resumed", 0), *expected[:2], line("resumed", 2, 1, model="a", torch="b")]
+    assert differences(0, same, expected) == []
+    other = [line("iteration", 2, 1, model="a", torch="c"), line("iteration", 3, 1, "2.0")]
+    assert differences(0, other, expected) == ["rank0, start 1: after iteration 2 differ torch"]
+    restored = [line("resumed", 2, 1, model="x", torch="b")]
+    assert differences(0, restored, expected) == ["rank0, start 1: as restored (iteration 2) differ model"]
+    assert differences(1, restored, expected) == []
+    loss = [line("iteration", 3, 2, "2.0", model="a", torch="b")]
+    assert differences(1, loss, expected) == ["rank1, start 2: the loss of iteration 3 differs"]
+
+
+def test_shrinking_leaves_what_it_takes_to_fail() -> None:
+    """A run that fails if there is a scalar and a stall."""
+    whole = Scenario(
+        5,
+        ModelSpec(parts=("norm", "scalar", "ema"), clip=0.5, turned=("flat",)),
+        NetworkSpec(ranks=4, nodes=(1, 1), channels=2),
+        (Event(3, "kill", "rank0"), Event(5, "stall", "shadow0", 0.0, 1.0)),
+    )
+
+    def attempt(one: Scenario) -> TrialOutcome:
+        fails = one.model.has("scalar") and any(event.kind == "stall" for event in one.events)
+        return TrialOutcome(one, problems=["it failed"] if fails else [])
+
+    found = shrink(whole, attempt)
+    assert found is not None
+    assert found.scenario.model.parts == ("scalar",)
+    assert [event.kind for event in found.scenario.events] == ["stall"]
+    assert found.scenario.network == NetworkSpec()
+    assert shrink(found.scenario, TrialOutcome) is None
+    assert all(smaller != found.scenario for _, smaller in smaller_ones(found.scenario))

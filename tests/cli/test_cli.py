@@ -1,0 +1,262 @@
+"""The command line: help with examples, exit codes, data for scripts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from checkmate.cli import main
+from checkmate.cli.main import app
+from testbed.jobs import job_data
+
+COMMANDS = [name for name in main.COMMANDS if name != "lab"]
+COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
+WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'scapy', 'thriftpy2']))"
+"""As on a host that was installed without the switch's libraries."""
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2, replicas=2)))
+    return file
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    code, output = invoke(*command.split(), "--help")
+    assert code == 0
+    assert f"Example: checkmate {command}" in " ".join(output.split())
+
+
+def without_switch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = f"{WITHOUT_SWITCH}; from checkmate.cli.entry import main; main()"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_host_without_the_switch_libraries_has_the_commands_that_need_none() -> None:
+    listed = without_switch("--help").stdout
+    missing = "Needs: pip install 'checkmate-training[switch]'"
+    for name, needs in {"shadow": False, "consolidate": False, "status": True, "run": True}.items():
+        (line,) = [line for line in listed.splitlines() if line.startswith(f"  {name} ")]
+        assert (missing in line) == needs
+    assert "Example: checkmate shadow" in " ".join(without_switch("shadow", "--help").stdout.split())
+    refused = without_switch("status", "job.yaml", "--wait", "--json")
+    assert refused.returncode == 2
+    assert "pip install 'checkmate-training[switch]'" in json.loads(refused.stdout)["error"]
+
+
+def test_validate_counts_what_a_job_has(job_file: Path) -> None:
+    code, output = invoke("validate", job_file)
+    assert code == 0
+    assert "demo: valid; 1 DP group, 3 ranks, 2 shadow nodes, 2 channels, 16 streams" in " ".join(
+        output.split()
+    )
+    code, output = invoke("validate", job_file, "--json")
+    assert (code, json.loads(output)) == (0, {"valid": True, "faults": [], "jobs": ["demo"]})
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "run", "status", "remove"])
+def test_bad_input_ends_with_2_and_names_each_fault(tmp_path: Path, command: str) -> None:
+    data = job_data()
+    data["channels"], data["dp_groups"][0]["ranks"][1]["ip"] = 0, "10.0.0.1"
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    code, output = invoke(command, file)
+    assert code == 2
+    assert f"{file}:" in output
+    assert "channels: " in output
+    assert "dp_groups[0].ranks[1].ip: IP address 10.0.0.1 is taken already" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "status", "remove"])
+def test_faults_as_data(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**job_data(), "channels": 0, "colour": 1}, sort_keys=False))
+    done = CliRunner().invoke(app, [command, str(file), "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == found["exit"] == 2
+    assert len(done.stdout.splitlines()) == 1
+    assert found["error"] == "2 faults in the job files"
+    assert [fault["path"] for fault in found["faults"]] == ["channels", "colour"]
+    line = found["faults"][0]["line"]
+    assert file.read_text().splitlines()[line - 1] == "channels: 0"
+    assert found["faults"][0]["file"] == str(file)
+    assert found.get("valid") is (False if command == "validate" else None)
+    assert "channels: must be" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "status", "remove"])
+def test_other_errors_as_data(tmp_path: Path, command: str) -> None:
+    done = CliRunner().invoke(app, [command, str(tmp_path), "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout) == {
+        "error": f"no job file (*.yaml) in {tmp_path}",
+        "exit": 2,
+        "faults": [],
+    }
+
+
+def test_the_errors_of_labs_as_data() -> None:
+    done = CliRunner().invoke(app, ["lab", "run", "nowhere", "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["exit"], found["faults"]) == (2, 2, [])
+    assert "no lab 'nowhere'" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["status", "--json"], "Missing argument"),
+        (["plan", "--json", "--colour"], "No such option: --colour"),
+        (["lab", "rub", "--json"], "No such command 'rub'"),
+    ],
+)
+def test_a_wrong_command_line_as_data(arguments: list[str], words: str) -> None:
+    done = entry(*arguments)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["exit"], found["faults"]) == (2, 2, [])
+    assert words in found["error"]
+    assert "Usage: " in done.stderr
+
+
+def test_the_entry_has_the_commands_exit_status(job_file: Path, tmp_path: Path) -> None:
+    assert entry("validate", job_file, "--json").returncode == 0
+    assert entry("validate", "--json", "--help").returncode == 0
+    assert entry("validate", tmp_path / "none.yaml", "--json").returncode == 2
+
+
+def entry(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The console script, as a process."""
+    command = [sys.executable, "-m", "checkmate.cli.entry", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_capacity_is_checked_where_another_file_is_faulty(tmp_path: Path) -> None:
+    write_large(tmp_path / "large.yaml")
+    (tmp_path / "wrong.yaml").write_text("job: wrong\n")
+    done = CliRunner().invoke(app, ["validate", str(tmp_path), "--json"])
+    faults = json.loads(done.stdout)["faults"]
+    assert [(Path(fault["file"]).name, fault["path"]) for fault in faults] == [
+        ("large.yaml", "dp_groups"),
+        ("wrong.yaml", "fabric"),
+        ("wrong.yaml", "dp_groups"),
+        ("wrong.yaml", "shadow_nodes"),
+    ]
+
+
+def write_large(file: Path) -> None:
+    """A job with more boundaries than a switch holds."""
+    data = job_data(groups=140, ranks=2, nodes=1, channels=1, number=0)
+    for index, host in enumerate([r for g in data["dp_groups"] for r in g["ranks"]]):
+        host["port"] = index
+    for index, nic in enumerate(data["shadow_nodes"][0]["nics"]):
+        nic["port"] = 500 + index
+    file.write_text(yaml.safe_dump(data))
+
+
+def test_more_than_a_table_holds_is_bad_input(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    write_large(file)
+    code, output = invoke("validate", file)
+    assert code == 2
+    assert "280 incarnations entries needed, it holds 256" in " ".join(output.split())
+    assert ": dp_groups: switch tor0" in " ".join(output.split())
+    for command in ("validate", "plan"):
+        done = CliRunner().invoke(app, [command, str(file), "--json"])
+        assert done.exit_code == 2
+        (fault,) = json.loads(done.stdout)["faults"]
+        assert file.read_text().splitlines()[fault["line"] - 1].startswith("dp_groups")
+
+
+def test_a_folder_without_jobs_is_refused(tmp_path: Path) -> None:
+    code, output = invoke("plan", tmp_path)
+    assert code == 2
+    assert "no job file" in output
+
+
+def test_plan_as_data_has_every_entity(job_file: Path) -> None:
+    code, output = invoke("plan", job_file, "--json")
+    assert code == 0
+    plan = json.loads(output)["tor0"]
+    assert plan["usage"]["replication"] == sum(e["table"] == "replication" for e in plan["entries"]) == 8
+    assert len(plan["streams"]) == plan["usage"]["streams"] == 16
+    assert {"id": 1, "replicas": [{"port": p, "instance": 0} for p in range(1, 8)]} in plan["groups"]
+
+
+def test_plan_for_people_says_what_is_used_and_held(job_file: Path) -> None:
+    code, output = invoke("plan", job_file, "--entries")
+    assert code == 0
+    assert "tor0 (softswitch)" in output
+    assert "replication[source=10.0.0.1 destination=10.0.0.2 shadow_id=0 channel=0]" in output
+
+
+def test_an_unreachable_switch_ends_with_3(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.p4runtime.connection.REACH_SECONDS", 0.3)
+    data = yaml.safe_load(job_file.read_text())
+    data["fabric"]["switches"][0]["address"] = "127.0.0.1:1"
+    job_file.write_text(yaml.safe_dump(data))
+    code, output = invoke("status", job_file)
+    assert code == 3
+    assert "127.0.0.1:1 doesn't answer" in " ".join(output.split())
+    for command in ("status", "remove"):
+        done = CliRunner().invoke(app, [command, str(job_file), "--json"])
+        found = json.loads(done.stdout)
+        assert (done.exit_code, found["exit"], found["faults"]) == (3, 3, [])
+        assert "127.0.0.1:1 doesn't answer" in found["error"]
+
+
+def test_shell_says_what_is_missing(job_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("checkmate.cli.shell.ENVIRONMENT", tmp_path)
+    code, output = invoke("shell", job_file)
+    assert code == 2
+    assert "checkmate shell --install" in output
+    code, output = invoke("shell")
+    assert code == 2
+    assert "name a job file" in output
+
+
+@pytest.mark.parametrize(("options", "warns"), [([], False), (["--primary"], True)])
+def test_the_shell_warns_before_it_displaces_a_controller(
+    job_file: Path, tmp_path: Path, options: list[str], warns: bool
+) -> None:
+    """Into a process of its own: the shell takes the place of the command."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho started with $@\n")
+    python.chmod(0o755)
+    code = (
+        "import pathlib, sys; from checkmate.cli import main, shell; "
+        "shell.ENVIRONMENT = pathlib.Path(sys.argv.pop()); main.app()"
+    )
+    command = [sys.executable, "-c", code, "shell", str(job_file), *options, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("started with -m p4runtime_sh --grpc-addr 127.0.0.1:9559")
+    warning = (
+        "displaces any other controller of tor0: a `checkmate run` that serves it ends with exit status 5"
+    )
+    assert (warning in done.stderr) == warns
+    assert len(done.stderr.splitlines()) == warns
+
+
+def test_lab_list_names_what_comes_with_checkmate() -> None:
+    code, output = invoke("lab", "list")
+    assert code == 0
+    for name in ("single_tor", "two_tor", "paper_testbed"):
+        assert f" {name} " in output
+    assert "the paper's testbed as 2 pipeline stages" in " ".join(output.split())

@@ -1,0 +1,119 @@
+"""Commands against a real switch process: what they say, as text and as data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from testbed.jobs import job_data
+
+
+@contextmanager
+def switch() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A switch that holds nothing, and its address."""
+    command = [sys.executable, "-m", "softswitch", "--no-p4", "--device-id", "1", "--cpu-port", "510"]
+    command += ["--grpc-server-addr", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split("P4Runtime on ")[1].split(",")[0]
+        finally:
+            process.terminate()
+
+
+def write_job(folder: Path, *addresses: str) -> Path:
+    """A job on the switches at these addresses."""
+    data = job_data(switches=len(addresses))
+    for one, address in zip(data["fabric"]["switches"], addresses, strict=True):
+        one["address"] = address
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Iterator[Path]:
+    """A job, whose switch runs and holds nothing yet."""
+    with switch() as (_, address):
+        yield write_job(tmp_path, address)
+
+
+def checkmate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "checkmate.cli.entry", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def installed(job_file: Path) -> None:
+    done = checkmate("run", "--once", job_file)
+    assert done.returncode == 0, done.stderr
+
+
+def test_remove_tells_what_it_wrote(job_file: Path) -> None:
+    installed(job_file)
+    done = checkmate("remove", job_file, "--json")
+    assert done.returncode == 0, done.stderr
+    (name, report), *others = json.loads(done.stdout).items()
+    assert (name, others) == ("tor0", [])
+    assert report["updates"] > 10
+    assert report["entities"] == 0
+    done = checkmate("remove", job_file, "--json")
+    assert json.loads(done.stdout) == {"tor0": {"updates": 0, "entities": 0}}
+    done = checkmate("remove", job_file)
+    assert done.stdout == "switch tor0: 0 updates written, 0 entities stay\n"
+
+
+def test_status_tells_removed_from_not_connected(job_file: Path) -> None:
+    words = "job demo is not installed on switch tor0"
+    installed(job_file)
+    assert json.loads(checkmate("status", job_file, "--json").stdout)["tor0"]["not_installed"] == []
+    assert words not in checkmate("status", job_file).stdout
+    assert checkmate("remove", job_file).returncode == 0
+    done = checkmate("status", job_file)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert "connected " not in done.stdout.partition("copies lost")[0]  # no table
+    found = json.loads(checkmate("status", job_file, "--json").stdout)["tor0"]
+    assert found["not_installed"] == ["demo"]
+    assert not any(stream["connected"] for stream in found["streams"])
+    waited = checkmate("status", job_file, "--wait", "--timeout", "0.1")
+    assert waited.returncode == 7
+    assert f"{words}; 2 streams are not connected" in waited.stderr
+
+
+def test_waiting_in_vain_ends_with_7_and_the_status(job_file: Path) -> None:
+    installed(job_file)
+    status: dict[str, Any] = json.loads(checkmate("status", job_file, "--json").stdout)
+    assert not any(stream["connected"] for stream in status["tor0"]["streams"])
+    done = checkmate("status", job_file, "--wait", "--timeout", "0.1", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["exit"], found["faults"]) == (7, 7, [])
+    assert found["error"].startswith("2 streams are not connected after 0.1 s, the first: job demo")
+    assert found["status"] == status
+
+
+def test_a_switch_without_the_program_ends_with_4(job_file: Path) -> None:
+    done = checkmate("remove", job_file, "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["exit"]) == (4, 4)
+    assert found["error"] in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_switch_that_is_away_keeps_remove_from_the_others(tmp_path: Path) -> None:
+    with switch() as (_, here), switch() as (other, there):
+        file = write_job(tmp_path, here, there)
+        installed(file)
+        other.kill()
+        other.wait()
+        assert checkmate("remove", file).returncode == 3
+        with switch() as (_, again):
+            lines = checkmate("run", "--once", write_job(tmp_path, here, again)).stdout.splitlines()
+        assert lines[0].startswith("switch tor0: 0 updates written")

@@ -1,0 +1,530 @@
+"""Checkpoints from real shadow nodes over real gRPC: right for their iteration, or not written at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate import state
+from checkmate.consolidate import disk, kept
+from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.follow import follow, next_due
+from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader, Unreachable, one_group
+from checkmate.job.schema import Job
+from checkmate.nodes.reader import ShardState
+from checkmate.nodes.standing import Lacking
+from checkmate.optim.supported import options_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.rpc.channels import OPTIONS
+from checkmate.wire.layout import Parameter, make_layout
+from testbed.small_training import RUN, SmallTraining
+from tests.consolidate.test_disk import half_way, hidden, small_disk
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.world import World
+from tests.support.waiting import wait_until
+
+pytestmark = needs_buffers
+
+__all__ = ["small_disk"]  # a fixture
+
+
+class Trained(SmallTraining):
+    """A training with a schedule, and records as real ranks make them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.options: list[str] = []
+
+    def record(self, nodes: Any = None) -> None:
+        self.options = [options_of(group) for group in self.optimizer.param_groups]
+        self.scheduler.step()
+        super().record(nodes)
+
+    def part(self, position: int) -> pb.RecordPart:
+        part = super().part(position)
+        part.rng = state.dump_generators(
+            {"torch": torch.tensor([self.iteration % 256, position], dtype=torch.uint8)}
+        )
+        part.extra = state.dumps({"at": 10 * self.iteration + position})
+        if position == 0:
+            part.buffers = state.dumps({"seen": torch.tensor(self.iteration)})
+            part.step.options[:] = self.options
+            part.step.next_options.extend(options_of(group) for group in self.optimizer.param_groups)
+            part.step.scheduler = state.dumps(self.scheduler.state_dict())
+        return part
+
+    def check_group(self, found: dict[str, Any], iteration: int) -> None:
+        """A group of a checkpoint is what this training had after an iteration."""
+        assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, self.group)
+        assert (found["run"], found["generation"]) == (self.run, 1)
+        expected = self.states[iteration]
+        for number, held in expected.items():
+            tensor, values = state.from_held(self.layout.parameters[number], *held)
+            assert torch.equal(found["model"][f"p{number}"], tensor), f"p{number} after {iteration}"
+            theirs = found["optimizer"]["state"][number]
+            for name, value in values.items():
+                assert torch.equal(theirs[name], torch.as_tensor(value)), f"{name} of p{number}"
+        ranks = [rank.rank for rank in self.job.dp_groups[self.group].ranks]
+        assert {r: v["torch"].tolist() for r, v in found["rng"].items()} == {
+            rank: [iteration % 256, position] for position, rank in enumerate(ranks)
+        }
+        assert [v["at"] for v in found["extra"].values()] == [10 * iteration + i for i in range(len(ranks))]
+        assert found["buffers"]["seen"].item() == iteration
+        assert found["scheduler"]["last_epoch"] == iteration + 1
+        assert found["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.01 * 0.9 ** (iteration + 1))
+
+
+class ConsolidatePlace:
+    """Shadow nodes, and a training of each DP group."""
+
+    def __init__(self, stack: ExitStack, **kwargs: Any) -> None:
+        self.world = World(stack, **kwargs)
+        self.job: Job = self.world.job
+        self.trainings: list[Trained] = []
+        stack.callback(self.close)
+        self.begin_anew(RUN)
+
+    def begin_anew(self, run: str) -> None:
+        """Training begins, with iteration 0. It is of generation 1, as if nobody had seen what was before."""
+        incarnation = max((training.incarnation + 1 for training in self.trainings), default=0)
+        self.close()
+        groups = range(len(self.job.dp_groups))
+        self.trainings = [Trained(self.job, self.world.copies, group=group) for group in groups]
+        for training in self.trainings:
+            training.incarnation = incarnation
+            training.begin(list(self.world.nodes), run=run, generation=1)
+        for training in self.trainings:
+            training.seed_all()
+        self.world.ready()
+
+    def close(self) -> None:
+        for training in self.trainings:
+            training.close()
+
+    def iterate(self, count: int = 1) -> None:
+        for _ in range(count):
+            for training in self.trainings:
+                training.iterate()
+        self.world.stepped(self.trainings[0].iteration)
+
+    def check(self, found: dict[str, Any], iteration: int) -> None:
+        for index, training in enumerate(self.trainings):
+            training.check_group(disk.group_of(found, index), iteration)
+
+    def read(self, timeout: float = 20, at_least: int = 0) -> Snapshot:
+        with SnapshotReader(self.job) as nodes:
+            return nodes.read(timeout, at_least)
+
+    @contextmanager
+    def going_on(self, most: int = 2000) -> Iterator[None]:
+        """Trains in the background, as fast as the nodes follow."""
+        done = threading.Event()
+
+        def train() -> None:
+            for _ in range(most):
+                if done.is_set():
+                    return
+                self.iterate()
+
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(train)
+            try:
+                yield
+            finally:
+                done.set()
+                training.result()
+
+    def file(self, folder: Path) -> Path:
+        data = self.job.model_dump(mode="json", exclude_none=True)
+        path = folder / "job.yaml"
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+
+def kept_in(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, the newest first."""
+    return [one.path for one in kept.whole(folder)]
+
+
+@pytest.fixture
+def place() -> Iterator[Callable[..., ConsolidatePlace]]:
+    with ExitStack() as stack:
+        yield lambda **kwargs: ConsolidatePlace(stack, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "replicas"), [(1, 1, 1), (1, 2, 1), (1, 3, 2), (2, 2, 1), (2, 2, 2)]
+)
+def test_after_training_ended(
+    place: Callable[..., ConsolidatePlace], groups: int, nodes: int, replicas: int
+) -> None:
+    """The last iteration, at once, and as often as it is asked for."""
+    here = place(groups=groups, nodes=nodes, replicas=replicas, ranks=2)
+    here.iterate(3)
+    for _ in range(2):
+        snapshot = here.read(timeout=5)
+        assert (snapshot.iteration, snapshot.run, snapshot.generation) == (2, RUN, 1)
+        here.check(checkpoint(snapshot), 2)
+    here.iterate()
+    here.check(checkpoint(here.read()), 3)
+    assert [node.node.state.reserved for node in here.world.nodes.values()] == [{}] * nodes
+
+
+@pytest.mark.parametrize(("groups", "replicas"), [(1, 1), (2, 2)])
+def test_while_training_goes_on(place: Callable[..., ConsolidatePlace], groups: int, replicas: int) -> None:
+    """All shards and stages at one iteration, the newest; training is not held up by it."""
+    here = place(groups=groups, nodes=2, replicas=replicas, ranks=2)
+    here.iterate()
+    with here.going_on():
+        seen = []
+        for _ in range(5):
+            before = here.trainings[0].iteration
+            snapshot = here.read()
+            assert snapshot.iteration >= before - 1
+            here.check(checkpoint(snapshot), snapshot.iteration)
+            seen.append(snapshot.iteration)
+        assert here.read(at_least=seen[-1] + 5).iteration >= seen[-1] + 5
+    assert seen == sorted(seen)
+    wait_until(lambda: not any(n.node.state.reserved for n in here.world.nodes.values()), "released")
+
+
+def test_from_fenced_nodes(place: Callable[..., ConsolidatePlace]) -> None:
+    """Between a crash and the restart's first iteration."""
+    here = place(nodes=2, ranks=2)
+    here.iterate(2)
+    training = here.trainings[0]
+    for node in here.world.nodes:
+        training.stubs[node].Fence(pb.FenceRequest(job=here.job.job, timeout=2), timeout=5)
+    for node in here.world.nodes:
+        training.stubs[node].Settle(pb.SettleRequest(job=here.job.job, iteration=1, run=RUN), timeout=5)
+    here.check(checkpoint(here.read()), 1)
+
+
+def test_with_a_holder_gone(place: Callable[..., ConsolidatePlace]) -> None:
+    here = place(nodes=2, replicas=2, ranks=2)
+    here.iterate()
+    here.world.stop(1)
+    here.check(checkpoint(here.read()), 0)
+
+
+def test_what_is_missing_is_named(place: Callable[..., ConsolidatePlace]) -> None:
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    here.world.stop(1)
+    address = here.job.node(1).mgmt
+    with pytest.raises(Missing) as caught:
+        here.read(timeout=1)
+    words = str(caught.value)
+    assert words.startswith("no iteration is whole within 1 s: shard 1 of DP group 0: shadow node 1 (")
+    assert f"({address}): can't be reached" in words
+    assert "ipv4:" not in words
+    assert "shard 0" not in words
+
+
+def test_what_speaks_no_shadow_protocol_is_no_shadow_node(place: Callable[..., ConsolidatePlace]) -> None:
+    """A gRPC server of something else at the address, and a node that is away: nobody answers."""
+    here = place(nodes=2, ranks=2)
+    for node in (0, 1):
+        here.world.stop(node)
+    server = grpc.server(ThreadPoolExecutor(1))
+    assert server.add_insecure_port(here.job.node(0).mgmt)
+    server.start()
+    try:
+        with pytest.raises(Unreachable, match=r"no shadow node .* can be reached .*another service"):
+            here.read(timeout=1)
+    finally:
+        server.stop(0).wait()
+
+
+def fetched(shard: int, buffers: list[str], expected: list[str]) -> ShardState:
+    layout = make_layout([Parameter("w", (4,), "float32")], 2, 100)
+    record = pb.IterationRecord(parts=[pb.RecordPart()], buffers=dict.fromkeys(buffers, b"data"))
+    header = pb.SeedHeader(
+        shard=pb.Shard(shard=shard), layout=layout.to_json(), record=record, buffers=expected
+    )
+    return ShardState(header, layout, {})
+
+
+def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
+    """A node that has come late has but some."""
+    expected = ["frozen", "mean"]
+    found = one_group(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
+    assert set(found.record.buffers) == {"mean", "frozen"}
+    with pytest.raises(Lacking, match="have not come yet: frozen$"):
+        one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
+
+
+def test_shards_of_two_models_are_not_put_together() -> None:
+    ours, theirs = fetched(0, [], []), fetched(1, [], [])
+    theirs.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
+    with pytest.raises(Lacking, match="shard 1 of DP group 0 is of another model") as caught:
+        one_group(0, [ours, theirs])
+    assert caught.value.wrong == {(0, 1)}
+
+
+def test_nodes_that_have_forgotten_everything(place: Callable[..., ConsolidatePlace]) -> None:
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    for node in list(here.world.nodes):
+        here.world.stop(node)
+        here.world.start(node)
+    with pytest.raises(Missing, match="shard 0 of DP group 0: shadow node 0 .*: holds nothing; shard 1 of"):
+        here.read(timeout=1)
+
+
+class Liar(rpc.ShadowServicer):
+    """In a node's place; has what another holder of the same shards gives, and changes it."""
+
+    def __init__(self, truth: rpc.ShadowStub, node: int, change: Callable[[list[pb.Seeds]], object]) -> None:
+        self._truth, self._node, self._change = truth, node, change
+        self.asked = 0
+
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        found = self._truth.Status(request)
+        found.node = self._node
+        return found
+
+    def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
+        return self._truth.Reserve(request)
+
+    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
+        return self._truth.Release(request)
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
+        self.asked += 1
+        messages = list(self._truth.Fetch(request))
+        self._change(messages)
+        yield from messages
+
+
+def spoil_header(messages: list[pb.Seeds], **changes: Any) -> None:
+    """Another header, with a checksum that is right for it."""
+    header = messages[0].header
+    for name, value in changes.items():
+        if name == "shard":
+            header.shard.shard = value
+        elif name == "record":
+            del header.record.parts[:value]
+        else:
+            setattr(header, name, value)
+    checksum = state.Checksum(header)
+    for message in messages[1:-1]:
+        checksum.add(message.piece)
+    messages[-1].checksum = checksum.digest()
+
+
+def flip(messages: list[pb.Seeds]) -> None:
+    data = bytearray(messages[3].piece.tensor.data)
+    data[0] ^= 1
+    messages[3].piece.tensor.data = bytes(data)
+
+
+LIES: dict[str, Callable[[list[pb.Seeds]], object]] = {
+    "another job": lambda m: spoil_header(m, job="other"),
+    "another run": lambda m: spoil_header(m, run="second"),
+    "another incarnation": lambda m: spoil_header(m, incarnation=1),
+    "another iteration": lambda m: spoil_header(m, iteration=0),
+    "another shard": lambda m: spoil_header(m, shard=7),
+    "half a record": lambda m: spoil_header(m, record=1),
+    "damaged": flip,
+    "cut short": lambda m: m.pop(),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., ConsolidatePlace], lie: str) -> None:
+    """It is had from the other holder; without one, it is missing, and the reason named."""
+    here = place(nodes=2, replicas=2, ranks=2)
+    here.iterate(2)
+    here.world.stop(1)
+    truth = here.trainings[0].stubs[0]
+    liar = Liar(truth, 1, LIES[lie])  # type: ignore[abstract]
+    server = grpc.server(ThreadPoolExecutor(8), options=OPTIONS)
+    rpc.add_ShadowServicer_to_server(liar, server)
+    assert server.add_insecure_port(here.job.node(1).mgmt)
+    server.start()
+    try:
+        here.check(checkpoint(here.read()), 1)
+        assert liar.asked
+        away = here.job.node(0).model_copy(update={"mgmt": "127.0.0.1:1"})
+        alone = here.job.model_copy(update={"shadow_nodes": (away, here.job.node(1))})
+        once = threading.Event()
+        once.set()
+        with (
+            SnapshotReader(alone, stopped=once) as nodes,
+            pytest.raises(Missing, match="shard 1 of DP group 0: shadow node 1") as caught,
+        ):
+            nodes.read(20)
+        assert isinstance(caught.value.__cause__, Lacking)
+        assert caught.value.__cause__.wrong == {(0, 0), (0, 1)}
+    finally:
+        server.stop(0).wait()
+
+
+CHECKMATE = [sys.executable, "-m", "checkmate.cli.entry"]
+
+
+@pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
+def test_the_command_writes_a_checkpoint(
+    place: Callable[..., ConsolidatePlace], kind: str, tmp_path: Path
+) -> None:
+    here = place(groups=2, nodes=2, ranks=2)
+    here.iterate(2)
+    out = tmp_path / "checkpoint"
+    with half_way(out, "torch", tmp_path) as killed:
+        killed.kill()
+    assert hidden(tmp_path)
+    argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    assert (said["iteration"], said["shards"], said["path"]) == (1, 4, str(out))
+    here.check(disk.load(out), 1)
+    assert hidden(tmp_path) == []
+    again = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if kind == "dcp":
+        assert again.returncode == 2
+        assert "is a folder that is there already" in again.stderr.replace("\n", " ")
+    else:
+        assert again.returncode == 0
+        assert "iteration 1 of job demo, 4 shards" in again.stdout
+    long = subprocess.run([*argv[:-3], "x" * 300], capture_output=True, text=True, check=False)
+    assert long.returncode == 2
+    assert "can't be written: File name too long" in long.stderr.replace("\n", " ")
+    for node in list(here.world.nodes):
+        here.world.stop(node)
+    other = [*argv[:-3], str(tmp_path / "other"), *argv[-2:], "--timeout", "1"]
+    done = subprocess.run([*other, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["exit"] == 3
+    assert "no shadow node of job demo can be reached within 1 s" in done.stderr
+    assert "a lab's shadow nodes are reached from its namespace of the controller only" in done.stderr
+    assert "shard 1 of DP group 1" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.slow), "torch"])
+def test_the_command_keeps_the_last_few(
+    place: Callable[..., ConsolidatePlace], kind: str, tmp_path: Path
+) -> None:
+    """Beside training, until it is told to stop."""
+    here = place(nodes=2, ranks=2)
+    folder = tmp_path / "kept"
+    argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(folder)]
+    argv += ["--format", kind, "--every", "5", "--keep", "2", "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            with here.going_on():
+                said = [json.loads(process.stdout.readline()) for _ in range(4)]
+        finally:
+            process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait() == 0
+    said += [json.loads(line) for line in rest.splitlines()]
+    iterations = [one["iteration"] for one in said]
+    assert iterations == sorted(set(iterations))
+    assert all((b + 1) // 5 > (a + 1) // 5 for a, b in itertools.pairwise(iterations))
+    left = kept_in(folder)
+    assert [path.name.removesuffix(".pt") for path in left] == [
+        f"generation-0001-iteration-{i:08}" for i in iterations[:-3:-1]
+    ]
+    for path, iteration in zip(left, reversed(iterations), strict=False):
+        here.check(disk.load(path), iteration)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in left)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_full_disk_in_the_background(
+    place: Callable[..., ConsolidatePlace], kind: disk.Format, small_disk: Path
+) -> None:
+    """What doesn't fit is said, each time it is due; what is there stays whole; then it goes on."""
+    here = place(nodes=2, ranks=2)
+    here.iterate(2)
+    stopped, saved, troubles = threading.Event(), list[int](), list[str]()
+    with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(
+            follow,
+            *(nodes, small_disk, kind, 10.0, 1, 5, stopped),
+            lambda one: saved.append(one.iteration),
+            troubles.append,
+        )
+        try:
+            wait_until(lambda: saved == [1], "the first")
+            filler = small_disk / "filler"
+            free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+            filler.write_bytes(bytes(free - 4096))
+            here.iterate()
+            wait_until(lambda: len(troubles) == 1, "the trouble")
+            here.iterate()
+            wait_until(lambda: len(troubles) == 2, "the next trouble")
+            filler.unlink()
+            here.iterate()
+            wait_until(lambda: saved == [1, 4], "the last")
+        finally:
+            stopped.set()
+            following.result()
+    assert all("No space left on device" in trouble for trouble in troubles)
+    assert [path.name for path in kept_in(small_disk)] == [
+        kept.path_of(small_disk, 1, iteration, kind).name for iteration in (4, 1)
+    ]
+    here.check(disk.load(kept.path_of(small_disk, 1, 1, kind)), 1)
+    here.check(disk.load(kept.path_of(small_disk, 1, 4, kind)), 4)
+
+
+def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
+    place: Callable[..., ConsolidatePlace], tmp_path: Path
+) -> None:
+    """Once only, also where following begins after training has ended."""
+    here = place(nodes=2, ranks=2)
+    here.iterate(6)
+    for _ in range(2):
+        stopped, saved = threading.Event(), list[int]()
+        with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+            following = pool.submit(
+                follow,
+                *(nodes, tmp_path, "torch", 10.0, 4, 5, stopped),
+                lambda one, saved=saved: saved.append(one.iteration),  # type: ignore[misc]
+                lambda trouble: None,
+            )
+            try:
+                if here.trainings[0].iteration == 5:
+                    for training in here.trainings:
+                        training.last = True
+                    here.iterate()
+                wait_until(lambda: saved == [6], "the last", 20)  # noqa: B023
+                time.sleep(1.0)
+            finally:
+                stopped.set()
+                following.result()
+        assert saved == [6]
+    here.check(disk.load(kept.path_of(tmp_path, 1, 6, "torch")), 6)
+
+
+@given(st.integers(-1, 1000), st.integers(1, 50))
+def test_when_one_is_due(iteration: int, every: int) -> None:
+    due = next_due(iteration, every)
+    assert due >= max(iteration, 0)
+    assert (due + 1) % every == 0
+    assert due - max(iteration, 0) < every

@@ -1,0 +1,236 @@
+"""`consolidate` where nodes can't be reached: it says so once, says when it is over, and says it plainly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkmate.cli.consolidate import _say, _waiting
+from checkmate.consolidate import disk, kept
+from checkmate.consolidate.follow import Saved, _Waiting, follow, take
+from checkmate.consolidate.snapshot import SnapshotReader
+from checkmate.nodes.standing import Lacking, NoAnswer
+from testbed.jobs import job, job_data
+from testbed.small_training import RUN
+from tests.consolidate.test_consolidate import CHECKMATE, ConsolidatePlace, kept_in
+from tests.consolidate.test_disk import half_way, hidden, mounted
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.world import going_on
+from tests.support.waiting import wait_until
+
+pytestmark = needs_buffers
+
+
+@pytest.fixture
+def place() -> Iterator[Callable[..., ConsolidatePlace]]:
+    with ExitStack() as stack:
+        yield lambda **kwargs: ConsolidatePlace(stack, **kwargs)
+
+
+def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
+    place: Callable[..., ConsolidatePlace], tmp_path: Path
+) -> None:
+    """And nothing between, though nodes come back one by one, and put it in other words each time."""
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    stopped, said = threading.Event(), list[str]()
+    saved: list[int] = []
+    tries = 0
+
+    class Counted(SnapshotReader):
+        def source(self):  # type: ignore[no-untyped-def]
+            nonlocal tries
+            tries += 1
+            return super().source()
+
+    def tried_again() -> None:
+        before = tries
+        wait_until(lambda: tries >= before + 3, "three more attempts")
+
+    with Counted(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(
+            follow,
+            *(nodes, tmp_path, "torch", 5.0, 1, 5, stopped),
+            lambda one: saved.append(one.iteration),
+            said.append,
+            lambda: said.append("over"),
+        )
+        try:
+            wait_until(lambda: saved == [0], "the first")
+            for node in (0, 1):
+                here.world.stop(node)
+            wait_until(lambda: said[-1:] != [] and said[-1].startswith("no shadow"), "the trouble")
+            begun = len(said)
+            tried_again()
+            for node in (0, 1):
+                here.world.start(node)
+                tried_again()  # they hold nothing
+            (training,) = here.trainings
+            training.begin([0, 1])
+            with going_on(training):
+                wait_until(lambda: said[-1] == "over", "the end of it")
+                wait_until(lambda: len(saved) > 1, "the next")
+        finally:
+            stopped.set()
+            following.result()
+    assert said[begun:] == ["over"]
+    assert begun <= 2  # an attempt may have come between the two stops
+    assert said[begun - 1].startswith("no shadow node of job demo can be reached: shadow node 0 (")
+    assert said[begun - 1].count(": can't be reached") == 2
+
+
+@contextmanager
+def following(
+    here: ConsolidatePlace, folder: Path, kind: disk.Format, keep: int = 5
+) -> Iterator[tuple[list[int], list[str]]]:
+    """`--every 1` in the background: the iterations that are saved, and what is told."""
+    stopped, saved, troubles = threading.Event(), list[int](), list[str]()
+    with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            follow,
+            *(nodes, folder, kind, 10.0, 1, keep, stopped),
+            lambda one: saved.append(one.iteration),
+            troubles.append,
+        )
+        try:
+            yield saved, troubles
+        finally:
+            stopped.set()
+            running.result()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
+    place: Callable[..., ConsolidatePlace], tmp_path: Path
+) -> None:
+    """What a killed writer left, and an old checkpoint: something is mounted there."""
+    here = place(nodes=2, ranks=2)
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    with half_way(folder / "left", "torch", tmp_path) as killed:
+        killed.kill()
+    (left,) = hidden(folder)
+    here.iterate()
+    with ExitStack() as mounts:
+        mounts.enter_context(mounted(left))
+        with following(here, folder, "torch", keep=1) as (saved, troubles):
+            wait_until(lambda: saved == [0], "the first")
+            (first,) = kept_in(folder)
+            mounts.enter_context(mounted(first, "--bind", str(first)))
+            for iteration in (1, 2):
+                here.iterate()
+                wait_until(lambda: saved[-1] == iteration, "the next")  # noqa: B023
+        with SnapshotReader(here.job) as nodes:
+            once = list[str]()
+            assert take(nodes, folder / "once.pt", "torch", 10.0, once.append).iteration == 2
+    assert saved == [0, 1, 2]
+    assert once == [f"can't clear {left}: Device or resource busy"]
+    assert troubles.count(f"can't clear {left}: Device or resource busy") == 3
+    assert troubles.count(f"can't remove {first}: Device or resource busy") == 2
+    assert [path.name for path in kept_in(folder)] == [
+        kept.path_of(folder, 1, iteration, "torch").name for iteration in (2, 0)
+    ]
+
+
+def test_a_folder_that_cant_be_looked_into_ends_nothing(
+    place: Callable[..., ConsolidatePlace], tmp_path: Path
+) -> None:
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    folder = tmp_path / ("x" * 300)
+    with following(here, folder, "torch") as (saved, troubles):
+        for count in (1, 2):
+            wait_until(lambda: sum(f"can't list {folder}" in one for one in troubles) >= count)  # noqa: B023
+            here.iterate()
+    assert saved == []
+    assert all(one.endswith("File name too long") for one in troubles)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_what_was_just_written_is_the_newest_whatever_clocks_say(
+    place: Callable[..., ConsolidatePlace], kind: disk.Format, tmp_path: Path
+) -> None:
+    """An earlier training has left checkpoints, of later iterations and dated tomorrow."""
+    here = place(nodes=2, ranks=2)
+    here.iterate()
+    with following(here, tmp_path, kind, keep=2) as (saved, _):
+        wait_until(lambda: saved == [0], "the first")
+        (first,) = kept_in(tmp_path)
+        old = first.with_name(first.name.replace("iteration-00000000", "iteration-00005000"))
+        subprocess.run(["cp", "-r", str(first), str(old)], check=True)
+        tomorrow = time.time() + 86400
+        for path in (old, *old.rglob("*")):
+            os.utime(path, (tomorrow, tomorrow))
+    here.begin_anew("another")
+    with following(here, tmp_path, kind, keep=2) as (saved, troubles):
+        for iteration in (0, 1, 2):
+            here.iterate()
+            wait_until(lambda: saved[-1:] == [iteration], "the next")  # noqa: B023
+    assert not troubles
+    left = [disk.load(path) for path in kept_in(tmp_path)]
+    said = [(one["run"], one["generation"], one["iteration"]) for one in left]
+    assert said == [("another", 2, 2), ("another", 2, 1), (RUN, 1, 0)]
+    assert sorted(kept_in(tmp_path)) == sorted(tmp_path.iterdir())
+
+
+def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
+    """Though no node could be reached before; how nodes come back is not."""
+    made, shard, said = job(nodes=2), (0, 1), list[str]()
+    waiting = _Waiting(made, said.append, lambda: said.append("over"))
+    waiting.for_(NoAnswer({(0, 0): ["can't be reached"], shard: ["can't be reached"]}))
+    begun = len(said)
+    waiting.for_(Lacking({shard: ["holds nothing"]}))
+    waiting.for_(Lacking({shard: ["is not live yet, at iteration 3"]}))
+    assert len(said) == begun == 1
+    for iteration in (4, 5):
+        waiting.for_(Lacking({shard: [f"w differs at iteration {iteration}"]}, frozenset({shard})))
+        waiting.for_(Lacking({shard: ["is of another model"]}, frozenset({shard})))
+    waiting.end()
+    assert said[begun:] == [
+        "shard 1 of DP group 0: w differs at iteration 4",
+        "shard 1 of DP group 0: is of another model",
+        "over",
+    ]
+
+
+def test_a_path_with_markup_is_told_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "can't write kept/[red]:smile:/iteration-00000001: No space left on device"
+    _waiting(said)
+    path = Path("kept/[red]:smile:")
+    _say(Saved(path, "demo", "run", 1, 1, 1, 1000, 0.1))
+    out, error = capsys.readouterr()
+    assert error == f"waiting: {said}\n"
+    assert out.startswith(f"{path}: iteration 1 of job demo, 1 shard")
+
+
+def test_the_command_waits_in_plain_words(tmp_path: Path) -> None:
+    data = job_data()
+    data["shadow_nodes"][0]["mgmt"] = "127.0.0.1:1"  # refused
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    argv = [*CHECKMATE, "consolidate", str(file), "--out", str(tmp_path / "kept"), "--every", "5"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+        finally:
+            process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait() == 0
+    assert line == (
+        "waiting: no shadow node of job demo can be reached: "
+        "shadow node 0 (127.0.0.1:1): can't be reached (Connection refused); "
+        "a lab's shadow nodes are reached from its namespace of the controller only\n"
+    )
+    assert rest == ""

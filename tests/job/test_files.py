@@ -1,0 +1,507 @@
+"""Job files: what is right is read, and every fault is said at once, with its place."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.job import checks, conflicts, yaml_lines
+from checkmate.job.files import JobError, read_job, read_jobs, read_set
+from checkmate.job.followed import JobFiles, job_files
+from checkmate.job.schema import Job
+from checkmate.job.yaml_lines import Document
+from testbed.jobs import job_data
+from tests.support.jobs import some_jobs
+
+
+def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
+    file = folder / name
+    file.write_text(data if isinstance(data, str) else yaml.safe_dump(data, sort_keys=False))
+    return file
+
+
+def faults(*files: Path) -> dict[str, str]:
+    with pytest.raises(JobError) as caught:
+        read_jobs(files)
+    return {fault.path: fault.message for fault in caught.value.faults}
+
+
+def test_a_right_job_is_read(tmp_path: Path) -> None:
+    job = read_job(write(tmp_path, job_data(channels=2, nodes=2, replicas=2)))
+    assert job.channels == 2
+    assert job.shards(0) == 2
+    assert [job.holder(0, 1, i).id for i in (1, 2)] == [1, 0]
+
+
+def test_fabric_may_be_a_file_of_its_own(tmp_path: Path) -> None:
+    data = job_data()
+    write(tmp_path, data["fabric"], "fabric.yaml")
+    data["fabric"] = "fabric.yaml"
+    file = write(tmp_path, data)
+    assert read_job(file).fabric.switches[0].name == "tor0"
+    assert job_files([tmp_path]) == [file]
+
+
+def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
+    data = job_data()
+    data["fabric"]["switches"][0]["colour"] = "red"
+    fabric = write(tmp_path, data["fabric"], "fabric.yaml")
+    data["fabric"] = "fabric.yaml"
+    with pytest.raises(JobError) as caught:
+        read_job(write(tmp_path, data))
+    (fault,) = caught.value.faults
+    assert fault.file == fabric
+    assert fault.path == "switches[0].colour"
+    assert "unknown key" in fault.message
+    assert fabric.read_text().splitlines()[fault.line - 1].strip().startswith("colour")
+
+
+def edited(path: str, value: Any) -> dict[str, Any]:
+    """A right job with one place changed; a value of `...` removes it."""
+    data = copy.deepcopy(job_data(nodes=2, channels=2))
+    *way, last = [int(p) if p.isdigit() else p for p in path.split("/")]
+    at: Any = data
+    for part in way:
+        at = at[part]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "path", "message"),
+    [
+        ("colour", 1, "colour", "unknown key"),
+        ("channels", 9, "channels", "less than or equal to 8"),
+        ("channels", "two", "channels", "must be a whole number from 1 to 8, not 'two'"),
+        ("channels", 1.5, "channels", "must be a whole number from 1 to 8, not 1.5"),
+        ("dp_groups/0/ranks/1/rank", "a", "dp_groups[0].ranks[1].rank", "must be a whole number, not 'a'"),
+        (
+            "fabric/links",
+            [[{"switch": "tor0", "port": 1.5}, {"switch": "tor0", "port": 9}]],
+            "fabric.links[0][0].port",
+            "must be a whole number from 0 to 509, not 1.5",
+        ),
+        (
+            "fabric/switches/0/ports",
+            {"1/0": {"device_port": 1.5}},
+            "fabric.switches[0].ports.1/0.device_port",
+            "must be a whole",
+        ),
+        (
+            "fabric/switches/0/target",
+            "tofino3",
+            "fabric.switches[0].target",
+            "must be 'softswitch', 'bmv2', 'tofino' or 'tofino2', not 'tofino3'",
+        ),
+        ("dp_groups/0/shadow_nodes", ["a"], "dp_groups[0].shadow_nodes[0]", "whole number from 0 to 65535"),
+        ("job", ..., "job", "missing"),
+        ("job", "a b", "job", "letters, digits"),
+        ("tag", {"dscp_bit": 3}, "tag.dscp_bit", "one of the six bits"),
+        ("dp_groups", [], "dp_groups", "at least 1"),
+        ("dp_groups/0/ranks", [], "dp_groups[0].ranks", "at least 2"),
+        (
+            "dp_groups/0/ranks/1/ip",
+            "10.0.0.1",
+            "dp_groups[0].ranks[1].ip",
+            "taken already by dp_groups[0].ranks[0]",
+        ),
+        ("dp_groups/0/ranks/1/ip", "10.0.0", "dp_groups[0].ranks[1].ip", "such as 10.0.0.1"),
+        ("dp_groups/0/ranks/1/mac", "02:00:00:00:00:00", "dp_groups[0].ranks[1].mac", "taken already"),
+        ("dp_groups/0/ranks/1/mac", "01:00:00:00:00:00", "dp_groups[0].ranks[1].mac", "unicast"),
+        ("dp_groups/0/ranks/1/rank", 0, "dp_groups[0].ranks[1].rank", "rank number 0 is taken"),
+        ("dp_groups/0/ranks/1/port", 1, "dp_groups[0].ranks[1].port", "switch port tor0 1 is taken"),
+        ("dp_groups/0/ranks/1/switch", "torx", "dp_groups[0].ranks[1].switch", "there are tor0"),
+        ("dp_groups/0/shadow_nodes", [7], "dp_groups[0].shadow_nodes[0]", "its ids are 0, 1"),
+        ("dp_groups/0/shadow_nodes", [1, 1], "dp_groups[0].shadow_nodes[1]", "listed twice"),
+        ("shadow_nodes/1/id", 0, "shadow_nodes[1].id", "shadow node id 0 is taken"),
+        ("shadow_nodes/1/mgmt", "nowhere", "shadow_nodes[1].mgmt", "host:port"),
+        (
+            "shadow_nodes/0/nics/0/ip",
+            "10.255.0.1",
+            "shadow_nodes[0].nics[0].ip",
+            "taken already by fabric.switches[0].stub",
+        ),
+        ("replicas", 3, "replicas", "3 replicas need as many shadow nodes"),
+        ("fabric/switches/0/cpu_port", 64, "fabric.switches[0].cpu_port", "510"),
+        (
+            "fabric/switches/0/target",
+            "asic",
+            "fabric.switches[0].target",
+            "'softswitch', 'bmv2', 'tofino' or",
+        ),
+    ],
+)
+def test_a_fault_is_placed_and_says_what_would_be_right(
+    tmp_path: Path, change: str, value: Any, path: str, message: str
+) -> None:
+    found = faults(write(tmp_path, edited(change, value)))
+    assert path in found, found
+    assert message in found[path]
+
+
+def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
+    data = edited("dp_groups/0/ranks/1/ip", "10.0.0.1")
+    data["colour"] = 1
+    data["channels"] = 0
+    data["shadow_nodes"][1]["id"] = 0
+    found = faults(write(tmp_path, data))
+    assert set(found) == {"dp_groups[0].ranks[1].ip", "colour", "channels", "shadow_nodes[1].id"}
+
+
+def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
+    data = job_data(switches=2)
+    data["fabric"]["links"] = []
+    found = faults(write(tmp_path, data))
+    assert "no link joins switch 'tor1' to 'tor0'" in found["dp_groups[0].ranks[1].switch"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job: [", "expected the node content"),
+        ("- a\n", "must be a mapping"),
+        ("job: a\njob: b\n", "given twice"),
+        ("", "must be a mapping"),
+        ("job: &a [*a]", "contains itself"),
+        ("job: " + "[" * 3000, "nested too deeply"),
+        ("job: 2020-13-45", "can't be read"),
+    ],
+)
+def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (found,) = faults(write(tmp_path, text)).values()
+    assert message in found
+
+
+def test_a_fabric_file_given_as_a_job_is_called_one(tmp_path: Path) -> None:
+    found = faults(write(tmp_path, job_data()["fabric"], "fabric.yaml"))
+    assert list(found) == ["(file)"]
+    assert found["(file)"].startswith("this is a fabric file; pass the job file")
+
+
+def test_a_fabric_that_is_no_path_is_refused(tmp_path: Path) -> None:
+    found = faults(write(tmp_path, 'job: a\nfabric: "a\\0b"'))
+    assert found == {
+        "fabric": "must be the path of a file",
+        "dp_groups": "is missing",
+        "shadow_nodes": "is missing",
+    }
+
+
+def test_merge_keys_are_yaml(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**job_data(), "channels": 2})
+    text = text.replace("channels: 2", "x: &x {channels: 2}\n<<: *x")
+    found = faults(write(tmp_path, text))
+    assert set(found) == {"x"}  # an unknown key, and nothing said of the merge
+
+
+def test_half_a_tls_pair_is_refused(tmp_path: Path) -> None:
+    data = job_data()
+    data["fabric"]["switches"][0]["tls"] = {"ca": "ca.pem", "cert": "client.pem"}
+    found = faults(write(tmp_path, data))
+    assert "give both, or neither" in found["fabric.switches[0].tls"]
+
+
+def test_tls_files_are_named_from_the_jobs_folder(tmp_path: Path) -> None:
+    data = job_data()
+    data["fabric"]["switches"][0]["tls"] = {"ca": "ca.pem"}
+    tls = read_job(write(tmp_path, data)).fabric.switches[0].tls
+    assert tls is not None
+    assert tls.ca == tmp_path / "ca.pem"
+
+
+def test_tls_files_of_the_management_network_are_all_needed(tmp_path: Path) -> None:
+    data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem"}}
+    assert "is missing" in faults(write(tmp_path, data))["mgmt_tls.key"]
+    data["mgmt_tls"]["key"] = "host.key"
+    tls = read_job(write(tmp_path, data)).mgmt_tls
+    assert tls is not None
+    assert (tls.ca, tls.key) == (tmp_path / "ca.pem", tmp_path / "host.key")
+
+
+def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:
+    one, two = job_data("one", switches=2), job_data("two", switches=2, number=1)
+    two["dp_groups"][0]["ranks"][0]["port"] = 400
+    two["fabric"]["links"] = []
+    for part in (*two["dp_groups"][0]["ranks"], *two["shadow_nodes"][0]["nics"]):
+        part["switch"] = "tor0"
+        part["port"] = part["port"] if part["port"] == 400 else 150 + part.get("rank", 40)
+    two["shadow_nodes"][0]["nics"].pop()
+    found = faults(write(tmp_path, one, "1.yaml"), write(tmp_path, two, "2.yaml"))
+    assert "tor0 400 is claimed already by job 'one'" in found["dp_groups[0].ranks[0].port"]
+
+
+def test_a_switch_has_one_name(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["name"] = "elsewhere"
+    for part in (*other["dp_groups"][0]["ranks"], *other["shadow_nodes"][0]["nics"]):
+        part["switch"] = "elsewhere"
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert "a switch has one name" in found["fabric.switches[0].name"]
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    (found,) = faults(tmp_path / "none.yaml").values()
+    assert "can't be read" in found
+
+
+def test_a_line_number_is_the_one_of_the_key(tmp_path: Path) -> None:
+    file = write(tmp_path, edited("dp_groups/0/ranks/1/ip", "10.0.0.1"))
+    with pytest.raises(JobError) as caught:
+        read_job(file)
+    (fault,) = caught.value.faults
+    assert file.read_text().splitlines()[fault.line - 1].strip() == "ip: 10.0.0.1"
+
+
+def test_jobs_that_claim_the_same_thing_are_refused_by_name(tmp_path: Path) -> None:
+    first = write(tmp_path, job_data("one"), "one.yaml")
+    other = job_data("two", number=1)
+    other["shadow_nodes"][0]["nics"][0] = job_data("one")["shadow_nodes"][0]["nics"][0]
+    found = faults(first, write(tmp_path, other, "two.yaml"))
+    assert set(found) == {f"shadow_nodes[0].nics[0].{field}" for field in ("ip", "mac", "port")}
+    assert (
+        "is claimed already by job 'one' (shadow_nodes[0].nics[0].ip)" in found["shadow_nodes[0].nics[0].ip"]
+    )
+
+
+def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["device_id"] = 2
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert "describes switch 'tor0' differently (device_id)" in found["fabric.switches[0]"]
+
+
+def test_a_stub_is_no_other_jobs_host(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["name"] = "elsewhere"
+    other["fabric"]["switches"][0]["stub"]["ip"] = "10.0.0.1"
+    for part in (*other["dp_groups"][0]["ranks"], *other["shadow_nodes"][0]["nics"]):
+        part["switch"] = "elsewhere"
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert "10.0.0.1" in found["fabric.switches[0].stub.ip"]
+
+
+@given(some_jobs())
+@settings(max_examples=30, deadline=None)
+def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
+    assert conflicts.between_jobs([job.model_dump(mode="json") for job in jobs]) == []
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value that is no list and no mapping."""
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def broken(data: Any, places: Iterable[tuple[Any, ...]]) -> Any:
+    """The data with values of the wrong kind in places."""
+    result = copy.deepcopy(data)
+    for *way, last in places:
+        at = result
+        for part in way:
+            at = at[part]
+        at[last] = [["wrong"]]
+    return result
+
+
+def fault_paths(raw: Any) -> list[tuple[Any, ...]]:
+    return [fault.path for fault in [*checks.structure(raw)[1], *checks.within_job(raw)]]
+
+
+@given(st.data())
+@settings(max_examples=120, deadline=None)
+def test_no_fault_hides_another_or_makes_one_up(data: st.DataObject) -> None:
+    right = job_data(groups=2, nodes=2, switches=2, channels=2, replicas=2)
+    right["dp_groups"][1]["shadow_nodes"] = [0, 1]
+    places = data.draw(st.sets(st.sampled_from(list(leaves(right))), min_size=1, max_size=12))
+    assert sorted(fault_paths(broken(right, places)), key=str) == sorted(places, key=str)
+
+
+def test_a_link_to_nowhere_leaves_nobody_unreachable(tmp_path: Path) -> None:
+    """What follows from a fault isn't said beside it."""
+    data = job_data(switches=2)
+    data["fabric"]["links"][0][1]["switch"] = "tor9"
+    assert set(faults(write(tmp_path, data))) == {"fabric.links[0][1].switch"}
+
+
+def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:
+    """It is one within the job, and said there."""
+    data = job_data(switches=2)
+    again, link = copy.deepcopy(data["fabric"]["switches"][0]), copy.deepcopy(data["fabric"]["links"][0])
+    again["device_id"], link[1]["port"] = 7, 450
+    data["fabric"]["switches"] += [again, {**data["fabric"]["switches"][0], "name": "tor8"}]
+    data["fabric"]["links"].append(link)
+    data["dp_groups"][0]["ranks"][1]["ip"] = data["dp_groups"][0]["ranks"][0]["ip"]
+    assert conflicts.between_jobs([data]) == []
+    assert len(checks.within_job(data)) >= 4
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
+    """Two ranks with one address, port and number, and any other value broken: all of it is said."""
+    clashing = job_data(groups=2, nodes=2)
+    first, second = (clashing["dp_groups"][g]["ranks"][1] for g in (0, 1))
+    fields = ("ip", "mac", "port", "rank", "mgmt")
+    second.update({field: first[field] for field in fields})
+    clash = {("dp_groups", 1, "ranks", 1, field) for field in fields}
+    needed = {("dp_groups", g, "ranks", 1, field) for g in (0, 1) for field in (*fields, "switch")}
+    others = [path for path in leaves(clashing) if path not in needed]
+    places = data.draw(st.sets(st.sampled_from(others), max_size=6))
+    assert sorted(fault_paths(broken(clashing, places)), key=str) == sorted(clash | places, key=str)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "path", "message"),
+    [
+        (
+            {"mgmt": "192.168.0.1:7000"},
+            {"mgmt": "192.168.0.1:7001"},
+            "shadow_nodes[1].mgmt",
+            "mgmt address 192.168.0.1:7001 is taken already by shadow_nodes[0].mgmt",
+        ),
+        (
+            {"mgmt": "192.168.0.1:7001"},
+            {"mgmt": "192.168.0.1:7000"},
+            "shadow_nodes[1].mgmt",
+            "the port after mgmt's, which is for step records, 192.168.0.1:7001 is taken already",
+        ),
+        (
+            {"mgmt": "192.168.0.1:7000"},
+            {"mgmt": "192.168.0.2:7000", "records": "192.168.0.1:7000"},
+            "shadow_nodes[1].records",
+            "records address 192.168.0.1:7000 is taken already by shadow_nodes[0].mgmt",
+        ),
+        (
+            {"mgmt": "192.168.0.1:65535"},
+            {"mgmt": "192.168.0.2:65535", "records": "192.168.0.2:7"},
+            "shadow_nodes[0].mgmt",
+            "192.168.0.1:65536 does not exist: give records an address",
+        ),
+    ],
+)
+def test_each_address_of_a_shadow_node_is_its_own(
+    tmp_path: Path, first: dict[str, str], second: dict[str, str], path: str, message: str
+) -> None:
+    data = job_data(nodes=2)
+    data["shadow_nodes"][0].update(first)
+    data["shadow_nodes"][1].update(second)
+    found = faults(write(tmp_path, data))
+    assert list(found) == [path]
+    assert message in found[path]
+
+
+def test_step_records_go_to_the_port_after_the_one_of_mgmt_unless_the_job_says_otherwise() -> None:
+    data = job_data(nodes=2)
+    data["shadow_nodes"][0]["mgmt"] = "[::1]:7000"
+    data["shadow_nodes"][1]["records"] = "192.168.7.7:99"
+    job = Job.model_validate(data)
+    assert [node.records_at for node in job.shadow_nodes] == [("::1", 7001), ("192.168.7.7", 99)]
+
+
+def test_faults_of_several_files_are_said_by_file_and_line(tmp_path: Path) -> None:
+    """One job can't even be parsed, one has faults of its own, one claims what the second has."""
+    one, two = job_data("one"), job_data("two", number=1)
+    one["channels"] = 0
+    one["dp_groups"][0]["ranks"][2]["ip"] = "nowhere"
+    two["dp_groups"][0]["ranks"][1]["ip"] = one["dp_groups"][0]["ranks"][1]["ip"]
+    files = [
+        write(tmp_path, two, "z.yaml"),
+        write(tmp_path, one, "a.yaml"),
+        write(tmp_path, "job: [", "m.yaml"),
+    ]
+    with pytest.raises(JobError) as caught:
+        read_jobs(files)
+    assert [(fault.file, fault.path) for fault in caught.value.faults] == [
+        (files[1], "channels"),
+        (files[1], "dp_groups[0].ranks[1].ip"),
+        (files[1], "dp_groups[0].ranks[2].ip"),
+        (files[2], "(YAML)"),
+    ]
+    lines = [fault.line for fault in caught.value.faults[:3]]
+    assert lines == sorted(lines)
+    assert "claimed already by job 'two'" in caught.value.faults[1].message
+
+
+def test_the_sound_files_of_a_set_are_told(tmp_path: Path) -> None:
+    files = [write(tmp_path, job_data(f"job{n}", number=n), f"{n}.yaml") for n in range(3)]
+    files[1].write_text("job: broken\n")
+    found = read_set(files)
+    assert [file for file, _ in found.sound] == [files[0], files[2]]
+    assert {fault.file for fault in found.faults} == {files[1]}
+
+
+@pytest.mark.parametrize("fabric", ["switches: [", "- a\n", None])
+def test_a_fabric_that_cant_be_read_hides_nothing_in_the_job(tmp_path: Path, fabric: str | None) -> None:
+    data = edited("dp_groups/0/ranks/1/ip", "10.0.0.1")
+    data["channels"] = 0
+    data["fabric"] = "fabric.yaml"
+    if fabric is not None:
+        (tmp_path / "fabric.yaml").write_text(fabric)
+    found = set(faults(write(tmp_path, data)))
+    assert found == {
+        "channels",
+        "dp_groups[0].ranks[1].ip",
+        {"switches: [": "(YAML)", "- a\n": "(top level)", None: "fabric"}[fabric],
+    }
+
+
+def test_a_fault_of_a_shared_fabric_file_is_said_once(tmp_path: Path) -> None:
+    jobs = [job_data(f"job{n}", number=n) for n in range(2)]
+    shared = jobs[0]["fabric"]
+    shared["switches"][0]["colour"] = "red"
+    fabric = write(tmp_path, shared, "fabric.yaml")
+    files = [write(tmp_path, {**job, "fabric": "fabric.yaml"}, f"{job['job']}.yaml") for job in jobs]
+    with pytest.raises(JobError) as caught:
+        read_jobs(files)
+    assert [(fault.file, fault.path) for fault in caught.value.faults] == [(fabric, "switches[0].colour")]
+
+
+def test_a_fault_between_jobs_is_placed_in_the_fabric_file(tmp_path: Path) -> None:
+    first = write(tmp_path, job_data("one"), "one.yaml")
+    other = job_data("two", number=1)
+    other["fabric"]["switches"][0]["device_id"] = 2
+    fabric = write(tmp_path, other["fabric"], "fabric.yaml")
+    second = write(tmp_path, {**other, "fabric": "fabric.yaml"}, "two.yaml")
+    with pytest.raises(JobError) as caught:
+        read_jobs([first, second])
+    (fault,) = caught.value.faults
+    assert (fault.file, fault.path) == (fabric, "switches[0]")
+
+
+def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a fabric file that two jobs name."""
+    parsed: list[Path] = []
+    real = yaml_lines.read_document
+
+    def counted(file: Path) -> Document:
+        parsed.append(file)
+        return real(file)
+
+    monkeypatch.setattr(yaml_lines, "read_document", counted)
+    data = [job_data("a"), job_data("b", number=1)]
+    fabric = write(tmp_path, data[0]["fabric"], "fabric.yaml")
+    first, second = (write(tmp_path, {**one, "fabric": "fabric.yaml"}, f"{one['job']}.yaml") for one in data)
+    files = JobFiles([tmp_path])
+    assert [job.job for job in files.read().require()] == ["a", "b"]
+    assert sorted(parsed) == [first, second, fabric]
+    assert not files.changed()
+    assert len(parsed) == 3
+    second.unlink()
+    assert files.changed()
+    assert [job.job for job in files.read().require()] == ["a"]
+    os.utime(fabric, ns=(1, 1))
+    assert files.changed()

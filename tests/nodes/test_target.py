@@ -1,0 +1,240 @@
+"""Which iteration a restart names: the rule, against brute force; and incarnations that wrap."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.nodes.shards import Shard
+from checkmate.nodes.standing import Answers, Lacking, NoAnswer, beginning_of
+from checkmate.nodes.target import Target, find_settled, find_target, next_incarnation
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.start.fetch import spread
+from testbed.jobs import job
+from tests.support.shadow.standings import JOB, SHARDS, all_holds, answers, held, hold, newest, node
+
+TWO = job(nodes=2, replicas=2)
+"""Two shards, and two nodes that hold both."""
+
+
+def find(said: Answers) -> Target | None:
+    try:
+        return find_target(JOB, said)
+    except Lacking:
+        return None
+
+
+def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
+    """For each of the newest starts: what each hold can be settled at, by node and shard, from and to."""
+    of_newest = newest(said)
+    starts = {beginning_of(one) for one in all_holds(said) if (one.generation, one.incarnation) == of_newest}
+    found: dict[str, list[tuple[int, Shard, int, int]]] = {}
+    for start in starts:
+        reach = found.setdefault(str(start), [])
+        origin = start.first_iteration - 1
+        for number, answer in said.items():
+            for one in answer.holds if isinstance(answer, pb.NodeStatus) else ():
+                shard = (one.shard.group, one.shard.shard)
+                if one.doubtful or not one.seeded or one.run != start.run:
+                    continue
+                if (one.incarnation, one.start) == (start.incarnation, start.start):
+                    reach.append((number, shard, one.stepped, one.in_full))
+                elif one.incarnation != start.incarnation and one.stepped <= origin <= one.in_full:
+                    reach.append((number, shard, one.stepped, origin))
+    return found
+
+
+def whole_at(reach: list[tuple[int, Shard, int, int]]) -> list[int]:
+    """Every iteration that each shard can be settled at."""
+    return [
+        i
+        for i in range(-1, 12)
+        if {shard for _, shard, low, high in reach if low <= i <= high} == set(SHARDS)
+    ]
+
+
+@settings(deadline=None)
+@given(answers())
+def test_the_target_is_what_every_shard_can_reach(said: Answers) -> None:
+    target, reaches = find(said), usable(said)
+    if target is None:
+        assert not any(whole_at(reach) for reach in reaches.values())
+        return
+    assert any(explains(target, reach) for reach in reaches.values())
+    asked = [held(said, number, shard) for shard, nodes in target.holders.items() for number in nodes]
+    assert {one.run for one in asked} == {target.run}
+    assert not any(one.doubtful for one in asked)
+    assert all(one.stepped <= target.iteration <= one.in_full for one in asked)
+
+
+def explains(target: Target, reach: list[tuple[int, Shard, int, int]]) -> bool:
+    """Whether a target is right, if this is what its start's holds can be settled at."""
+    stepped = max((low for _, _, low, _ in reach), default=-1)
+    able = {(n, shard) for n, shard, low, high in reach if low <= target.iteration <= high}
+    named = {(number, shard) for shard, nodes in target.holders.items() for number in nodes}
+    if not named <= able or set(SHARDS) != {shard for _, shard in named}:
+        return False
+    if target.behind:  # nothing is whole from where others have gone
+        best = max(whole_at(reach))
+        return target.iteration == best == stepped - target.behind
+    far_enough = [(low, high) for _, _, low, high in reach if high >= stepped]
+    return (
+        target.iteration >= stepped  # nobody has to go back
+        and all(target.iteration <= high for _, high in far_enough)  # all of them can go there
+        and any(target.iteration == high for _, high in far_enough)  # and no further
+    )
+
+
+@settings(deadline=None)
+@given(answers(), st.data())
+def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
+    """Unless it tells of a newer start of training."""
+    left_out = data.draw(st.sampled_from(sorted(said)))
+    fewer = {number: answer for number, answer in said.items() if number != left_out}
+    if newest(fewer) == newest(said) and find(fewer) is not None:
+        assert find(said) is not None
+
+
+@settings(deadline=None)
+@given(answers(), st.data())
+def test_what_settles_is_read_from(said: Answers, data: st.DataObject) -> None:
+    target = find(said)
+    if target is None:
+        return
+    after: dict[int, pb.NodeStatus | str] = dict(said)
+    for answer in after.values():
+        for one in answer.holds if isinstance(answer, pb.NodeStatus) else ():
+            if one.run == target.run and one.stepped <= target.iteration <= one.in_full:
+                one.stepped = target.iteration
+    gone = data.draw(st.sampled_from(sorted(said)))
+    assert find_settled(JOB, target, after) == {shard: list(nodes) for shard, nodes in target.holders.items()}
+    after[gone] = "gave no answer in time"
+    try:
+        left = find_settled(JOB, target, after)
+    except Lacking as error:
+        assert error.shards.keys() == {shard for shard, nodes in target.holders.items() if nodes == (gone,)}
+    else:
+        assert all(gone not in nodes for nodes in left.values())
+
+
+def both(stepped: int, in_full: int, **changes: object) -> list[pb.HoldStatus]:
+    return [hold((0, shard), stepped, in_full, **changes) for shard in range(2)]  # type: ignore[arg-type]
+
+
+def test_nobody_answers_or_nobody_holds_anything() -> None:
+    with pytest.raises(NoAnswer):
+        find_target(TWO, {})
+    with pytest.raises(Lacking, match="shadow node 0 .*: holds nothing, shadow node 1 .*: has not answered"):
+        find_target(TWO, {0: node(0)})
+
+
+def test_one_node_has_all_of_the_last_iteration_and_another_has_not() -> None:
+    found = find_target(TWO, {0: node(0, hold((0, 0), 6, 7)), 1: node(1, hold((0, 1), 6, 6))})
+    assert found.iteration == 6
+
+
+def test_a_holder_that_lags_is_left_out_if_another_has_the_shard() -> None:
+    found = find_target(TWO, {0: node(0, *both(3, 4)), 1: node(1, *both(6, 7))})
+    assert found == Target(7, "a", {(0, 0): (1,), (0, 1): (1,)})
+
+
+def test_if_nothing_newer_is_whole_nodes_that_lag_together_are_resumed_from() -> None:
+    """One has gone on; of the other shard it has nothing, and what both have of that is older."""
+    alone = node(2, hold((0, 0), 8, 8))
+    said = {0: node(0, hold((0, 0), 5, 6)), 1: node(1, hold((0, 1), 5, 7)), 2: alone}
+    made = job(nodes=3, replicas=2)
+    third = hold((0, 2), 6, 7)
+    said[0].holds.append(third)
+    found = find_target(made, said)
+    assert found == Target(6, "a", {(0, 0): (0,), (0, 1): (1,), (0, 2): (0,)}, behind=2)
+    assert not found.complete
+
+
+def test_who_has_gone_on_alone_is_named() -> None:
+    said = {0: node(0, hold((0, 0), 8, 8)), 1: node(1, hold((0, 1), 5, 7))}
+    with pytest.raises(Lacking) as caught:
+        find_target(job(nodes=2), said)
+    assert str(caught.value).endswith("has stepped iteration 5 and has 7 in full, and another has stepped 8")
+
+
+def test_a_holder_that_lacks_buffers_is_left_out_if_another_has_them() -> None:
+    late = node(0, hold((0, 0), lacks=2), hold((0, 1), lacks=2))
+    found = find_target(TWO, {0: late, 1: node(1, hold((0, 0), in_full=7))})
+    assert found == Target(6, "a", {(0, 0): (1,), (0, 1): (0,)})
+    alone = find_target(TWO, {0: node(0, *both(5, 6, lacks=2)), 1: node(1, *both(5, 6, lacks=1))})
+    assert alone == Target(6, "a", {(0, 0): (0, 1), (0, 1): (1, 0)}, lacking=1)
+    assert not alone.complete
+    begun = find_target(TWO, {0: node(0, *both(-1, 0, lacks=2))})
+    assert begun == Target(0, "a", {(0, 0): (0,), (0, 1): (0,)})
+    stages = job(groups=2)
+    groups = find_target(stages, {0: node(0, hold((0, 0)), hold((1, 0), lacks=3))})
+    assert groups == Target(6, "a", {(0, 0): (0,), (1, 0): (0,)}, lacking=3)
+
+
+def test_a_crash_while_an_incarnation_begins_loses_nothing() -> None:
+    """Node 0 has begun the new incarnation at iteration 7, node 1 not yet: both have iteration 6."""
+    begun = hold((0, 0), 6, 6, incarnation=4, first=7)
+    not_yet = hold((0, 1), 6, 6, incarnation=3)
+    found = find_target(TWO, {0: node(0, begun), 1: node(1, not_yet)})
+    assert found == Target(6, "a", {(0, 0): (0,), (0, 1): (1,)})
+    unsettled = hold((0, 1), 5, 7, incarnation=3)
+    found = find_target(TWO, {0: node(0, begun), 1: node(1, unsettled)})
+    assert found == Target(6, "a", {(0, 0): (0,), (0, 1): (1,)})
+
+
+def test_what_an_old_incarnation_has_done_beyond_a_restart_is_not_mixed_in() -> None:
+    now = hold((0, 0), 8, 8, incarnation=4, first=7)
+    elsewhere = hold((0, 1), 8, 8, incarnation=3)
+    with pytest.raises(
+        Lacking, match="is still in incarnation 3, not 4, which began at iteration 7, and has"
+    ):
+        find_target(TWO, {0: node(0, now), 1: node(1, elsewhere)})
+
+
+def test_another_run_is_not_mixed_in() -> None:
+    now = hold((0, 0), 6, 6, incarnation=4, first=7, run="b")
+    other = hold((0, 1), 6, 6, incarnation=3, run="a")
+    with pytest.raises(Lacking, match="^shard 1 of .* is still in incarnation 3, not 4, shadow node 0"):
+        find_target(TWO, {0: node(0, now), 1: node(1, other)})
+
+
+def test_a_stale_node_does_not_hold_back_the_others() -> None:
+    """It was away at the last restart, and is further than where that resumed."""
+    said = {0: node(0, *both(9, 9)), 1: node(1, *both(7, 8, incarnation=4, first=7))}
+    assert find_target(TWO, said) == Target(8, "a", {(0, 0): (1,), (0, 1): (1,)})
+
+
+def test_starts_of_one_number_are_not_put_together() -> None:
+    """A node that was away may have begun what nobody else has, with the number that others have now."""
+    said = {0: node(0, hold((0, 0), 6, 6, first=5)), 1: node(1, hold((0, 1), 6, 6))}
+    with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
+        find_target(TWO, said)
+    twin = {0: node(0, hold((0, 0), 6, 6, start=b"1")), 1: node(1, hold((0, 1), 6, 6, start=b"2"))}
+    with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
+        find_target(TWO, twin)
+    said[1].holds.append(hold((0, 0), 6, 6))
+    assert find_target(TWO, said).holders == {(0, 0): (1,), (0, 1): (1,)}
+
+
+def test_no_incarnation() -> None:
+    assert next_incarnation([], 256 * 7 + 5.5) == 5
+    assert next_incarnation([node(0, hold(incarnation=255))], 0) == 0
+
+
+def test_only_nodes_that_settled_are_read_from() -> None:
+    target = Target(6, "a", {(0, 0): (0, 1), (0, 1): (1,)})
+    did = node(0, hold((0, 0), 6, 6))
+    went_on = node(1, hold((0, 0), 7, 7), hold((0, 1), 6, 6, run="b"))
+    with pytest.raises(Lacking) as caught:
+        find_settled(TWO, target, {0: did, 1: went_on})
+    assert caught.value.shards.keys() == {(0, 1)}
+    good = node(1, hold((0, 0), 7, 7), hold((0, 1), 6, 6))
+    assert find_settled(TWO, target, {0: did, 1: good}) == {(0, 0): [0], (0, 1): [1]}
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=5, unique=True), st.integers(0, 20))
+def test_ranks_spread_over_holders(holders: list[int], rank: int) -> None:
+    order = spread(holders, rank)
+    assert sorted(order) == sorted(holders)
+    assert order[0] == holders[rank % len(holders)]

@@ -1,0 +1,65 @@
+"""The committed output of p4c is that of the sources, and names no machine's paths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from controlplane.entities import FEATURE_OF_TABLE
+from controlplane.p4runtime.codec import Codec
+from p4src import artifacts, compile, tofino
+
+PROGRAM = artifacts() / f"{compile.PROGRAM}.json"
+
+
+@pytest.mark.parametrize("target", compile.TARGETS)
+def test_the_committed_program_is_that_of_the_sources(target: str) -> None:
+    assert compile.is_current(target), f"p4src has changed since it was compiled for {target}"
+
+
+@pytest.mark.parametrize("target", compile.TARGETS)
+def test_the_compilers_output_names_relative_paths_only(target: str) -> None:
+    files = [file for file in artifacts(target).iterdir() if file.suffix == ".json"]
+    assert files
+    names = {
+        text
+        for file in files
+        for text in _texts(json.loads(file.read_text()))
+        if "/" in text and " " not in text
+    }
+    assert names or target in tofino.ARCHITECTURES
+    assert not [name for name in names if name.startswith("/") or ".." in name]
+
+
+def test_the_program_keeps_no_state() -> None:
+    program = json.loads(PROGRAM.read_text())
+    assert program["register_arrays"] == []
+    assert program["meter_arrays"] == []
+
+
+def test_the_control_plane_knows_every_table() -> None:
+    assert set(Codec.for_target("bmv2").table_sizes()) == set(FEATURE_OF_TABLE)
+
+
+def test_tables_have_the_sizes_that_jobs_may_need() -> None:
+    sizes = Codec.for_target("bmv2").table_sizes()
+    assert sizes["replication"] == 256 * 16 * 8
+    assert sizes["streams"] == sizes["lost"] == 8192
+
+
+@pytest.mark.skipif(shutil.which(compile.COMPILER) is None, reason="p4c-bm2-ss is not on PATH")
+@pytest.mark.parametrize("target", ["bmv2", "tna"])
+def test_p4c_makes_the_committed_program_again(target: str) -> None:
+    before = {file: file.read_bytes() for file in artifacts(target).iterdir()}
+    assert compile.compile_program(target) == 0
+    assert {file: file.read_bytes() for file in artifacts(target).iterdir()} == before
+
+
+def _texts(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [found for part in value.values() for found in _texts(part)]
+    if isinstance(value, list):
+        return [found for part in value for found in _texts(part)]
+    return [value] if isinstance(value, str) else []

@@ -1,0 +1,174 @@
+"""What doesn't fit is found, and the change that is named does make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.job.faults import Fault
+from checkmate.job.schema import Job
+from checkmate.planner.capacity.changes import serving, widened, with_nic
+from checkmate.planner.capacity.misfits import checks, misfits
+from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
+from checkmate.planner.demand import Demand
+from checkmate.planner.models.named import Model, load_model, stages_of
+from checkmate.planner.scaling import StepTimes
+from testbed.jobs import job
+from tests.support.planner import LINE, demand, model
+
+
+def capacity(found: Demand, **limits: Any) -> Capacity:
+    return Capacity(found, Limits(**{"nic_bits_per_s": LINE, **limits}), ())
+
+
+def faults(found: Capacity) -> list[Fault]:
+    return misfits(found, lambda _: ())
+
+
+def with_job(found: Capacity, made: Job) -> Capacity:
+    return replace(found, demand=replace(found.demand, job=made))
+
+
+def test_the_papers_256_ports() -> None:
+    found = capacity(demand(job(groups=128, ranks=2), model(100)))
+    assert found.ports_of_the_rule == 256
+
+
+def test_what_fits_has_no_fault() -> None:
+    found = capacity(
+        demand(job(nodes=2, channels=2), load_model("GPT3-XL")),
+        iteration_s=1.0,
+        node_memory=64 * 10**9,
+        cores=28,
+        steps=(steps(load_model("GPT3-XL"), {28: 0.3}),),
+    )
+    assert faults(found) == []
+    assert found.unchecked == []
+
+
+def steps(of: Model, seconds: dict[int, float]) -> StepTimes:
+    return StepTimes(of.name, "AdamW", "bfloat16", of.elements, seconds, by_layer=False)
+
+
+def test_a_second_nic_makes_the_line_enough() -> None:
+    found = capacity(demand(job(nics=1, channels=2), load_model("ResNet50")))
+    (fault,) = faults(found)
+    assert fault.path == ("shadow_nodes", 0, "nics", 0)
+    assert "gets up to 200 Gbit/s at once in round 0 of the ring, and its line has 100" in fault.message
+    assert fault.message.endswith("it would fit with a second NIC, or with NICs of 200 Gbit/s")
+    assert not faults(with_job(found, with_nic(found.demand.job, 0)))
+
+
+def test_fewer_dp_groups_on_a_node_make_the_line_enough() -> None:
+    stages = stages_of(load_model("LLaMA2-7B"), 2)
+    found = capacity(demand(job(groups=2, nodes=2, channels=4), *stages))
+    (fault,) = faults(found)
+    assert "the worst of 4 NICs" in fault.message
+    assert "1 DP group instead of 2 on it" in fault.message
+    apart = serving(found.demand.job, 0, 1)
+    assert not [
+        nic for nic in with_job(found, apart).demand.nics if nic.node == 0 and max(nic.peak_bits_per_s) > LINE
+    ]
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 3), st.sampled_from(["memory", "step", "receive"]), st.floats(0.02, 0.9))
+def test_the_number_of_more_nodes_is_the_smallest(nodes: int, what: str, part: float) -> None:
+    whole = model(*[1000] * 48)
+    start = capacity(demand(job(nodes=nodes, nics=2, channels=2), whole))
+    first = start.demand.nodes[0]
+    choices: dict[str, dict[str, Any]] = {
+        "memory": {"node_memory": int(first.memory.total * part)},
+        "step": {"iteration_s": part / nodes, "cores": 1, "steps": (steps(whole, {1: 1.0}),)},
+        "receive": {"iteration_s": max(map(start.receive_seconds, start.demand.nics)) * part},
+    }
+    found = capacity(start.demand, **choices[what])
+    said = [fault.message for fault in faults(found)]
+    assert len(said) == 1
+    more = [n for n in range(1, 17 - nodes) if f"{n} more shadow node" in said[0]]
+    if not more:
+        assert faults(with_job(found, widened(found.demand.job, 0, 16 - nodes)))
+        return
+    fewest = max(more)  # "11 more" has "1 more" in it
+    assert not faults(with_job(found, widened(found.demand.job, 0, fewest)))
+    assert fewest == 1 or faults(with_job(found, widened(found.demand.job, 0, fewest - 1)))
+
+
+def test_a_stream_of_more_than_2_gb_needs_more_channels() -> None:
+    found = capacity(demand(job(nics=2, ranks=8), load_model("LLaMA2-13B")))
+    (fault,) = faults(found)
+    assert fault.path == ("channels",)
+    assert "an iteration of one stream has 22.78 GB" in fault.message
+    assert "more shadow nodes like it" in fault.message  # 8 channels alone leave 2.85 GB
+    assert "channels, or" not in fault.message
+    eight = capacity(demand(job(nics=2, ranks=8), load_model("GPT3-XL", "float32")))
+    (fault,) = faults(eight)
+    assert "it would fit with 3 channels" in fault.message
+    assert not faults(with_job(eight, eight.demand.job.model_copy(update={"channels": 3})))
+
+
+@settings(max_examples=30)
+@given(st.integers(10**6, 10**12))
+def test_the_memory_that_is_named_is_enough(elements: int) -> None:
+    found = capacity(demand(job(channels=8), model(elements)), node_memory=1)
+    (said,) = (fault.message for fault in faults(found) if "GB and has" in fault.message)
+    enough = float(said.rsplit("nodes of ", 1)[1].removesuffix(" GB")) * 1e9
+    needed = max(node.memory.total for node in found.demand.nodes)
+    assert needed * (1 - 1e-9) <= enough < needed * 1.01
+    assert not [
+        f for f in faults(capacity(found.demand, node_memory=int(enough))) if "GB and has" in f.message
+    ]
+
+
+def test_a_slower_measured_receiver_counts() -> None:
+    found = demand(job(channels=2), load_model("GPT3-XL"))
+    line = capacity(found, iteration_s=0.2)
+    assert not faults(line)
+    slow = capacity(found, iteration_s=0.2, receive_bytes_per_s={1: 1e9, 2: 1.6e9})
+    assert slow.receive_rate(0) == 0.8e9
+    (fault,) = faults(slow)
+    assert "takes 1.64 s for the 1.32 GB" in fault.message
+
+
+def test_a_full_table_names_the_most_channels_that_fit() -> None:
+    made = job(channels=8)
+
+    def uses(channels: int) -> list[SwitchUse]:
+        targets = {"bmv2": {"streams": 35}, "tofino": {"streams": 80}, "tofino2": {"streams": 79}}
+        return [SwitchUse("tor0", "bmv2", {"streams": 10 * channels}, targets, 2, 2)]
+
+    found = Capacity(demand(made, model(1000)), Limits(LINE), tuple(uses(8)))
+    (fault,) = misfits(found, uses)
+    assert fault.message == (
+        "80 streams needed on switch tor0 (bmv2), which holds 35; "
+        "it would fit with at most 3 channels, or with a tofino"
+    )
+
+
+def test_steps_of_several_shards_add_up() -> None:
+    whole = load_model("GPT3-XL")
+    found = capacity(
+        demand(job(nodes=2, replicas=2, channels=2), whole), cores=2, steps=(steps(whole, {2: 3.0}),)
+    )
+    taken = [found.step_seconds(one) for one in found.demand.nodes]
+    assert taken == pytest.approx([3.0, 3.0])
+
+
+@given(st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0.5, 2))
+def test_what_does_not_fit_is_what_is_needed_more_than_there_is(
+    line: float, memory: float, time: float
+) -> None:
+    start = capacity(demand(job(nodes=2, channels=2), model(*[1000] * 48)))
+    found = capacity(
+        start.demand,
+        nic_bits_per_s=LINE * line,
+        node_memory=int(start.demand.nodes[0].memory.total * memory),
+        iteration_s=max(map(start.receive_seconds, start.demand.nics)) * time,
+    )
+    for check in checks(found, lambda _: ()):
+        assert (check.misfit is not None) == (check.share > 1 + 1e-9)
+        assert (check.change != "") == (check.misfit is not None)

@@ -1,0 +1,309 @@
+"""`checkmate cost`: its values, its faults, its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+from checkmate.cli.main import app
+from checkmate.planner.cost.inputs import DEFAULTS, CostInputs, ModelInputs
+from checkmate.planner.cost.reading import read_inputs
+
+DOC = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["cost", *map(str, arguments)])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, " ".join(done.output.split())
+
+
+def data(*arguments: str | Path) -> Any:
+    done = CliRunner().invoke(app, ["cost", *map(str, arguments), "--json"])
+    return json.loads(done.stdout)
+
+
+def test_by_default_it_is_the_papers_llama3() -> None:
+    found = data("--runs", "0")
+    best, ours = found["schemes"]
+    assert round(ours["wasted_gpu_hours"]) == 4367
+    assert best["every_iterations"] == 36
+    assert found["extra_ports"] == 256
+    assert round(ours["node_hours"]) == 165_888
+    assert best["simulated"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "beyond"),
+    [
+        ([], []),
+        (["--failure-rate", "1"], ["conventional, best", "Checkmate"]),
+        (["--stall", "30d"], ["conventional, best"]),
+        (["--every", "1d"], ["conventional, yours"]),
+    ],
+)
+def test_a_closed_form_that_does_not_hold_is_said_to(arguments: list[str], beyond: list[str]) -> None:
+    for more in ((), ("--json",)):
+        done = CliRunner().invoke(app, ["cost", *arguments, "--runs", "0", *more])
+        assert done.exit_code == 0
+        said = " ".join(done.stderr.split())
+        assert said.count("its figures, savings too, are wrong here") == len(beyond)
+        for name in beyond:
+            assert f"are expected from one checkpoint to the next ({name})" in said
+
+
+def test_leaving_the_simulation_out_is_advised_where_the_closed_form_holds() -> None:
+    for beyond in (["--failure-rate", "1"], ["--stall", "30d"], ["--every", "30d"]):
+        code, output = invoke(*beyond)
+        assert (code, "would not get ahead" in output, "--runs 0" in output) == (2, True, False)
+    code, output = invoke("--runs", "1000000", "--failure-rate", "1e-3")
+    assert (code, "leave it out with --runs 0" in output) == (2, True)
+
+
+def test_the_table_has_both_and_yours_with_the_spread() -> None:
+    code, output = invoke("--every", "30min", "--runs", "200")
+    assert code == 0
+    assert "yours" in output
+    assert "393 (30 min)" in output
+    assert "1,730,323" in output
+    assert "in 200 simulated runs" in output
+    assert "256 switch ports and as many NICs, with their transceivers" in output
+    assert "more than 6.86 ms" in output
+
+
+def test_the_simulation_is_beside_the_closed_form_and_seeded() -> None:
+    one, again, other = (data("--runs", "300", "--seed", seed)["schemes"][0] for seed in ("1", "1", "2"))
+    assert one == again != other
+    assert one["simulated"]["wasted_gpu_hours_mean"] == pytest.approx(one["wasted_gpu_hours"], rel=0.03)
+    spread = one["simulated"]["wasted_gpu_hours"]
+    assert spread["p5"] < spread["p50"] < spread["p95"]
+
+
+def test_what_nobody_gave_is_marked_as_assumed(tmp_path: Path) -> None:
+    file = tmp_path / "cost.yaml"
+    file.write_text("gpus: 1024\nprice: 11.06\nrestart: 10min\n")
+    line: list[str | Path] = [file, "--duration", "20d", "--parameters", "8B", "--storage", "1GB/s"]
+    code, output = invoke(*line, "--runs", "10")
+    assert code == 0
+    marks = re.findall(r"│ ([a-z-]+) │ [^│]+ │ (given|assumed) │", output)
+    given = ["gpus", "duration", "stall", "price", "restart"]
+    assert [key for key, mark in marks if mark == "given"] == given
+    assumed = [key.replace("-", "_") for key, mark in marks if mark == "assumed"]
+    assert sorted(assumed) == sorted(data(*line, "--runs", "0")["assumed"])
+    assert {"iteration", "failure_rate", "shadow_nodes", "seeding"} <= set(assumed)
+    assert set(assumed) <= set(DEFAULTS)
+
+
+def test_yours_is_held_against_checkmate_too() -> None:
+    code, output = invoke("--every", "30min", "--runs", "0")
+    assert code == 0
+    assert (
+        "Against yours, a checkpoint every 393 iterations, Checkmate wastes 1,725,956 GPU-hours less, "
+        "and costs $18.88 million less." in output
+    )
+    found = data("--every", "30min", "--runs", "0")
+    _, yours, ours = found["schemes"]
+    assert found["yours_saved_dollars"] == yours["dollars"] - ours["dollars"]
+    without = data("--runs", "0")
+    assert (without["yours_saved_gpu_hours"], without["yours_saved_dollars"]) == (None, None)
+    assert "yours" not in invoke("--runs", "0")[1]
+
+
+def test_a_stall_can_be_what_writing_takes() -> None:
+    assert data("--parameters", "405B", "--storage", "2TB/s", "--runs", "0")["stall_s"] == pytest.approx(
+        1.215
+    )
+
+
+def test_restarts_cost_both() -> None:
+    found = data("--restart", "5min", "--runs", "100")
+    for scheme in found["schemes"]:
+        assert scheme["simulated"]["restarting_gpu_hours_mean"] > 400 * 300 / 3600 * 16_384
+
+
+def test_where_checkmate_costs_more_it_says_so() -> None:
+    code, output = invoke("--gpus", "64", "--runs", "0")
+    assert code == 0
+    assert re.search(r"costs \$[\d,]+ more", output)
+
+
+def test_the_example_of_the_page_works_and_options_go_over_it(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "cost.yaml"
+    file.write_text(example)
+    found = data(file, "--runs", "0")
+    assert found["gpus"] == 1024
+    assert [scheme["name"] for scheme in found["schemes"]] == [
+        "conventional, best",
+        "conventional, yours",
+        "Checkmate",
+    ]
+    over = data(file, "--runs", "0", "--iteration", "1s", "--parameters", "8B", "--storage", "1GB/s")
+    assert over["iteration_s"] == 1.0 != found["iteration_s"]
+    assert over["stall_s"] == pytest.approx(48)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^checkmate cost[^#\n]*", DOC.read_text(), re.MULTILINE))
+def test_the_commands_of_the_page_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cost.yaml").write_text("gpus: 512\nshadow_nodes: 8\n")
+    code, output = invoke(*command.split()[2:], "--runs", "10")
+    assert code == 0, output
+
+
+def test_every_value_is_on_the_page_and_an_option() -> None:
+    cells = re.findall(r"^\| ([^|]*) \| ([^|]*) \| ([^|]*) \|", DOC.read_text(), re.MULTILINE)
+    written = {name for row in cells for cell in (row[0], row[2]) for name in re.findall(r"`(\w+)`", cell)}
+    assert {*CostInputs.model_fields, *ModelInputs.model_fields} <= written
+    defaults = dict(
+        pair
+        for names, values, _ in cells
+        for pair in zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
+    )
+    assert {key: defaults.get(key) for key in DEFAULTS} == dict(DEFAULTS)
+
+
+def test_the_help_shows_the_defaults_that_there_are() -> None:
+    group: Any = typer.main.get_command(app)
+    options = {param.name: param for param in group.get_command(None, "cost").params}
+    assert set(CostInputs.model_fields) - {"model"} <= set(options)
+    for key, default in DEFAULTS.items():
+        assert options[key].help.endswith(f"[default: {default}]"), key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stall", "10"], "--stall: must be a time such as 10ms"),
+        (["--stall", "10 parsecs"], "unit 'parsecs'"),
+        (["--price", "-3"], "--price: must be dollars an hour such as 11.06, and not negative"),
+        (["--gpus", "0"], "--gpus: must be between 1 and 10,000,000, not '0'"),
+        (["--gpus", "16K"], "--gpus: must be a whole number"),
+        (["--failure-rate", "0"], "--failure-rate: must be between"),
+        (["--every", "0"], "--every: must be 'best', a number of iterations or a time"),
+        (["--every", "60d"], "--every: the training (54 d) would be over before the first checkpoint"),
+        (["--iteration", "2d", "--duration", "1d"], "--iteration: an iteration (2 d) takes longer"),
+        (["--replicas", "200"], "--replicas: 200 holders of a shard need as many shadow nodes, not 128"),
+        (["--dp-groups", "65", "--gpus", "64"], "--dp-groups: 65 DP groups can't share 64 GPUs"),
+        (["--shadow-nodes", "lots"], "--shadow-nodes: must be a whole number such as 16384, not 'lots'"),
+        (["--parameters", "405B"], "--parameters: needs storage beside it"),
+        (["--parameters", "1B", "--storage", "1GB/s", "--stall", "1s"], "can't be given beside stall"),
+        (["--every", "30d"], "would not get ahead"),
+        (["--plot", "figures.pdf"], "--plot: figures.pdf must end in .png or .svg"),
+        (["--plot", "no/such/folder.png"], "which is no folder"),
+        (["--plot", "no/such.SVGZ"], "must end in"),
+    ],
+)
+def test_nonsense_is_refused_by_name(arguments: list[str], says: str) -> None:
+    code, output = invoke(*arguments)
+    assert code == 2
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_every_fault_of_file_and_options_is_told_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "cost.yaml"
+    file.write_text("gpus: many\nstall: 3\nstal: 3s\nmodel: {layers: 2, hidden: wide}\nduration: 1d\n")
+    done = CliRunner().invoke(app, ["cost", str(file), "--price", "free", "--json"])
+    assert done.exit_code == 2
+    found = json.loads(done.stdout)
+    places = {(fault["line"], fault["path"]) for fault in found["faults"]}
+    assert {(1, "gpus"), (2, "stall"), (3, "stal"), (0, "--price")} <= places
+    assert {(4, "model.hidden"), (4, "model.ffn")} <= places
+    assert found["error"] == f"{len(found['faults'])} faults in the values"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- 1\n", "must be a mapping of keys such as gpus: and stall:"),
+        ("model: 405B\n", "must be a mapping of keys such as layers:"),
+        ("model: {layers: 1, hidden: 100, ffn: 8, vocabulary: 8, heads: 3, kv_heads: 1, batch_tokens: 8,"
+         " sequence: 8, achieved: 1TFLOPS}\n", "model.heads: must divide hidden"),
+        ("iteration: 1s\nmodel: {}\n", "can't be given beside iteration"),
+        ("gpus: [\n", "(YAML)"),
+        ("stall: null\n", "stall: has no value"),
+        ("1: 2\n", "cost.yaml"),
+    ],
+)  # fmt: skip
+def test_a_faulty_file_is_refused_with_its_place(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "cost.yaml"
+    file.write_text(text)
+    code, output = invoke(file)
+    assert code == 2
+    assert says in output
+    assert "cost.yaml" in output
+
+
+def test_the_model_counts_three_matrices_and_the_whole_projection() -> None:
+    llama = {
+        "layers": 126, "hidden": 16384, "ffn": 53248, "vocabulary": 128256, "heads": 128, "kv_heads": 8,
+        "batch_tokens": 16 * 2**20, "sequence": 8192, "achieved": "400TFLOPS",
+    }  # fmt: skip
+    assert ModelInputs.model_validate(llama).iteration_s(16_384) == pytest.approx(6.75, abs=0.005)
+
+
+def test_the_figures_are_pictures(tmp_path: Path) -> None:
+    for name in ("cost.png", "cost.SVG", "again.svg"):
+        code, output = invoke("--runs", "0", "--every", "30min", "--plot", tmp_path / name)
+        assert code == 0
+        assert f"figures: {tmp_path / name}".replace(" ", "") in output.replace(" ", "")
+    with Image.open(tmp_path / "cost.png") as picture:
+        assert picture.size[0] >= 1000
+        assert len(picture.convert("L").getcolors() or []) > 50
+    assert ElementTree.parse(tmp_path / "cost.SVG").getroot().tag.endswith("svg")
+    assert (tmp_path / "cost.SVG").read_bytes() == (tmp_path / "again.svg").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--gpus", "1", "--failure-rate", "1e-12"],
+        ["--stall", "0"],
+        ["--gpus", "10,000,000", "--stall", "1h"],
+        ["--duration", "1min", "--iteration", "50s"],
+        ["--duration", "100y", "--iteration", "1us"],
+    ],
+)
+def test_extremes_are_drawn_too(arguments: list[str], tmp_path: Path) -> None:
+    code, output = invoke(*arguments, "--runs", "0", "--plot", tmp_path / "x.png")
+    assert code == 0, output
+
+
+def test_without_the_extra_only_the_figures_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "checkmate.planner.cost.figures", raising=False)
+    assert invoke("--runs", "0")[0] == 0
+    code, output = invoke("--runs", "0", "--plot", tmp_path / "x.png")
+    assert code == 2
+    assert output == 'error: --plot draws with matplotlib, which needs: pip install ".[plan]"'
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_loads_the_planner_only_when_asked() -> None:
+    program = "import sys, checkmate.cli.main; sys.exit('planner' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_inputs_can_be_read_without_a_file() -> None:
+    inputs = read_inputs(None, {"gpus": "8", "every": "30min", "iteration": "1s"})
+    assert (inputs.gpus, inputs.every_iterations) == (8, 1800)
+    assert yaml.safe_load("rate: 1e-6")["rate"] == "1e-6"  # YAML 1.1: text, which is read all the same
+    assert read_inputs(None, {"failure_rate": "1e-6"}).failure_rate == 1e-6

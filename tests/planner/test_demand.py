@@ -1,0 +1,169 @@
+"""What a job takes: every byte at one NIC, memory as nodes really have it, changes that do make it fit."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate.job.schema import Job
+from checkmate.planner.demand import Demand, NodeDemand, Setting
+from checkmate.planner.models.named import Model, load_model
+from checkmate.planner.models.optimizers import NamedOptimizer, OptimizerError
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.wire.schedule import stream_layout
+from testbed.copies import local_job
+from testbed.followed import followed
+from testbed.jobs import job
+from tests.support.jobs import some_jobs
+from tests.support.planner import LINE, SIZES, demand, model
+from tests.support.shadow.world import World
+
+
+@given(some_jobs(most=1), SIZES)
+def test_every_byte_of_an_iteration_comes_once_to_each_holder(jobs: list[Job], sizes: list[int]) -> None:
+    (made,) = jobs
+    whole = model(*sizes)
+    found = demand(made, whole)
+    assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
+    of_shards = Counter({one.node: sum(shard.nbytes for shard in one.shards) for one in found.nodes})
+    at_nics: Counter[int] = Counter()
+    for nic in found.nics:
+        at_nics[nic.node] += nic.nbytes
+        assert len(nic.round_bytes) == len(nic.peak_bits_per_s) == found.rounds
+        for nbytes, peak in zip(nic.round_bytes, nic.peak_bits_per_s, strict=True):
+            assert (nbytes > 0) == (peak > 0)
+            assert peak <= 2 * LINE * len(made.dp_groups)
+    assert at_nics == of_shards
+
+
+@given(some_jobs(most=1), SIZES)
+def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list[int]) -> None:
+    (made,) = jobs
+    found = demand(made, model(*sizes))
+    lengths = [
+        stream_layout(
+            found.layouts[s.boundary.group].schedule,
+            made.channels,
+            s.channel,
+            len(made.dp_groups[s.boundary.group].ranks),
+            side=s.boundary.side,
+            shadow_id=s.shadow_id,
+        ).nbytes
+        for s in found.streams
+    ]
+    assert found.longest_stream == max(lengths)
+    assert sum(lengths) == sum(nic.nbytes for nic in found.nics)
+
+
+def test_two_nics_are_full_in_round_0_and_half_full_after() -> None:
+    """The paper's section "Reassembling Buckets on Shadow Nodes"."""
+    found = demand(job(ranks=6, nics=2, channels=4), load_model("GPT3-XL"))
+    for nic in found.nics:
+        assert nic.peak_bits_per_s == (LINE, LINE / 2, LINE / 2, LINE / 2, LINE / 2)
+
+
+def test_one_nic_gets_two_lines_in_round_0() -> None:
+    (nic,) = demand(job(ranks=4, nics=1, channels=2), load_model("ResNet50")).nics
+    assert nic.peak_bits_per_s == (2 * LINE, LINE, LINE)
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 3))
+def test_memory_adds_up(sizes: list[int], nodes: int, replicas: int) -> None:
+    made = job(nodes=nodes, replicas=min(nodes, replicas), channels=2)
+    whole = model(*sizes)
+    memories = [one.memory for one in demand(made, whole).nodes]
+    held = made.replicas * whole.nbytes
+    assert sum(memory.parameters for memory in memories) == held
+    assert sum(memory.optimizer_state for memory in memories) == 2 * held
+    assert sum(memory.gradients for memory in memories) == 2 * held
+    streams = 2 * 2 * made.shards(0) * made.replicas
+    assert sum(memory.socket_buffers for memory in memories) == 2 * RECEIVE_BUFFER * streams
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None:
+    """Real nodes, sockets and steps; what their replicas and sets of buckets take."""
+    here = World(stack, nodes=3, ranks=2, replicas=2, channels=2)
+    shapes = ((64, 320), (64,), (4000,), (12, 70), (7,))
+    training = here.started(shapes=shapes)
+    for iteration in range(3):
+        training.iterate()
+        here.stepped(iteration)
+    whole = Model("trained", training.layout.parameters)
+    optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
+    setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
+    for planned in Demand(here.job, (whole,), setting).nodes:
+        real = here.nodes[planned.node].node
+        taken = sum(hold.replica.nbytes + hold.sets.nbytes for hold in real.holds())
+        assert taken == pytest.approx(planned.memory.process, rel=0.01)
+        assert sum(nic.streams for nic in planned.nics) == sum(len(hold.inlets) for hold in real.holds())
+
+
+def options(optimizer: torch.optim.Optimizer) -> str:
+    return f",momentum={optimizer.defaults['momentum']}" if optimizer.defaults.get("momentum") else ""
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "nbytes"),
+    [
+        ("adamw", "float32", 8),
+        ("Adam,amsgrad=true", "float32", 12),
+        ("adamw", "bfloat16", 4),
+        ("sgd", "float32", 0),
+        ("SGD,momentum=0.9", "float64", 8),
+        ("adagrad", "float32", 4),
+    ],
+)
+def test_an_optimizer_keeps_so_much_state(said: str, dtype: str, nbytes: int) -> None:
+    assert NamedOptimizer(said).state_bytes(dtype) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("lbfgs", "no optimizer lbfgs; shadow nodes can follow sgd, adam, adamw"),
+        ("sgd,momentum", "option momentum has no value"),
+        ("sgd,momentum=much", "much is no number"),
+        ("sgd,momentum=1e400", "1e400 is no finite number"),
+        ("sgd,lr=nan", "nan is no finite number"),
+        ("adamw,betas=0.9", "option betas takes 2 numbers, which can't be given here"),
+        ("sgd,momentum=none", "option momentum takes a number, not None"),
+        ("adamw,momentum=0.9", "unexpected keyword"),
+        ("adamw,lr=-1", "Invalid learning rate"),
+        ("adamw,capturable=true", "capturable"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_followed_is_refused(said: str, why: str) -> None:
+    with pytest.raises(OptimizerError, match=why):
+        NamedOptimizer(said)
+
+
+def test_nodes_are_in_order() -> None:
+    nodes: tuple[NodeDemand, ...] = demand(job(nodes=3), model(5, 5, 5)).nodes
+    assert [one.node for one in nodes] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for receive buffers")
+def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
+    """Resident memory beyond an empty node's, over some iterations."""
+    made = local_job(nodes=1, ranks=2)
+    training, empty, peaks = followed(made)
+    taken = [peak - empty for peak in peaks]
+    optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
+    setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
+    (planned,) = Demand(made, (Model("trained", training.layout.parameters),), setting).nodes
+    assert statistics.median(taken) == pytest.approx(planned.memory.process, rel=0.15)

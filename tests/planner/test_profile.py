@@ -1,0 +1,235 @@
+"""A machine as a shadow node: real sockets and steps of a small model, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.planner.models.named import Model, layers_of, load_model
+from checkmate.planner.profile import machine, receive
+from checkmate.planner.profile import step as profile_step
+from checkmate.planner.profile.figure import Curve, write_figure
+from checkmate.planner.profile.step import TooLittleMemory, needed, samples_of
+from checkmate.planner.scaling import (
+    StepTimes,
+    dtype_of,
+)
+from testbed.jobs import job_data
+from tests.cli.test_cli import invoke
+from tests.support.planner import ADAMW, TINY, named, times
+
+
+def test_a_model_that_fits_is_stepped_whole() -> None:
+    model = load_model(TINY)
+    (sample,) = samples_of(model, ADAMW, needed(model.parameters, ADAMW))
+    assert (sample.parameters, sample.weight) == (model.parameters, 1.0)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(["ResNet50", "GPT3-XL", "LLaMA2-7B"]), st.integers(1 << 20, 20 << 30))
+def test_layers_stand_for_all_of_their_kind_and_fit(name: str, memory: int) -> None:
+    model = named(name)
+    samples = samples_of(model, ADAMW, memory)
+    stepped = sum(sample.weight * sum(p.elements for p in sample.parameters) for sample in samples)
+    assert stepped == pytest.approx(model.elements)
+    for sample in samples:
+        assert needed(sample.parameters, ADAMW) <= memory
+        assert sample.weight >= 1
+    kinds = {tuple((p.shape, p.dtype) for p in layer) for layer in layers_of(model.parameters)}
+    assert len(samples) in (1, len(kinds))
+
+
+def test_too_little_memory_is_said() -> None:
+    with pytest.raises(TooLittleMemory, match="^1 byte of memory: too little to step"):
+        samples_of(load_model("ResNet50"), ADAMW, 1)
+
+
+@pytest.mark.parametrize("nics", receive.NICS)
+def test_receiving_is_measured_with_real_sockets(nics: int) -> None:
+    before = children()
+    rates = list(receive.measure(nics, 0.2))
+    assert len(rates) >= 1
+    assert rates[-1] > 1e6
+    assert children() == before
+
+
+def test_receiving_that_is_broken_off_leaves_nothing() -> None:
+    before, threads, files = children(), thread_count(), len(os.listdir("/proc/self/fd"))
+    rates = receive.measure(2, 60)
+    next(rates)
+    rates.close()
+    assert (children(), thread_count()) == (before, threads)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def children() -> list[int]:
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in found.split()]
+
+
+def thread_count() -> int:
+    return threading.active_count()
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 30_000])
+def test_a_step_is_measured_whole_and_by_layer(memory: int) -> None:
+    model = load_model(TINY)
+    threads = torch.get_num_threads()
+    said: list[tuple[str, float]] = []
+    found = profile_step.measure(
+        model, ADAMW, (1, 2), 0.01, memory, lambda text, part: said.append((text, part))
+    )
+    assert list(found.seconds) == [1, 2]
+    assert min(found.seconds.values()) > 0
+    assert found.by_layer == (memory == 30_000)
+    assert sum(part for _, part in said) == pytest.approx(2)
+    assert torch.get_num_threads() == threads
+    assert found.elements == model.elements
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.svg"])
+def test_the_figure_names_axes_models_and_nodes(tmp_path: Path, name: str) -> None:
+    model = load_model(TINY)
+    lines = [
+        Curve(model, times({1: 4.0, 2: 2.2})),
+        Curve(Model("other", model.parameters), StepTimes("o", "AdamW", "float32", 1, {1: 4.1}, True)),
+    ]
+    file = tmp_path / name
+    write_figure(file, lines, 2, 3, 1.5)
+    written = file.read_bytes()
+    write_figure(file, lines, 2, 3, 1.5)
+    assert file.read_bytes() == written
+    assert [f.name for f in tmp_path.iterdir()] == [name]
+    if name.endswith("png"):
+        assert written.startswith(b"\x89PNG")
+        return
+    text = written.decode()
+    for words in ("cores, over all shadow nodes", "time of an optimizer step", TINY, "other (by layer)"):
+        assert words in text
+    assert all(
+        words in text for words in ("1 node", "2 nodes", "3 nodes", "iteration, 1.5 s", "measured here")
+    )
+
+
+RING = ("--channels", "3", "--receive-buffer", "8")
+
+
+def profile(*options: str) -> tuple[int, str]:
+    return invoke("profile", "--model", TINY, "--seconds", "0.1", "--threads", "1", *options)
+
+
+def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
+    picture = tmp_path / "scaling.svg"
+    code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4", *RING)
+    assert code == 0
+    text = output[output.index("{\n") :]
+    said = json.loads(text)
+    assert [step["model"] for step in said["steps"]] == [TINY]
+    assert said["sizes"][0]["nodes_needed"] == 1
+    assert [size["cores"] for size in said["sizes"][0]["nodes"]] == [4, 8, 12, 16]
+    assert set(said["receive_bytes_per_s"]) == {"1", "2"}
+    assert all(one["what"].startswith("receiving") for one in said["outliers"])  # one thread has no other
+    assert {size["socket_bytes"] for size in said["sizes"][0]["nodes"]} == {2 * 3 * 2 * (8 << 20)}
+    assert picture.read_text().startswith("<?xml")
+
+    kept = tmp_path / "profile.json"
+    kept.write_text(text)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2)))
+    line: list[str | Path] = [
+        "plan",
+        file,
+        "--capacity",
+        "--model",
+        TINY,
+        "--profile",
+        kept,
+        "--iteration-time",
+        "10s",
+    ]
+    code, output = invoke(*line, "--node-memory", "4GB", "--json")
+    assert code == 0, output
+    plan = json.loads(output[output.index("{\n") :])
+    assert plan["not_checked"] == []
+    step = said["steps"][0]["seconds"]["1"]
+    assert [node["step_seconds"] for node in plan["nodes"]] == pytest.approx([step / 2] * 2)
+    rate = min(said["receive_bytes_per_s"]["2"] / 2, 100e9 / 8)
+    assert plan["nics"][0]["receive_seconds"] == pytest.approx(plan["nics"][0]["bytes"] / rate)
+    code, output = invoke(*line, "--node-memory", "4GB", "--iteration-time", "1us")
+    assert code == 2
+    assert "for the optimizer step of an iteration of 1e-06 s" in " ".join(output.split())
+
+
+def test_the_command_says_what_is_enough() -> None:
+    code, output = profile("--iteration-time", "10s")
+    assert code == 0
+    assert f"{TINY}: 1 shadow node needed" in " ".join(output.split())
+    code, output = profile("--iteration-time", "1us", "--memory", "0.06MB")
+    assert code == 0
+    assert "by layer" in output
+    assert "not even 16 nodes" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--threads", "0"], "--threads must be numbers from 1 to"),
+        (["--threads", "1,x"], "--threads must be numbers from 1 to"),
+        (["--threads", "4096"], "this machine's cores"),
+        (["--plot", "x.pdf"], "--plot: x.pdf must end in .png or .svg"),
+        (["--plot", "/nowhere/x.png"], "/nowhere, which is no folder"),
+        (["--iteration-time", "soon"], "--iteration-time must be a time"),
+        (["--memory", "0GB"], "--memory must be more than 0"),
+        (["--model", "GPT9"], "no model GPT9"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_measured(line: Sequence[str], said: str) -> None:
+    code, output = invoke("profile", *line)
+    assert code == 2
+    assert said in " ".join(output.split())
+
+
+def test_too_little_memory_is_said_before_anything_is_measured() -> None:
+    begun = time.monotonic()
+    code, output = invoke("profile", "--model", "ResNet50", "--memory", "1B", "--seconds", "60")
+    assert code == 1
+    assert "1 byte of memory: too little to step a part of conv1.weight" in " ".join(output.split())
+    assert time.monotonic() - begun < 30
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    assert machine.cores() >= 1
+    assert 0 < machine.memory_available() < machine.memory()
+    assert math.isfinite(machine.busy_cores())
+    assert dtype_of(load_model(TINY)) == "float32"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_profile_that_is_interrupted_leaves_nothing_behind(number: signal.Signals) -> None:
+    line = [sys.executable, "-m", "checkmate.cli.entry", "profile", "--model", TINY, "--seconds", "60"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (sender := listed.read_text().split()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in error
+    assert out == ""
+    assert not any(Path(f"/proc/{pid}/stat").exists() for pid in sender)

@@ -1,0 +1,115 @@
+"""The tagging ring on a real kernel: the streams that a switch would make of it are what was tagged."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import socket
+from collections import defaultdict
+
+import pytest
+
+from checkmate.wire import tag as wire
+from checkmate.wire import tcp
+from checkmate.wire.schedule import Bucket, stream_layout
+from tests.support.labs.end_hosts import (
+    CapturedSegment,
+    PacketCapture,
+    inside,
+    lone_namespace,
+    needs_root,
+    shell,
+    veth_pair,
+)
+from tests.support.rings import on_all_ranks
+from topologies.traffic.rank import BucketSpec, Operation, RankResult, RingJob, run_rank
+
+pytestmark = needs_root
+
+
+def run_captured(job: RingJob) -> tuple[list[RankResult], list[CapturedSegment]]:
+    """All ranks on the loopback device of a namespace; their results, and what went over it."""
+    with lone_namespace() as name:
+        capture = PacketCapture(name, "lo")
+
+        def one(rank: int) -> RankResult:
+            with inside(name):
+                return run_rank(job, rank)
+
+        try:
+            results = on_all_ranks(len(job.ips), one)
+        finally:
+            segments = capture.stop()
+    return results, segments
+
+
+def streams_of(segments: list[CapturedSegment], incarnation: int) -> dict[tuple[str, int, int], bytes]:
+    """What the switch would send to shadow nodes, by (source IP, channel, shadow id), put in place."""
+    streams: dict[tuple[str, int, int], bytearray] = defaultdict(bytearray)
+    for segment in segments:
+        if not segment.dscp:
+            continue
+        tag = wire.Tag.unpack(segment.options[-wire.TAG_LENGTH :])
+        assert tag.incarnation == incarnation
+        stream = streams[segment.source_ip, tag.channel, tag.shadow_id]
+        start = wire.copy_sequence(tag, segment.sequence)
+        stop = start + len(segment.payload)
+        stream.extend(bytes(max(0, stop - len(stream))))
+        stream[start:stop] = segment.payload
+    return {key: bytes(stream) for key, stream in streams.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "channels", "operation"), [(2, 1, "allgather"), (4, 2, "allgather"), (3, 2, "allreduce")]
+)
+def test_streams_are_byte_for_byte_what_was_tagged(ranks: int, channels: int, operation: Operation) -> None:
+    gathers = operation == "allgather"
+    sizes = [(700_001, 0), (3, 1), (500_000, 1), (250_000, 0)]
+    job = RingJob(
+        ips=[f"127.0.0.{rank + 1}" for rank in range(ranks)],
+        channels=channels,
+        buckets=[BucketSpec(elements=count, shadow_id=shadow_id) for count, shadow_id in sizes],
+        iterations=2,
+        incarnation=250,
+        group=3,
+        slice_bytes=100_000,
+        operation=operation,
+        verify="each" if gathers else "none",
+    )
+    results, segments = run_captured(job)
+    streams = streams_of(segments, incarnation=250)
+    buckets = [Bucket(count, 4, shadow_id) for count, shadow_id in sizes]
+    assert [result.verified for result in results] == [2 * gathers] * ranks
+    rounds = (ranks - 1) if gathers else 2 * (ranks - 1)
+    assert sum(result.sent_bytes for result in results) == 2 * rounds * results[0].bytes_per_iteration
+    reported = 0
+    for rank, result in enumerate(results):
+        assert not any(result.faults.values())
+        for said in result.streams:
+            layout = stream_layout(
+                buckets, channels, said.channel, ranks, side=said.side, shadow_id=said.shadow_id
+            )
+            stream = streams.get((job.ips[rank], said.channel, said.shadow_id), b"")
+            assert (said.side, said.boundary) == (int(rank > 0), 6 + int(rank > 0))
+            assert said.bytes == len(stream) == 2 * layout.nbytes
+            assert said.sha256 == hashlib.sha256(stream).hexdigest()
+            reported += bool(said.bytes)
+    assert reported == len(streams)
+    assert sum(map(len, streams.values())) == 2 * results[0].bytes_per_iteration
+
+
+@pytest.mark.slow
+def test_a_reader_notices_that_the_other_machine_is_gone() -> None:
+    with veth_pair() as pair:
+        with inside(pair.a):
+            listener = socket.create_server((pair.a_ip, 0))
+        with inside(pair.b), listener:
+            sender = socket.create_connection(listener.getsockname())
+            reader, _ = listener.accept()
+        with sender, reader:
+            tcp.notice_vanished(reader, 6)
+            shell(f"nsenter --net=/run/netns/{pair.b} ip link set {pair.b} down")
+            reader.settimeout(20)
+            with pytest.raises(OSError) as raised:
+                reader.recv(1)
+            assert raised.value.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH), raised.value

@@ -1,0 +1,81 @@
+"""The AllReduce's tags on a real kernel: the streams that a switch would make are the reduced gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+
+from checkmate.ring import AllReduce, RingError, RingPlace, connect_ring
+from checkmate.tagger import Tagger
+from checkmate.wire.schedule import Bucket, side_of, stream_layout
+from tests.ring.test_allgather_tagged import streams_of
+from tests.ring.test_allreduce import random_values
+from tests.support.labs.end_hosts import PacketCapture, inside, lone_namespace, needs_root
+from tests.support.rings import loopback, on_all_ranks
+from tests.support.waiting import wait_until
+
+pytestmark = needs_root
+
+ITERATIONS = 3
+
+
+@pytest.mark.parametrize(("ranks", "channels"), [(2, 1), (3, 2)])
+def test_streams_are_the_reduced_gradients(ranks: int, channels: int) -> None:
+    shards = [(300_001, 0), (3, 1), (200_000, 1), (50_000, 0)]
+    buckets = [Bucket(elements, 4, shard) for elements, shard in shards]
+    reduced: list[list[bytes]] = []  # by iteration and bucket, as rank 0 has them
+
+    def work(rank: int, name: str) -> dict[tuple[int, int], int]:
+        tensors = [torch.empty(bucket.elements) for bucket in buckets]
+        finished, errors = threading.Semaphore(0), list[RingError]()
+        place = RingPlace(rank, loopback(ranks), channels, incarnation=77)
+        with inside(name):
+            tagger = Tagger.attach() if side_of(ranks, rank) is not None else None
+            ring = connect_ring(place, tagger, timeout=20)
+        try:
+            with (
+                ring,
+                AllReduce(
+                    ring, buckets, tensors, lambda _: finished.release(), errors.append, 1 << 16
+                ) as allreduce,
+            ):
+                for iteration in range(ITERATIONS):
+                    for index, tensor in enumerate(tensors):
+                        values = random_values(ranks, len(tensor), tensor.dtype, 10 * iteration + index)
+                        tensor.copy_(values[rank])
+                        allreduce.submit(index)
+                    for _ in tensors:
+                        assert finished.acquire(timeout=20), errors
+                    if rank == 0:
+                        reduced.append([tensor.numpy().tobytes() for tensor in tensors])
+                ends = allreduce.ends()
+                wait_until(lambda: allreduce.passed(ends), "acknowledged")
+                assert not ends or not allreduce.passed({stream: end + 1 for stream, end in ends.items()})
+                ring.barrier()
+                assert tagger is None or not any(tagger.faults().values())
+                return ends
+        finally:
+            if tagger is not None:
+                tagger.close()
+
+    with lone_namespace() as name:
+        capture = PacketCapture(name, "lo")
+        try:
+            ends = on_all_ranks(ranks, lambda rank: work(rank, name))
+        finally:
+            segments = capture.stop()
+    streams = streams_of(segments, incarnation=77)
+    expected: dict[tuple[str, int, int], bytes] = defaultdict(bytes)
+    for side, rank in enumerate((0, ranks - 1)):
+        for channel in range(channels):
+            for shard in (0, 1):
+                layout = stream_layout(buckets, channels, channel, ranks, side=side, shadow_id=shard)
+                assert ends[rank][channel, shard] == ITERATIONS * layout.nbytes
+                for span in layout.spans(0, ITERATIONS * layout.nbytes):
+                    data = reduced[span.iteration][span.bucket][span.start : span.stop]
+                    expected[loopback(ranks)[rank], channel, shard] += data
+    assert streams == expected
+    assert all(not one for one in ends[1:-1])

@@ -1,0 +1,87 @@
+"""`checkmate shadow` that stops in the midst of something, to be killed there.
+
+Arguments: WHERE ITERATION, then those of `checkmate`.
+
+WHERE: receive (half of a stretch of the iteration's bytes is read), step (some parameters are stepped, others
+not), fetch (it serves its state, and some of it is sent).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from checkmate.cli.entry import main
+from checkmate.shadow.calls import fetch as reading
+from checkmate.shadow.receive.buckets import BucketSets
+from checkmate.shadow.replica.blocks import Batch
+from checkmate.shadow.replica.replica import Replica
+
+STOPPED = "stopped here"
+
+
+def stop() -> None:
+    """All threads, where they are; whoever reads our output kills us."""
+    print(STOPPED, flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def patch(where: object, **what: Callable[..., Any]) -> None:
+    """Put functions in the place of others."""
+    for name, function in what.items():
+        setattr(where, name, function)
+
+
+def in_receive(when: int) -> None:
+    room: Callable[..., memoryview] = BucketSets.room
+    seen = 0
+
+    def stopping(sets: BucketSets, iteration: int, bucket: int, start: int, end: int) -> memoryview:
+        nonlocal seen
+        seen += iteration == when
+        if seen == 2:
+            stop()
+        return room(sets, iteration, bucket, start, end)
+
+    patch(BucketSets, room=stopping)
+
+
+def in_step(when: int) -> None:
+    replica_step: Callable[..., Any] = Replica.step
+    batch_step: Callable[..., None] = Batch.step
+    now = -1
+
+    def noting(replica: Replica, iteration: int, *arguments: Any) -> Any:
+        nonlocal now
+        now = iteration
+        return replica_step(replica, iteration, *arguments)
+
+    def stopping(batch: Batch, *arguments: Any) -> None:
+        batch_step(batch, *arguments)
+        if now == when:
+            stop()
+
+    patch(Replica, step=noting)
+    patch(Batch, step=stopping)
+
+
+def in_fetch(_: int) -> None:
+    fetch: Callable[..., Iterator[Any]] = reading.fetch
+
+    def stopping(*arguments: Any) -> Iterator[Any]:
+        for number, message in enumerate(fetch(*arguments)):
+            if number == 2:
+                stop()
+            yield message
+
+    patch(reading, fetch=stopping)
+
+
+if __name__ == "__main__":
+    where, iteration = sys.argv[1:3]
+    {"receive": in_receive, "step": in_step, "fetch": in_fetch}[where](int(iteration))
+    sys.argv[1:] = sys.argv[3:]
+    main()

@@ -1,0 +1,136 @@
+"""A rank whose `checkmate.protect` fails half-way, in several ways; it says what each has left behind.
+
+`python -m tests.scripts.half_way FOLDER`, with torchrun's environment; leaves rank{r}.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import checkmate
+from checkmate.ring.connections import DEFAULT_PORT
+from checkmate.training.attached import attached
+from checkmate.training.record.clip import ClipListener
+from checkmate.training.start.standing import ModelStanding
+
+
+class NoScaler:
+    """Has a state, and is no GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def with_a_hook_of_its_own(ddp: DistributedDataParallel) -> None:
+    """DDP takes one hook."""
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def that_takes_no_hook(ddp: DistributedDataParallel) -> None:
+    """All else is made by the time that this is seen."""
+
+    def refuse(state: object, hook: object) -> None:
+        raise RuntimeError("no hook")
+
+    ddp.register_comm_hook = refuse  # type: ignore[method-assign]
+
+
+def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What there is of threads, hooks, the tagger's descriptors and the ring's sockets."""
+    folder = Path("/proc/self/fd")
+    links = []
+    for name in os.listdir(folder):
+        with suppress(OSError):
+            links.append((int(name), os.readlink(folder / name)))
+    return {
+        "threads": sorted(
+            thread.name for thread in threading.enumerate() if not thread.name.startswith("Main")
+        ),
+        "hooks": len(ddp._forward_pre_hooks) + len(optimizer._optimizer_step_pre_hooks),
+        "clipped": sum(attached(p, ClipListener) is not None for p in ddp.parameters()),
+        "protected": ModelStanding.protected is not None,
+        "tagger": sum("bpf" in link for _, link in links),
+        "ring": sum(is_of_the_ring(number) for number, link in links if link.startswith("socket:")),
+        "interval": sys.getswitchinterval(),
+    }
+
+
+def is_of_the_ring(number: int) -> bool:
+    """Whether a socket listens, or is connected, at one of the ring's ports."""
+    # One that gRPC closes meanwhile is of no ring; its number may be another file's by then.
+    with suppress(OSError):
+        copy = os.dup(number)
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return False
+        with sock:
+            return sock.family == socket.AF_INET and any(
+                DEFAULT_PORT <= port < DEFAULT_PORT + 8 for port in (sock.getsockname()[1], _peer(sock))
+            )
+    return False
+
+
+def _peer(sock: socket.socket) -> int:
+    with suppress(OSError):
+        return int(sock.getpeername()[1])
+    return 0
+
+
+def failing(prepare: Callable[[DistributedDataParallel], None], **more: Any) -> dict[str, Any]:
+    """Protect a new model, and see it fail: how, and what is left."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    prepare(ddp)
+    error = ""
+    try:
+        checkmate.protect(ddp, optimizer, wait=5, **more)
+    except Exception as caught:  # noqa: BLE001 - whatever it is
+        error = f"{type(caught).__name__}: {caught}"
+    found = {"error": error, **left(ddp, optimizer)}
+    ddp(torch.ones(2, 4)).sum().backward()  # the script goes on without
+    return found
+
+
+def main() -> None:
+    """Fail in all ways, the last without the other rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = {
+        "hook": failing(with_a_hook_of_its_own),
+        "late": failing(that_takes_no_hook),
+        "scaler": failing(lambda ddp: None, scaler=NoScaler()),
+    }
+    if rank == 0:
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        dist.barrier()
+        try:
+            checkmate.protect(ddp, optimizer, wait=5)
+        except Exception as caught:  # noqa: BLE001 - whatever it is
+            found["alone"] = {"error": type(caught).__name__, **left(ddp, optimizer)}
+    else:
+        DistributedDataParallel(nn.Linear(4, 4))
+        dist.barrier()
+    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""A rank that runs the recipes of docs/training.md as they stand there: undisturbed, killed, and resumed.
+
+`python -m tests.scripts.recipes FOLDER TITLE ...`, with torchrun's environment. Of each recipe it leaves
+{recipe}.{phase}.rank{r}.pt: the first iteration, what each forward gave, and what there was in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+
+import checkmate
+
+GUIDE: Final = Path(__file__).parents[2] / "docs" / "training.md"
+PHASES: Final = ("undisturbed", "killed", "resumed")
+EPOCHS, BATCHES, SIZE = 2, 5, 4
+ITERATIONS: Final = EPOCHS * BATCHES
+KILLED_AFTER: Final = 8
+"""So many steps: in the middle of an iteration's work."""
+_SECONDS: Final = 90.0
+
+
+def recipes() -> dict[str, str]:
+    """By title, what the guide has below its headings of the third level."""
+    found = re.findall(r"^### ([^\n]+)\n(?:(?!^#).)*?^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+    return dict(found)
+
+
+class Undisturbed:
+    """In `checkmate`'s place: the same loop without it."""
+
+    def restore(self, *_: object, **__: object) -> checkmate.Restored:
+        """Nothing."""
+        return checkmate.Restored(0)
+
+    def protect(self, *_: object, **__: object) -> Undisturbed:
+        """Nothing."""
+        return self
+
+    def steps(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches."""
+        return iter(batches)
+
+    def mark(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, Any]:
+    """The names that a recipe finds: a model with all that trains it, other in each phase until restored."""
+    torch.manual_seed({"undisturbed": 1, "killed": 1, "resumed": 77}[phase])
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+    ddp = DistributedDataParallel(model)
+    ddp.register_forward_hook(lambda *a: forwards.append(a[2].sum().item()))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
+    if phase == "killed":
+        steps = itertools.count(1)
+        optimizer.register_step_post_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(steps) == KILLED_AFTER else None
+        )
+    here: Any = Undisturbed()
+    if phase != "undisturbed":
+
+        def restore(*arguments: Any, **options: Any) -> checkmate.Restored:
+            restored = checkmate.restore(*arguments, **options, fresh=phase == "killed")
+            started.append(restored.iteration)
+            return restored
+
+        here = SimpleNamespace(restore=restore, protect=checkmate.protect)
+    rows = torch.Generator().manual_seed(5)
+    torch.manual_seed((17 if phase != "resumed" else 78) + dist.get_rank())
+    return {
+        "checkmate": here,
+        "torch": torch,
+        "model": model,
+        "ddp": ddp,
+        "optimizer": optimizer,
+        "scheduler": StepLR(optimizer, 2, gamma=0.8),
+        "batch": lambda: torch.randn(SIZE, 8),
+        "data": list(torch.randn(2 * BATCHES * SIZE, 8, generator=rows)),
+        "epochs": EPOCHS,
+        "iterations": ITERATIONS,
+    }
+
+
+def run(title: str, code: str, phase: str, folder: Path) -> None:
+    """One phase of a recipe, in a process of its own."""
+    forwards: list[float] = []
+    started: list[int] = []
+    names = given(phase, forwards, started)
+    exec(compile(f"from __future__ import annotations\n{code}", title, "exec"), names)
+    kept = ("model", "ema", "optimizer", "scheduler")
+    found = {
+        "started": started,
+        "forwards": forwards,
+        "state": {name: names[name].state_dict() for name in kept if name in names},
+        "values": {name: names[name] for name in ("best", "epoch", "used") if name in names},
+        "random": torch.rand(3),
+    }
+    torch.save(found, folder / f"{title}.{phase}.rank{dist.get_rank()}.pt")
+
+
+def forked(title: str, code: str, phase: str, folder: Path, port: int) -> int:
+    """How the process that ran a phase has ended. It has imported nothing anew."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    with contextlib.suppress(BaseException):
+        try:
+            signal.alarm(int(_SECONDS))
+            os.environ["MASTER_PORT"] = str(port)
+            dist.init_process_group("gloo")
+            run(title, code, phase, folder)
+            dist.destroy_process_group()
+            status = 0
+        except BaseException:  # noqa: BLE001 - for the test to show
+            traceback.print_exc()
+            sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    """One recipe after another."""
+    torch.set_num_threads(1)
+    folder, port = Path(sys.argv[1]), int(os.environ["MASTER_PORT"])
+    for title in sys.argv[2:]:
+        code = recipes()[title]
+        for phase in PHASES:
+            port += 1
+            status = forked(title, code, phase, folder, port)
+            if status != (-signal.SIGKILL if phase == "killed" else 0):
+                raise SystemExit(f"{title}, {phase}: {status}")
+
+
+if __name__ == "__main__":
+    main()

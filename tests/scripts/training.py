@@ -1,0 +1,274 @@
+"""A rank of a small training job, as its user would write it: `python -m tests.scripts.training ORDERS.json`.
+
+torchrun's environment says which rank. It leaves rank{r}.jsonl (a line an iteration) and rank{r}.pt.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import checkmate
+from checkmate import Restored
+from tests.support.training.orders import ScriptOrders
+
+
+class OddShapes(nn.Module):
+    """Dense parameters of which the named ones don't stand row by row in memory.
+
+    There are a scalar, a wider type, and one without elements; the optimizer has state of `earlier`, which
+    is frozen.
+    """
+
+    def __init__(self, turned: Sequence[str]) -> None:
+        super().__init__()
+        formats = [torch.channels_last if "flat" in turned else torch.contiguous_format]
+        formats.append(torch.channels_last_3d if "deep" in turned else torch.contiguous_format)
+        flat, deep = nn.Conv2d(4, 6, 3), nn.Conv3d(2, 3, 2)
+        self.flat, self.deep = (
+            module.to(memory_format=one)  # type: ignore[call-overload]
+            for module, one in zip((flat, deep), formats, strict=True)
+        )
+        weight = torch.randn(24, 5)
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.scalar, self.wide = (
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(3, dtype=torch.float64)),
+        )
+        self.earlier = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.weight = nn.Parameter(weight.t().contiguous().t() if "weight" in turned else weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each row, of its first 64 values."""
+        x = nn.functional.pad(x, (0, 64 - x.shape[1]))
+        flat = self.flat(x.view(-1, 4, 4, 4)).flatten(1)
+        deep = self.deep(x.view(-1, 2, 2, 4, 4)).flatten(1)
+        result: torch.Tensor = (flat @ self.weight).tanh().sum(1) + deep.tanh().sum(1) + self.empty.sum()
+        return result * self.scalar + self.wide.float().sum()
+
+
+class SmallModel(nn.Module):
+    """Linear layers; BatchNorm and dropout between them where asked for."""
+
+    def __init__(self, orders: ScriptOrders) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(orders.layers):
+            layers.append(nn.Linear(orders.width, orders.width))
+            if orders.batch_norm:
+                layers.append(nn.BatchNorm1d(orders.width))
+            layers += [nn.ReLU(), nn.Dropout(orders.dropout)]
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(orders.width, 1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.odd = OddShapes(orders.turned) if orders.turned else None
+        for number in range(orders.frozen_mb):
+            frozen = nn.Parameter(torch.randn(1 << 18), requires_grad=False)
+            self.register_parameter(f"frozen{number}", frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each row."""
+        result: torch.Tensor = self.head(self.body(x)).squeeze(1)
+        return result if self.odd is None else result + self.odd(x)
+
+
+def collect(worker: int) -> None:
+    """What happens now and then in a DataLoader's worker, as it starts."""
+    gc.collect()
+
+
+def main() -> None:
+    """Train as the orders say."""
+    orders = ScriptOrders.read(Path(sys.argv[1]))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ScriptRank(orders).run()
+    dist.destroy_process_group()
+
+
+class ScriptRank:
+    """What one rank has: its model, data and log."""
+
+    def __init__(self, orders: ScriptOrders) -> None:
+        self.orders = orders
+        self.rank = dist.get_rank()
+        self.folder = Path(orders.folder)
+        torch.manual_seed(orders.seed)
+        self.model = SmallModel(orders)
+        self.group = self._dp_group()
+        self.ddp = DistributedDataParallel(
+            self.model,
+            process_group=self.group,
+            bucket_cap_mb=orders.bucket_mb,
+            find_unused_parameters=True,
+        )
+        kind = getattr(torch.optim, orders.optimizer)
+        self.optimizer = kind(self._groups(), **orders.options)
+        if self.model.odd is not None:
+            self.model.odd.earlier.grad = torch.randn(4)
+            self.optimizer.step()
+            self.model.odd.earlier.grad = None
+        self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.97**step)
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if orders.amp else None
+        )
+        self.sampler = {"seen": 0}
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(orders.seed + 1 + self.rank)
+
+    def run(self) -> None:
+        """Restore, protect, train, and save what came of it."""
+        orders = self.orders
+        resumed = self.restore() if orders.restore else Restored(0)
+        if resumed.extra is not None:
+            self.sampler = resumed.extra
+        self.say("resumed", iteration=resumed.iteration, sampler=dict(self.sampler))
+        if orders.keep_each:
+            self.save("restored.")
+        if orders.only_restore:
+            self.save()
+            return
+        protection = checkmate.protect(
+            self.ddp,
+            self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            extra=lambda: self.sampler,
+            wait=orders.wait,
+        )
+        self.say("protected")
+        with nullcontext() if orders.plain else protection:
+            iteration = resumed.iteration
+            while iteration < self.end():
+                self.die_if_due(iteration)
+                if iteration == orders.fail_at:
+                    raise ArithmeticError("as ordered")
+                began = time.monotonic()
+                loss = self.iterate(iteration)
+                self.say("iteration", iteration=iteration, loss=loss, seconds=time.monotonic() - began)
+                if orders.keep_each:
+                    self.save(f"after{iteration}.")
+                iteration += 1
+        self.save()
+
+    def restore(self) -> Restored:
+        """What a script does first."""
+        return checkmate.restore(
+            self.ddp,
+            self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            fresh=self.orders.fresh,
+            timeout=self.orders.timeout,
+            checkpoints=self.orders.checkpoints,
+        )
+
+    def end(self) -> float:
+        """How many iterations there are to be, as far as that is known."""
+        if not self.orders.open_end:
+            return self.orders.iterations
+        file = self.folder / "end"
+        return int(file.read_text()) if file.exists() else math.inf
+
+    def iterate(self, iteration: int) -> float:
+        """One iteration; its loss, of all micro-batches."""
+        orders, total = self.orders, 0.0
+        for micro in range(orders.accumulate):
+            last = micro == orders.accumulate - 1
+            with nullcontext() if last else self.ddp.no_sync():
+                x, y = self.batch()
+                with torch.autocast("cpu", torch.bfloat16, enabled=orders.autocast):
+                    loss = ((self.ddp(x) - y) ** 2).mean()
+                if iteration in orders.infinite:
+                    loss = loss * float("inf")
+                total += float(loss.detach())
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if orders.clip:
+            checkmate.clip_grad_norm_(self.ddp.parameters(), orders.clip)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        time.sleep(orders.pause)
+        return total
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows from all the random generators, so that each of them counts."""
+        self.sampler["seen"] += 1
+        if self.orders.workers:
+            data = TensorDataset(torch.arange(8))
+            list(DataLoader(data, num_workers=self.orders.workers, worker_init_fn=collect))
+        x = torch.randn(self.orders.batch, self.orders.width)
+        x[0, 0] += random.random() + float(np.random.rand())
+        return x, x.sum(1) * 0.1
+
+    def die_if_due(self, iteration: int) -> None:
+        """Kill this process where the orders say so."""
+        if [self.rank, iteration] in [list(kill) for kill in self.orders.kills]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def say(self, event: str, **more: Any) -> None:
+        """A line in this rank's log."""
+        with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
+            print(json.dumps({"event": event, **more}), file=log)
+
+    def save(self, what: str = "") -> None:
+        """All state, for a test to compare; random numbers are drawn, and given back."""
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "random": torch.rand(3),
+            "python": random.random(),
+            "numpy": float(np.random.rand()),
+            "sampler": self.sampler,
+        }
+        torch.save(state, self.folder / f"rank{self.rank}.{what}pt")
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        np.random.set_state(generators[2])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        decayed = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() <= 1]
+        return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+
+    def _dp_group(self) -> Any:
+        """This rank's DP group; every rank has to make all of them."""
+        found = None
+        for ranks in self.orders.groups or [list(range(dist.get_world_size()))]:
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                found = group
+        return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Whole nodes without threads, sockets and tensors: whatever stalls, and however messages travel."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.job.schema import Job
+from checkmate.nodes.target import Target, find_target
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.calls.status import hold_status
+from checkmate.shadow.clock import STALL
+from checkmate.shadow.logic.effects import Empty
+from checkmate.shadow.logic.group import ShadowGroup
+from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
+from checkmate.shadow.logic.node_state import Due, NodeState
+from checkmate.shadow.logic.records import Records
+from checkmate.shadow.receive.buckets import SETS
+from checkmate.shadow.receive.plans import hold_plans
+from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.schedule import stream_layout
+from testbed.copies import local_job
+
+RANKS = 2
+BUFFER = 8
+"""Iterations that a socket's buffer holds."""
+
+
+def laid_out(job: Job) -> Layout:
+    return make_layout([Parameter(f"p{i}", (8,), "float32") for i in range(6)], job.shards(0), 64)
+
+
+class SimulatedNode:
+    """A node's state, with what is on its way to it: gradients, records and other nodes' words."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        layout = laid_out(job)
+        self.now = 0.0
+        self.state = NodeState(job, number, 0.0, receive_buffer=1, grace=1e9)
+        self.number, self.stalled, self.brought = number, False, -1
+        self.inbox: deque[pb.RecordPart] = deque()
+        begin = pb.BeginRequest(job=job.job, ranks=RANKS, run="one", start=b"one", layout=layout.to_json())
+        holds = []
+        for plan in hold_plans(job, number):
+            streams = [
+                StreamState(
+                    s,
+                    stream_layout(layout.schedule, 1, 0, RANKS, side=s.side, shadow_id=plan.shard),
+                    connected=True,
+                )
+                for s in plan.streams
+            ]
+            hold = HoldState(plan, layout.of_shard(plan.shard), streams, 0, 0)
+            hold.took(HoldSnapshot(0, dict.fromkeys(hold.parameters, -1)))
+            holds.append(hold)
+        self.state.begun(ShadowGroup(begin, layout, Records(RANKS, 0), holds), 0.0)
+        self.refresh()
+
+    @property
+    def holds(self) -> list[HoldState]:
+        return self.state.groups[0].holds
+
+    def refresh(self) -> None:
+        self.state.refresh(self.now)
+        self.state.take_effects()
+
+    def receive(self, newest: int) -> None:
+        """The reader takes an iteration, if a set of buckets is free for it."""
+        free = min((hold.released for hold in self.holds), default=newest) + SETS
+        self.brought = min(self.brought + 1, newest, free)
+        for hold in self.holds:
+            for stream in hold.streams:
+                stream.position = stream.layout.nbytes * (self.brought + 1)
+                stream.received = stream.position
+                stream.paused = self.brought == free
+                stream.queued = (newest - self.brought) / BUFFER if stream.paused else 0  # type: ignore[assignment]
+
+    def take_record(self) -> None:
+        if self.inbox:
+            self.state.groups[0].records.add(self.inbox.popleft(), self.now)
+
+    def step(self) -> None:
+        for due in self.state.due(self.now)[:1]:
+            said = self.state.begin_step(due)
+            assert said is not None
+            at = HoldSnapshot(due.iteration + 1, dict.fromkeys(due.hold.parameters, due.iteration))
+            self.state.stepped(due, said, Stepped(at), self.now)
+
+    def status(self) -> pb.NodeStatus:
+        answer = pb.NodeStatus(node=self.number)
+        answer.holds.extend(hold_status(self.state.groups[0], hold) for hold in self.holds)
+        return answer
+
+
+class SimulatedWorld:
+    """A job's nodes; training goes on as long as no buffer overflows."""
+
+    def __init__(self, nodes: int, replicas: int) -> None:
+        self.job = local_job(nodes=nodes, ranks=RANKS, replicas=replicas)
+        self.nodes = [SimulatedNode(self.job, number) for number in range(nodes)]
+        self.ways: dict[tuple[int, int], deque[Callable[[], None]]] = {}
+        self.newest = -1
+        self.everything()
+
+    def train(self) -> None:
+        if any(self.newest - node.brought >= BUFFER + SETS for node in self.nodes):
+            return
+        self.newest += 1
+        for node in self.nodes:
+            for position in range(RANKS):
+                part = pb.RecordPart(iteration=self.newest, position=position, run="one", start=b"one")
+                node.inbox.append(part)
+
+    def tell(self, a: int, b: int) -> None:
+        """`a` puts on the way to `b` what it says now."""
+        if a == b:
+            return
+        mine, theirs = self.nodes[a].state.committee, self.nodes[b]
+        way = self.ways.setdefault((a, b), deque())
+        said = replace(mine.mine)
+        if a > b:
+            way.append(lambda: theirs.state.committee.heard(a, said, theirs.now))
+        else:
+            told, active = mine.committed, mine.active
+            has = (said.kept, said.shards, said.patience)
+            way.append(lambda: theirs.state.committee.told(a, told, active, theirs.now, *has))
+
+    def act(self, kind: str, a: int, b: int) -> None:
+        node = self.nodes[a]
+        if kind == "train":
+            self.train()
+        elif kind == "stall":
+            node.stalled = True
+        elif kind == "go on":
+            node.stalled = False
+        elif kind == "wait":
+            for one in self.nodes:
+                one.now += 0.0 if one.stalled else STALL
+        elif not node.stalled:
+            doings: dict[str, Callable[[], None]] = {
+                "receive": lambda: node.receive(self.newest),
+                "record": node.take_record,
+                "step": node.step,
+                "tell": lambda: self.tell(a, b),
+                "hear": lambda: self.hear(a, b),
+            }
+            doings[kind]()
+            node.state.tick(node.now)
+            node.refresh()
+
+    def hear(self, a: int, b: int) -> None:
+        if way := self.ways.get((b, a)):
+            way.popleft()()
+
+    def everything(self) -> None:
+        """Until nothing changes any more."""
+        before: object = None
+        while before != (before := self.stands()):
+            for a in range(len(self.nodes)):
+                for _ in range(BUFFER * RANKS + 1):
+                    for kind in ("receive", "record", "record", "step"):
+                        self.act(kind, a, 0)
+                for b in range(len(self.nodes)):
+                    self.act("tell", a, b)
+            for a in range(len(self.nodes)):
+                for b in range(len(self.nodes)):
+                    while self.ways.get((b, a)) and not self.nodes[a].stalled:
+                        self.act("hear", a, b)
+                    if self.nodes[a].stalled:
+                        break
+
+    def stands(self) -> list[object]:
+        return [
+            (node.brought, len(node.inbox), [hold.released for hold in node.holds]) for node in self.nodes
+        ]
+
+    def restart(self) -> Target:
+        """Drain, fence, and name the target, as rank 0 does."""
+        for node in self.nodes:
+            node.state.drain()
+        self.everything()
+        for node in self.nodes:
+            node.state.fence()
+            node.refresh()
+        return find_target(self.job, {node.number: node.status() for node in self.nodes})
+
+
+KINDS = ["train", "receive", "receive", "record", "record", "step", "tell", "tell", "hear", "hear"]
+actions = st.tuples(st.sampled_from([*KINDS, "stall", "go on", "wait"]), st.integers(0, 2), st.integers(0, 2))
+
+
+def played(world: SimulatedWorld, doings: list[tuple[str, int, int]]) -> Iterator[None]:
+    count = len(world.nodes)
+    for kind, a, b in doings:
+        world.act(kind, a % count, b % count)
+        yield
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 2), st.lists(actions, max_size=120))
+def test_a_crash_resumes_from_the_last_iteration_whatever_has_stalled(
+    count: int, replicas: int, doings: list[tuple[str, int, int]]
+) -> None:
+    world = SimulatedWorld(count, min(replicas, count))
+    for _ in played(world, doings):
+        pass
+    for node in world.nodes:
+        node.stalled = False
+    chosen = world.restart()
+    assert chosen.iteration == world.newest
+    assert all(nodes for nodes in chosen.holders.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.lists(actions, max_size=120))
+def test_what_one_node_has_stepped_every_other_has_on_its_way(
+    count: int, doings: list[tuple[str, int, int]]
+) -> None:
+    """Nobody steps beyond what has been sent to all, and nobody twice."""
+    world = SimulatedWorld(count, 1)
+    before = [-1] * count
+    for _ in played(world, doings):
+        stepped = [max((hold.stepped for hold in node.holds), default=-1) for node in world.nodes]
+        assert all(old <= new <= world.newest for old, new in zip(before, stepped, strict=True))
+        before = stepped
+
+
+def live_node() -> SimulatedNode:
+    """The only node of a job, which has stepped 3 and has 5 whole."""
+    world = SimulatedWorld(1, 1)
+    (node,) = world.nodes
+    for _ in range(6):
+        world.train()
+        node.receive(world.newest)
+        for _ in range(RANKS):
+            node.take_record()
+        node.refresh()
+        if world.newest < 4:
+            node.step()
+            node.refresh()
+    (hold,) = node.holds
+    assert (hold.stepped, hold.in_full, hold.live) == (3, 5, True)
+    return node
+
+
+def test_a_gap_gives_up_nothing_that_is_whole() -> None:
+    """What waits for another node may be what a restart resumes from."""
+    node = live_node()
+    (hold,) = node.holds
+    records = node.state.groups[0].records
+    for position in range(RANKS):
+        records.add(pb.RecordPart(iteration=7, position=position), node.now)  # 6 was passed over
+    node.state.grace = 1.0
+    node.now += 10
+    node.state.tick(node.now)
+    node.refresh()
+    assert (hold.live, hold.joined, hold.in_full) == (True, 0, 5)
+    node.step()
+    node.step()
+    node.state.tick(node.now)
+    assert (hold.live, hold.stepped, hold.joined) == (False, 5, 8 + AHEAD)
+
+
+def test_a_gap_gives_up_nothing_while_a_restart_drains() -> None:
+    node = live_node()
+    node.step()
+    node.step()
+    (hold,) = node.holds
+    for position in range(RANKS):
+        node.state.groups[0].records.add(pb.RecordPart(iteration=7, position=position), node.now)
+    node.state.grace = 1.0
+    node.state.drain()
+    node.state.tick(node.now + 10)
+    assert (hold.live, hold.joined) == (True, 0)
+
+
+def test_a_settled_hold_has_no_more_than_it_is_settled_at() -> None:
+    (hold,) = live_node().holds
+    hold.settle()
+    assert (hold.stepped, hold.in_full) == (3, 3)
+
+
+def test_a_step_that_fails_in_a_restart_leaves_what_is_whole() -> None:
+    node = live_node()
+    (hold,) = node.holds
+    node.state.fence()
+    due = Due(node.state.groups[0], hold, 4)
+    assert node.state.begin_step(due) is not None
+    node.state.step_failed(due, ValueError("a bucket is missing"), HoldSnapshot(99, dict(hold.at)))
+    assert not any(isinstance(effect, Empty) for effect in node.state.take_effects())
+    assert (hold.seeded, hold.stepped) == (True, 3)
+    assert "a bucket is missing" in hold.trouble
+
+
+def test_a_hold_in_doubt_covers_no_shard() -> None:
+    """A silent node that has it right is waited for."""
+    node = live_node()
+    (hold,) = node.holds
+    assert node.state.committee.mine.shards == {hold.shard}
+    hold.doubt.found(3, 2)
+    node.refresh()
+    assert not node.state.committee.mine.shards

@@ -1,0 +1,191 @@
+"""`checkmate shadow` as a process: what it says, its exits, and nodes that are killed or stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from checkmate.cli.main import app
+from checkmate.job.schema import Job
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.shadow.logic.commit import SILENCE_MAX
+from checkmate.shadow.process import Serving
+from testbed.copies import Copies, local_job
+from testbed.small_training import SmallTraining, status
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.processes import NodeProcess
+from tests.support.waiting import wait_until
+
+pytestmark = needs_buffers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_the_command_serves_until_it_is_told_to_end(
+    start: Callable[..., NodeProcess], number: signal.Signals
+) -> None:
+    job = local_job(nodes=1)
+    process = start(job, 0, "--no-view")
+    assert process.line() == f"ready: shadow node 0 of job {job.job}; stop with Ctrl-C\n"
+    said = status(job, 0)
+    assert (said.node, said.holds_nothing, said.fenced) == (0, True, False)
+    with open_channel(job, 0) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service="checkmate.v1.Shadow"), timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert process.end(number) == (0, "")
+
+
+def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodeProcess]) -> None:
+    job = local_job(nodes=1)
+    process = start(job, 0, "--json", "--threads", "1")
+    assert json.loads(process.line()) == {"ready": True, "job": job.job, "node": 0}
+    with ExitStack() as stack:
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = SmallTraining(job, copies)
+        stack.callback(training.close)
+        training.begin([0])
+        training.seed_all()
+        wait_until(lambda: status(job, 0).holds[0].live, "live")
+        training.iterate()
+        wait_until(lambda: status(job, 0).holds[0].stepped == 0, "stepped")
+    while not (said := json.loads(process.line()))["holds"]:
+        pass  # of seconds before that
+    said = json.loads(process.line())
+    hold = said["holds"][0]
+    assert (hold["stepped"], hold["live"], hold["lag"]) == (0, True, 0)
+    assert hold["bytes"] == sum(nic["bytes"] for nic in said["nics"])
+    assert set(said["bytes_per_second"]) == {nic["ip"] for nic in said["nics"]}
+    assert said["memory_bytes"] > 50_000_000
+    code, errors = process.end(signal.SIGINT)
+    assert code == 0
+    lines = errors.splitlines()
+    assert any(line.endswith("DP group 0, shard 0: live at iteration -1") for line in lines)
+    for line in lines:
+        written = datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
+        assert abs(datetime.now() - written) < timedelta(minutes=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--id", "3"], "has no shadow node 3; its ids are 0"),
+        (["--id", "0", "--grace", "0"], "grace"),
+        (["--id", "0", "--threads", "0"], "threads"),
+        (["--id", "0", "--receive-buffer", "2000"], "receive-buffer"),
+    ],
+)
+def test_the_command_explains_bad_input(tmp_path: Path, arguments: list[str], message: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(local_job(nodes=1).model_dump(mode="json", exclude_none=True)))
+    done = CliRunner().invoke(app, ["shadow", str(file), *arguments])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., NodeProcess]) -> None:
+    job = local_job(nodes=1)
+    first = start(job, 0, "--no-view")
+    assert first.line().startswith("ready")
+    second = start(job, 0, "--no-view")
+    _, words = second.process.communicate(timeout=60)
+    address = job.node(0).mgmt
+    assert second.process.returncode == 1
+    assert words == (
+        f"error: {address}, the mgmt address of shadow node 0, is in use; is shadow node 0 running already?\n"
+    )
+    assert first.end(signal.SIGINT) == (0, "")
+    data = job.model_dump(mode="json", exclude_none=True)
+    data["shadow_nodes"][0]["mgmt"] = "192.0.2.7:7000"
+    foreign = start(Job.model_validate(data), 0, "--no-view")
+    _, words = foreign.process.communicate(timeout=60)
+    assert foreign.process.returncode == 1
+    assert words.startswith("error: 192.0.2.7:7000, the mgmt address of shadow node 0, is no address of this")
+    assert words.count("\n") == 1
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replicas(
+    start: Callable[..., NodeProcess], victim: int
+) -> None:
+    """The decider or a follower, with -9 and while iterations go on: the others' checkpoint is whole."""
+    job = local_job(nodes=3, ranks=2, replicas=2)
+    process = start(job, victim, "--no-view")
+    assert process.line().startswith("ready")
+    with ExitStack() as stack:
+        for node in set(range(3)) - {victim}:
+            stack.enter_context(Serving(job, node))
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = SmallTraining(job, copies)
+        stack.callback(training.close)
+        training.begin([0, 1, 2])
+        training.seed_all()
+        wait_until(lambda: all(h.live for n in range(3) for h in status(job, n).holds), "live")
+        for _ in range(3):
+            training.iterate()
+        wait_until(lambda: all(h.stepped == 2 for n in range(3) for h in status(job, n).holds), "stepped")
+        process.end(signal.SIGKILL)
+        killed = time.monotonic()
+        left = [node for node in range(3) if node != victim]
+        for _ in range(10):
+            training.iterate()
+            time.sleep(0.01)
+        wait_until(lambda: all(h.stepped == 12 for n in left for h in status(job, n).holds), "stepped")
+        assert time.monotonic() - killed < 4, "waited for the dead"
+        reserved = pb.ReserveRequest(job=job.job, iteration=13, seconds=10)
+        assert all(training.stubs[node].Reserve(reserved, timeout=5).granted for node in left)
+        training.iterate()
+        for shard in range(3):
+            for node in set(training.holders(shard)) - {victim}:
+                training.check(node, shard, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it_has_caught_up(
+    start: Callable[..., NodeProcess], replicas: int
+) -> None:
+    """Another node has its shards; else that one waits for it."""
+    job = local_job(nodes=2, ranks=2, replicas=replicas)
+    process = start(job, 0, "--no-view")
+    assert process.line().startswith("ready")
+    with ExitStack() as stack:
+        stack.enter_context(Serving(job, 1))
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = SmallTraining(job, copies)
+        stack.callback(training.close)
+        training.begin([0, 1])
+        training.seed_all()
+        wait_until(lambda: all(h.live for n in range(2) for h in status(job, n).holds), "live")
+        training.iterate()
+        wait_until(lambda: status(job, 1).holds[0].stepped == 0, "stepped")
+        process.process.send_signal(signal.SIGSTOP)
+        training.iterate()
+        training.iterate()
+        if replicas > 1:
+            wait_until(lambda: status(job, 1).holds[0].stepped == 2, "the decider was silent", 15)
+        else:
+            time.sleep(2 * SILENCE_MAX)
+            assert status(job, 1).holds[0].stepped == 0
+        process.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: all(status(job, n).holds[0].stepped == 2 for n in range(2)), "caught up")
+        training.iterate()
+        wait_until(lambda: all(status(job, n).holds[0].stepped == 3 for n in range(2)), "together again")
+        for node in range(2):
+            request = pb.ReserveRequest(job=job.job, iteration=3, seconds=10)
+            assert training.stubs[node].Reserve(request, timeout=5).granted
+            training.check(node, node, 3)

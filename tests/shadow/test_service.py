@@ -1,0 +1,271 @@
+"""Shadow nodes as services: what they refuse, and TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import trustme
+
+from checkmate import state
+from checkmate.job.schema import Job, MgmtTls
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import OPTIONS, TlsError, open_channel, server_context
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow.inbox import Inbox
+from checkmate.shadow.process import Serving
+from checkmate.shadow.receive.connect import StreamError
+from checkmate.shadow.service import ServeError
+from checkmate.wire.layout import Parameter, make_layout
+from testbed.copies import Copies, local_job
+from testbed.record_line import RecordLine
+from testbed.small_training import RUN, SmallTraining, status
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.waiting import wait_until
+
+pytestmark = needs_buffers
+
+
+def test_an_address_that_is_taken_or_foreign_is_explained() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), pytest.raises(ServeError, match=r"127\.0\.3\.1:\d+, the mgmt address.* is in use"):
+        Serving(job, 0)
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
+    """A call in here ends with that status, and says that."""
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() == code
+    assert message in str(caught.value.details())
+
+
+def test_a_nic_that_is_not_this_machines_is_named() -> None:
+    data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+    data["shadow_nodes"][0]["nics"][1]["ip"] = "192.0.2.7"
+    with pytest.raises(StreamError, match=r"192\.0\.2\.7 is no address of this machine"):
+        Serving(Job.model_validate(data), 0)
+
+
+def request_of(of: Job, **other: Any) -> pb.BeginRequest:
+    layout = make_layout([Parameter("w", (4,), "float32")], of.shards(0))
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=[0], options='{"lr": 0.1}')
+    fields = {
+        "job": of.job,
+        "ranks": len(of.dp_groups[0].ranks),
+        "layout": layout.to_json(),
+        "optimizer": spec,
+        **other,
+    }
+    return pb.BeginRequest(**fields)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"job": "another"}, "job another: this node belongs to job demo"),
+        ({"group": 1}, "no DP group 1: job demo has 1"),
+        ({"ranks": 7}, "7 ranks: DP group 0 of job demo has 3"),
+        ({"incarnation": 256}, "a number from 0 to 255"),
+        ({"first_iteration": 2, "next_iteration": 1}, "the next is not below the first"),
+        ({"layout": "{}"}, "no layout"),
+        (
+            {"layout": make_layout([Parameter("w", (4,), "float32")], 5).to_json()},
+            "a layout of 5 shards: DP group 0 of job demo has 1",
+        ),
+        ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "the optimizer can't be followed"),
+    ],
+)
+def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: str) -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
+            ShadowStub(channel).Begin(request_of(job, **other), timeout=5)
+        assert not status(job, 0).holds
+
+
+def said_of(job: Job, part: pb.RecordPart) -> pb.RecordReply:
+    """A part, on a connection of its own, and what node 0 says of it; a refusal ends the connection."""
+    line = RecordLine(job, 0)
+    try:
+        reply = line.answer(part)
+        if reply.refused:
+            assert line.ended.wait(5)
+        return reply
+    finally:
+        line.close()
+
+
+def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        calls: list[Callable[[], object]] = [
+            lambda: list(stub.Fetch(pb.FetchRequest(job=job.job), timeout=5)),
+            lambda: stub.Seed(iter([pb.Seeds(header=pb.SeedHeader(job=job.job))]), timeout=5),
+        ]
+        for call in calls:
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, "has not begun"):
+                call()
+        assert "has not begun" in said_of(job, pb.RecordPart(job=job.job)).refused
+        stub.Begin(request_of(job), timeout=5)
+        with pytest.raises(grpc.RpcError, match="the node is not fenced: call Fence first"):
+            stub.Settle(pb.SettleRequest(job=job.job), timeout=5)
+        assert not stub.Reserve(pb.ReserveRequest(job=job.job, iteration=5, seconds=1), timeout=5).granted
+        stub.Release(pb.ReleaseRequest(job=job.job, iteration=5), timeout=5)
+
+
+def test_seeds_and_records_of_another_run_are_refused() -> None:
+    """An incarnation comes round after 256 starts: what was sent then is of another run, and is not taken."""
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        stub.Begin(request_of(job, incarnation=7, run="now"), timeout=5)
+        for run in ("then", ""):
+            header = pb.SeedHeader(job=job.job, incarnation=7, run=run, shard=pb.Shard(), iteration=-1)
+            part = pb.RecordPart(job=job.job, incarnation=7, run=run, iteration=0)
+            named = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
+                stub.Seed(state.to_seeds(header, ()), timeout=5)
+            assert named in said_of(job, part).refused
+            part.run = header.run = "now"
+            assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
+            assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
+
+
+def test_seeds_and_records_of_another_start_are_refused() -> None:
+    """A run goes on over restarts: after 256 of them both its name and the incarnation are the same."""
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        stub.Begin(request_of(job, incarnation=7, run="one", start=b"now"), timeout=5)
+        header = pb.SeedHeader(job=job.job, incarnation=7, run="one", shard=pb.Shard(), iteration=-1)
+        part = pb.RecordPart(job=job.job, incarnation=7, run="one", iteration=0)
+        for part.start, why in (
+            (b"then", "another start of training"),
+            (b"", "another version of Checkmate"),
+        ):
+            header.start = part.start
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
+                stub.Seed(state.to_seeds(header, ()), timeout=5)
+            assert why in said_of(job, part).refused
+        assert not status(job, 0).holds[0].seeded
+        part.start = header.start = b"now"
+        assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
+        assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
+
+
+def test_trainers_with_other_software_are_warned() -> None:
+    job = local_job(nodes=1)
+    with Serving(job, 0), open_channel(job, 0) as channel:
+        stub = ShadowStub(channel)
+        request = request_of(job, torch="1.0", capability="ABACUS", device="cuda")
+        warnings = stub.Begin(request, timeout=5).warnings
+        assert len(warnings) == 3
+        assert f"trainers have torch 1.0, this node {torch.__version__}" in warnings[0]
+        assert "ABACUS" in warnings[1]
+        assert "GPU" in warnings[2]
+
+
+def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() -> None:
+    job = local_job(nodes=1)
+    with ExitStack() as stack:
+        stack.enter_context(Serving(job, 0))
+        copies = Copies(job)
+        stack.callback(copies.close)
+        training = SmallTraining(job, copies)
+        stack.callback(training.close)
+        training.begin([0])
+        header = pb.SeedHeader(job=job.job, run=RUN, iteration=-1, parameters=[0], shard=pb.Shard())
+        piece = pb.ParameterPiece(
+            parameter=0, tensor=pb.TensorPiece(dtype="float32", shape=[1], data=b"1234")
+        )
+        wrong = [pb.Seeds(header=header), pb.Seeds(piece=piece), pb.Seeds(checksum=b"no")]
+        with pytest.raises(grpc.RpcError, match="the checksum is wrong"):
+            training.stubs[0].Seed(iter(wrong), timeout=5)
+        assert status(job, 0).holds_nothing
+
+
+def certificates(folder: Path, name: str, ips: list[str]) -> dict[str, str]:
+    """An authority's files, and a host's certificate."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / f"{name}-ca.pem"))
+    host = authority.issue_cert(*ips)
+    host.private_key_pem.write_to_path(str(folder / f"{name}.key"))
+    for blob in host.cert_chain_pems:
+        blob.write_to_path(str(folder / f"{name}.pem"), append=True)
+    return {
+        part: str(folder / f"{name}{end}")
+        for part, end in (("ca", "-ca.pem"), ("cert", ".pem"), ("key", ".key"))
+    }
+
+
+def test_tls_lets_in_who_shows_a_certificate_of_the_jobs_authority(tmp_path: Path) -> None:
+    plain = local_job(nodes=2)
+    ips = [node.mgmt.rpartition(":")[0] for node in plain.shadow_nodes]
+    data = plain.model_dump(mode="json", exclude_none=True)
+    job = Job.model_validate({**data, "mgmt_tls": certificates(tmp_path, "host", ips)})
+    stranger = Job.model_validate({**data, "mgmt_tls": certificates(tmp_path, "stranger", ips)})
+    with ExitStack() as stack:
+        copies = Copies(job)
+        stack.callback(copies.close)
+        for node in (0, 1):
+            stack.enter_context(Serving(job, node))
+        training = SmallTraining(job, copies)
+        stack.callback(training.close)
+        training.begin([0, 1])
+        training.seed_all()
+        wait_until(lambda: all(status(job, n).holds[0].live for n in (0, 1)), "live")
+        training.iterate()
+        wait_until(lambda: all(status(job, n).holds[0].stepped == 0 for n in (0, 1)), "committed over TLS")
+        for other in (stranger, plain):
+            with refused(grpc.StatusCode.UNAVAILABLE):
+                status(other, 0)
+        bare = grpc.ssl_channel_credentials(Path(job.mgmt_tls.ca).read_bytes() if job.mgmt_tls else b"")
+        channel = stack.enter_context(grpc.secure_channel(job.node(0).mgmt, bare, options=OPTIONS))
+        with refused(grpc.StatusCode.UNAVAILABLE):
+            ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=5)
+        with pytest.raises(ssl.SSLError):
+            RecordLine(stranger, 0)
+
+
+@pytest.mark.parametrize("sent", [b"", b"neither TLS nor a greeting"])
+def test_a_connection_that_is_reset_before_it_is_accepted_leaves_the_others_alone(
+    tmp_path: Path, sent: bytes
+) -> None:
+    tls = MgmtTls.model_validate(certificates(tmp_path, "host", ["127.0.3.1"]))
+    listener = socket.create_server(("127.0.3.1", 0))
+    inbox = Inbox(listener, lambda part, _: pb.RecordReply(iteration=part.iteration), server_context(tls))
+    address = listener.getsockname()
+    with socket.create_connection(address) as sock:
+        sock.sendall(sent)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    inbox.start()
+    try:
+        data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+        data["shadow_nodes"][0]["records"] = f"127.0.3.1:{address[1]}"
+        line = RecordLine(Job.model_validate({**data, "mgmt_tls": tls.model_dump(mode="json")}), 0)
+        assert line.answer(pb.RecordPart(iteration=3)).iteration == 3
+        line.close()
+    finally:
+        inbox.stop()
+
+
+def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
+    files = certificates(tmp_path, "host", ["127.0.3.1"])
+    Path(files["key"]).unlink()
+    job = Job.model_validate({**data, "mgmt_tls": files})
+    with pytest.raises(TlsError, match="can't read the TLS file .*host.key: No such file"):
+        Serving(job, 0)

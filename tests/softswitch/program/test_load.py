@@ -1,0 +1,161 @@
+"""Loading: what is refused, with which words; what a fresh program holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from finsy.proto import p4i
+
+from softswitch.codegen.program import UnsupportedProgramError, load
+from softswitch.program.state import Entry, TableError
+from tests.softswitch.support.scenarios import CHECKMATE, EXAMPLES, files, made
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+REFUSED = [
+    "header stack stack is not supported",
+    "parser value set read.known is not supported",
+    "unsupported.p4:51: meter ingress.pace is not supported",
+    "unsupported.p4:72: digest metadata_t is not supported",
+    "varbit field rest of label_t is not supported",
+    "unsupported.p4:69: primitive execute_meter is not supported (pace.execute_meter(0, meta.drawn))",
+    "unsupported.p4:70: primitive modify_field_rng_uniform is not supported (random(meta.drawn, 0, 9))",
+    "unsupported.p4:72: primitive generate_digest is not supported (digest<metadata_t>(1, meta))",
+    "unsupported.p4:73: primitive clone_ingress_pkt_to_egress is not supported "
+    "(clone_preserving_field_list(CloneType.I2E, 5, 1))",
+    "unsupported.p4:74: primitive resubmit is not supported (resubmit_preserving_field_list(1))",
+    "unsupported.p4:75: primitive truncate is not supported (truncate(64))",
+    "unsupported.p4:77: primitive assert is not supported (assert(hdr.word.isValid()))",
+    "unsupported.p4:83: primitive recirculate is not supported (recirculate_preserving_field_list(1))",
+    "a transition on a parse_vset is not supported",
+    "parser operation extract_VL is not supported",
+    "unsupported.p4:52: action profile ingress.members is not supported",
+    "unsupported.p4:56: table ingress.balanced of type indirect_ws is not supported",
+    "unsupported.p4:61: the idle timeout of table ingress.aging is not supported",
+]
+
+
+def test_everything_unsupported_is_named_at_once() -> None:
+    with pytest.raises(UnsupportedProgramError) as refused:
+        made(PROGRAMS / "unsupported")
+    assert refused.value.problems == REFUSED
+    assert str(refused.value).splitlines()[1:] == [f"  {problem}" for problem in REFUSED]
+
+
+def changed(old: str, new: str) -> tuple[bytes, p4i.P4Info]:
+    """The counter program with a piece of its JSON replaced."""
+    config, p4info = files(EXAMPLES / "counter")
+    text = json.dumps(json.loads(config))
+    assert old in text
+    return text.replace(old, new).encode(), p4info
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"op": "sat_cast"', '"op": "frob"', "counter.p4:74: operator frob is not supported"),
+        ('"op": "register_read"', '"op": "frob"', "counter.p4:62: primitive frob is not supported"),
+        ('"op": "advance"', '"op": "frob"', "parser operation frob is not supported"),
+        ('"op": "mark_to_drop"', '"op": "_jump"', "a jump outside of an if-else is not supported"),
+        (
+            '["packets", 32, false]',
+            '["packets", 33, false]',
+            "header count is 113 bits wide, not whole bytes",
+        ),
+        ('["standard_metadata", "egress_spec"]', '["standard_metadata", "priority"]', "priority queues"),
+    ],
+)
+def test_each_kind_of_construct_is_checked(old: str, new: str, problem: str) -> None:
+    with pytest.raises(UnsupportedProgramError) as refused:
+        load(*changed(old, new))
+    assert any(problem in text for text in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"\x00\x01", "is no JSON"),
+        (b"[]", "no BMv2 JSON: it has no 'pipelines'"),
+        (b'{"pipelines": []}', "no complete BMv2 JSON: KeyError('actions') is missing"),
+    ],
+)
+def test_what_is_no_bmv2_json_is_said_so(text: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match="device config") as refused:
+        load(text, p4i.P4Info())
+    assert words in str(refused.value)
+
+
+def test_json_and_p4info_of_two_programs_dont_go_together() -> None:
+    config, own = files(EXAMPLES / "counter")
+    _, other = files(EXAMPLES / "ecmp")
+    with pytest.raises(ValueError, match="don't belong together: .*counter ingress.totals"):
+        load(config, other)
+    renamed = p4i.P4Info()
+    renamed.CopyFrom(own)
+    renamed.tables[0].preamble.name = "other"
+    with pytest.raises(ValueError, match="P4Info has a table other that the JSON lacks"):
+        load(config, renamed)
+    renamed.CopyFrom(own)
+    del renamed.tables[0]
+    with pytest.raises(ValueError, match="the JSON has a table ingress.ports that the P4Info lacks"):
+        load(config, renamed)
+    renamed.CopyFrom(own)
+    renamed.tables[0].match_fields[0].match_type = p4i.MatchField.LPM
+    with pytest.raises(ValueError, match="is exact in the JSON, lpm in the P4Info"):
+        load(config, renamed)
+    renamed.CopyFrom(own)
+    next(a for a in renamed.actions if a.preamble.name == "ingress.push").params[0].bitwidth = 8
+    with pytest.raises(ValueError, match=r"action ingress\.push has parameters"):
+        load(config, renamed)
+
+
+def test_constant_entries_and_defaults_are_there() -> None:
+    program = made(EXAMPLES / "counter")
+    (table,) = program.state.tables.values()
+    # In the P4 source the first entry wins; in P4Runtime the highest priority.
+    assert [entry.priority for entry in table.entries.values()] == [3, 2, 1]
+    assert [entry.match for entry in table.entries.values()] == [
+        (7, 0, (0x010000000000, 0x010000000000)),
+        (7, 0, None),
+        (8, 1, None),
+    ]
+    assert table.const_entries
+    assert table.const_default
+    assert table.default is table.initial_default is not None
+    with pytest.raises(TableError, match="constant entries"):
+        table.insert(Entry((1, 0, None), 1, (), 5))
+    checkmate = made(CHECKMATE)
+    assert {t.name for t in checkmate.state.tables.values() if t.const_default} == {
+        t.preamble.name for t in checkmate.p4info.tables
+    }
+    assert not any(t.const_entries or t.entries for t in checkmate.state.tables.values())
+
+
+def test_the_program_shows_its_source_and_ports() -> None:
+    program = made(CHECKMATE)
+    assert "def process(port, frame, trace):" in program.source
+    assert program.drop_port == 511
+    assert program.cpu_port is None
+    program.cpu_port = 510
+    assert program.cpu_port == 510
+
+
+COMPILED = [EXAMPLES / name for name in ("l3_forward", "ecmp", "counter")]
+COMPILED += [PROGRAMS / name for name in ("operators", "unsupported")]
+
+
+@pytest.mark.skipif(shutil.which("p4c-bm2-ss") is None, reason="p4c-bm2-ss is not on PATH")
+@pytest.mark.parametrize("base", COMPILED, ids=lambda base: base.name)
+def test_what_is_committed_is_what_p4c_makes(base: Path, tmp_path: Path) -> None:
+    compiler = Path(shutil.which("p4c-bm2-ss") or "").resolve()
+    include = compiler.parent.parent / "share" / "p4c" / "p4include"
+    options = ["-I", str(include), "--std", "p4-16", "--p4runtime-files", str(tmp_path / "p4info.txtpb")]
+    command = [str(compiler), *options, "-o", str(tmp_path / "json"), base.name + ".p4"]
+    subprocess.run(command, cwd=base.parent, check=True, capture_output=True)
+    made_json = json.loads((tmp_path / "json").read_bytes())
+    assert made_json == json.loads(base.with_name(base.name + ".json").read_bytes())
+    assert (tmp_path / "p4info.txtpb").read_text() == base.with_name(base.name + ".p4info.txtpb").read_text()

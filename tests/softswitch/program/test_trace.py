@@ -1,0 +1,123 @@
+"""Traces: what they tell, and that they change nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from softswitch.program.trace import Trace
+from tests.softswitch.support.scenarios import (
+    CPU_PORT,
+    SCENARIOS,
+    checkmate_program,
+    counter,
+    l3_forward,
+    segment,
+    tag,
+)
+
+TAGGED = """\
+packet: port 1, 87 bytes
+  parser: start
+  parser: ethernet
+  parser: ipv4
+  parser: tcp
+  parser: first_option
+  parser: tag"""
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_a_traced_packet_fares_as_an_untraced_one(name: str) -> None:
+    plain, traced = SCENARIOS[name](), SCENARIOS[name]()
+    for port in plain.sources:
+        for frame in plain.frames:
+            sent = b"\x00\x02" + frame if port == CPU_PORT else frame
+            trace = Trace()
+            outputs = traced.program.process(port, sent, trace)
+            assert outputs == plain.program.process(port, sent)
+            events = trace.data()
+            assert events[0] == {"event": "packet", "port": port, "bytes": len(sent)}
+            left = [(e["port"], e["bytes"], e["instance"]) for e in events if e["event"] == "output"]
+            assert left == [(o.port, len(o.frame), o.instance) for o in outputs]
+            assert outputs or any(e["event"] in ("drop", "multicast") for e in events)
+    plain_counts = [c for cells in plain.program.state.counters.values() for c in cells]
+    assert plain_counts == [c for cells in traced.program.state.counters.values() for c in cells]
+
+
+def test_the_plain_code_has_no_trace_of_it() -> None:
+    program = checkmate_program()
+    program.process(1, segment([tag()]), Trace())
+    assert "trace." not in program.source
+
+
+def test_a_tagged_segment_as_data() -> None:
+    program = checkmate_program()
+    trace = Trace()
+    program.process(1, segment([tag()]), trace)
+    events = trace.data()
+    states = [e["name"] for e in events if e["event"] == "state"]
+    assert states == ["start", "ethernet", "ipv4", "tcp", "first_option", "tag"]
+    hits = [e for e in events if e["event"] == "hit"]
+    assert [e["table"] for e in hits] == ["marks", "replication", "streams"]
+    assert hits[1]["key"] == {"source": 0x0A000001, "destination": 0x0A000002, "shadow_id": 3, "channel": 1}
+    assert [e["table"] for e in events if e["event"] == "miss"] == ["stub"]
+    replicate = next(e for e in events if e["event"] == "action" and e["action"] == "replicate")
+    assert replicate == {
+        "event": "action",
+        "action": "replicate",
+        "params": {"group": 10, "boundary": 5},
+        "default": False,
+    }
+    assert {"event": "multicast", "group": 10, "copies": 2} in events
+    assert [(e["port"], e["instance"]) for e in events if e["event"] == "copy"] == [(3, 1), (2, 0)]
+
+
+def test_a_tagged_segment_as_text() -> None:
+    program = checkmate_program()
+    trace = Trace(program.notations)
+    program.process(1, segment([tag()]), trace)
+    text = trace.text()
+    assert text.startswith(TAGGED)
+    for line in (
+        "  table stub(address=10.0.0.2): miss",
+        "  table replication(source=10.0.0.1, destination=10.0.0.2, shadow_id=0x3, channel=0x1): hit",
+        "  action rewrite(shadow_mac=02:00:00:00:00:03, stub_mac=02:00:00:00:00:fe, shadow_ip=10.1.0.3, "
+        "stub_ip=10.0.0.250, shadow_port=0xfa0, stub_port=0x1388, "
+        "acknowledgement=0xfffffff0, minus_base=0x0)",
+        "  action replicate(group=0xa, boundary=0x5)",
+        "  action NoAction() (default)",
+        "  multicast: group 10, 2 copies",
+        "  copy: port 3, instance 1",
+        "  output: port 2, 87 bytes",
+    ):
+        assert line in text.splitlines()
+    assert re.search(r"^  if hdr\.tcp\.isValid\(\) \(checkmate_v1model\.p4:\d+\): True$", text, re.MULTILINE)
+
+
+def test_drops_and_parser_errors_say_why() -> None:
+    trace = Trace()
+    checkmate_program().process(2, segment(tos=0)[:20], trace)
+    assert {"event": "parser_error", "error": "PacketTooShort"} in trace.data()
+    last = trace.data()[-1]
+    assert (last["event"], last["where"]) == ("drop", "ingress")
+    assert (
+        trace.text().splitlines()[-1]
+        == "  drop in ingress: egress_spec is the drop port at the end of ingress"
+    )
+    trace = Trace()
+    scenario = counter()
+    scenario.program.process(7, scenario.frames[2], trace)
+    assert [e["where"] for e in trace.data() if e["event"] == "drop"] == ["egress"]
+    trace = Trace()
+    frame = bytearray(l3_forward().frames[0])
+    frame[24] ^= 1
+    l3_forward().program.process(1, bytes(frame), trace)
+    assert {"event": "checksum_error", "field": "ipv4.checksum"} in trace.data()
+
+
+def test_others_can_add_events() -> None:
+    trace = Trace()
+    trace.add("refused", port=3)
+    assert trace.data() == [{"event": "refused", "port": 3}]
+    assert trace.text() == "refused: port 3"

@@ -1,0 +1,328 @@
+"""A real simple_switch_grpc in a network namespace of its own, driven frame by frame; for differential tests.
+
+The switch's gRPC server listens on a Unix socket, and its Thrift port stays inside the namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from finsy.proto import p4i, p4r, p4r_grpc
+from pyroute2 import netns
+
+from softswitch.program.state import Entry, GroupReplica, MatchKind, State, Table
+
+CPU_PORT = 510
+DEVICE = 1
+ETH_P_ALL = 3
+SOL_PACKET = 263
+PACKET_IGNORE_OUTGOING = 23
+RECEIVE_BYTES = 65536
+START_S = 20.0
+ANSWER_S = 10.0
+
+
+def missing() -> str | None:
+    """Why the switch can't be run here, or `None`."""
+    if shutil.which("simple_switch_grpc") is None:
+        return "simple_switch_grpc is not on PATH"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None
+
+
+class Bmv2:
+    """One running switch with a program loaded; ports are numbers, frames bytes."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        log: Path,
+        channel: grpc.Channel,
+        sockets: dict[int, socket.socket],
+        p4info: p4i.P4Info,
+    ) -> None:
+        self._process = process
+        self._log = log
+        self._stub = p4r_grpc.P4RuntimeStub(channel)
+        self._sockets = sockets
+        self._p4info = p4info
+        self._requests: queue.Queue[p4r.StreamMessageRequest | None] = queue.Queue()
+        self._packets: queue.Queue[bytes] = queue.Queue()
+        self._primary = threading.Event()
+        self._layout = {m.preamble.name: m.metadata for m in p4info.controller_packet_metadata}
+        arbitration = p4r.MasterArbitrationUpdate(device_id=DEVICE, election_id=p4r.Uint128(low=1))
+        self._requests.put(p4r.StreamMessageRequest(arbitration=arbitration))
+        self._responses = self._stub.StreamChannel(iter(self._requests.get, None), wait_for_ready=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._primary.wait(START_S):
+            raise TimeoutError("simple_switch_grpc grants no arbitration")
+
+    def close(self) -> None:
+        """End the stream."""
+        self._requests.put(None)
+        self._responses.cancel()
+        self._reader.join(ANSWER_S)
+
+    def _read(self) -> None:
+        try:
+            for response in self._responses:
+                if response.HasField("arbitration"):
+                    self._primary.set()
+                elif response.HasField("packet"):
+                    self._packets.put(
+                        self._header("packet_in", response.packet.metadata) + response.packet.payload
+                    )
+        except grpc.RpcError as error:
+            # A switch that has died is reported by whoever waits for its frames.
+            if error.code() not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE):
+                raise
+
+    def _header(self, name: str, values: object) -> bytes:
+        """A controller header as the program sees it in front of the frame."""
+        given = {m.metadata_id: int.from_bytes(m.value, "big") for m in values}  # type: ignore[attr-defined]
+        total = bits = 0
+        for field in self._layout.get(name, ()):
+            total = total << field.bitwidth | given.get(field.id, 0)
+            bits += field.bitwidth
+        return total.to_bytes(bits // 8, "big")
+
+    # Control plane
+
+    def load(self, config: bytes) -> None:
+        """Set the pipeline."""
+        self._stub.SetForwardingPipelineConfig(
+            p4r.SetForwardingPipelineConfigRequest(
+                device_id=DEVICE,
+                election_id=p4r.Uint128(low=1),
+                action=p4r.SetForwardingPipelineConfigRequest.VERIFY_AND_COMMIT,
+                config=p4r.ForwardingPipelineConfig(p4info=self._p4info, p4_device_config=config),
+            )
+        )
+
+    def install(self, state: State) -> None:
+        """Write what a state holds: entries, defaults that aren't the program's, groups."""
+        updates = [
+            _update(p4r.Entity(packet_replication_engine_entry=_group(*g))) for g in state.groups.items()
+        ]
+        for table in state.tables.values():
+            if table.const_entries:
+                continue
+            updates += [_update(p4r.Entity(table_entry=_entry(table, e))) for e in table.entries.values()]
+            if table.default is not table.initial_default and table.default is not None:
+                entity = p4r.Entity(table_entry=_entry(table, table.default))
+                updates.append(p4r.Update(type=p4r.Update.MODIFY, entity=entity))
+        self._stub.Write(p4r.WriteRequest(device_id=DEVICE, election_id=p4r.Uint128(low=1), updates=updates))
+
+    def counts(self, state: State) -> dict[tuple[str, object], tuple[int, int]]:
+        """Packets and bytes of every counter cell and of every entry of a table with a direct counter."""
+        found: dict[tuple[str, object], tuple[int, int]] = {}
+        for counter in self._p4info.counters:
+            wanted = p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter.preamble.id))
+            for entity in self._entities(wanted):
+                cell = entity.counter_entry
+                data = (cell.data.packet_count, cell.data.byte_count)
+                found[counter.preamble.name, cell.index.index] = data
+        for direct in self._p4info.direct_counters:
+            table = state.tables[direct.direct_table_id]
+            for entry in table.entries.values():
+                read = p4r.DirectCounterEntry(table_entry=_entry(table, entry, with_action=False))
+                for entity in self._entities(p4r.Entity(direct_counter_entry=read)):
+                    data_ = entity.direct_counter_entry.data
+                    key = (table.name, (entry.match, entry.priority))
+                    found[key] = (data_.packet_count, data_.byte_count)
+        return found
+
+    def _entities(self, wanted: p4r.Entity) -> Iterator[p4r.Entity]:
+        for response in self._stub.Read(p4r.ReadRequest(device_id=DEVICE, entities=[wanted])):
+            yield from response.entities
+
+    # Data plane
+
+    def send(self, port: int, frame: bytes) -> None:
+        """Let a frame come in by a port; `CPU_PORT` sends it as a PacketOut."""
+        if port != CPU_PORT:
+            self._sockets[port].send(frame)
+            return
+        fields = self._layout["packet_out"]
+        size = sum(f.bitwidth for f in fields) // 8
+        total = int.from_bytes(frame[:size], "big")
+        left = size * 8
+        packet = p4r.PacketOut(payload=frame[size:])
+        for field in fields:
+            left -= field.bitwidth
+            value = total >> left & ((1 << field.bitwidth) - 1)
+            packet.metadata.add(metadata_id=field.id, value=value.to_bytes((field.bitwidth + 7) // 8, "big"))
+        self._requests.put(p4r.StreamMessageRequest(packet=packet))
+
+    def receive(self, last: dict[int, list[bytes]]) -> dict[int, list[bytes]]:
+        """What leaves by each port, up to the last frames that are expected there, in any order.
+
+        Ports that aren't in `last` give what they have when the others are done. `TimeoutError` if a last
+        frame doesn't come.
+        """
+        received: dict[int, list[bytes]] = {port: [] for port in (*self._sockets, CPU_PORT)}
+        deadline = time.monotonic() + ANSWER_S
+        for port in sorted(last):
+            waiting = list(last[port])
+            while waiting:
+                frame = self._receive(port, deadline - time.monotonic())
+                if frame is None:
+                    self._check_alive()
+                    raise TimeoutError(f"port {port} gave {received[port]}, but {waiting} should be among it")
+                received[port].append(frame)
+                if frame in waiting:
+                    waiting.remove(frame)
+        for port in set(received) - set(last):
+            while (frame := self._receive(port, 0)) is not None:
+                received[port].append(frame)
+        return received
+
+    def _check_alive(self) -> None:
+        if self._process.poll() is not None:
+            tail = self._log.read_text()[-2000:]
+            raise RuntimeError(f"simple_switch_grpc ended with {self._process.returncode}: {tail}")
+
+    def _receive(self, port: int, timeout: float) -> bytes | None:
+        if port == CPU_PORT:
+            try:
+                return self._packets.get(timeout=timeout) if timeout > 0 else self._packets.get_nowait()
+            except queue.Empty:
+                return None
+        ready, _, _ = select.select([self._sockets[port]], [], [], max(timeout, 0))
+        return self._sockets[port].recv(RECEIVE_BYTES) if ready else None
+
+
+def _update(entity: p4r.Entity) -> p4r.Update:
+    return p4r.Update(type=p4r.Update.INSERT, entity=entity)
+
+
+def _bytes(value: int) -> bytes:
+    return value.to_bytes(max(1, (value.bit_length() + 7) // 8), "big")
+
+
+def _group(number: int, replicas: tuple[GroupReplica, ...]) -> p4r.PacketReplicationEngineEntry:
+    copies = [p4r.Replica(egress_port=r.port, instance=r.instance) for r in replicas]
+    group = p4r.MulticastGroupEntry(multicast_group_id=number, replicas=copies)
+    return p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
+
+
+def _entry(table: Table, entry: Entry, with_action: bool = True) -> p4r.TableEntry:
+    message = p4r.TableEntry(table_id=table.id, priority=entry.priority, is_default_action=entry.is_default)
+    for field, key in zip(table.fields, () if entry.is_default else entry.match, strict=not entry.is_default):
+        if key is None:
+            continue
+        match = message.match.add(field_id=field.id)
+        if isinstance(key, int) and field.kind is MatchKind.EXACT:
+            match.exact.value = _bytes(key)
+        elif isinstance(key, int):
+            match.optional.value = _bytes(key)
+        elif field.kind is MatchKind.LPM:
+            match.lpm.value, match.lpm.prefix_len = _bytes(key[0]), key[1]
+        elif field.kind is MatchKind.TERNARY:
+            match.ternary.value, match.ternary.mask = _bytes(key[0] & key[1]), _bytes(key[1])
+        else:
+            match.range.low, match.range.high = _bytes(key[0]), _bytes(key[1])
+    if with_action:
+        message.action.action.action_id = entry.action
+        for number, value in enumerate(entry.params, 1):
+            message.action.action.params.add(param_id=number, value=_bytes(value))
+    return message
+
+
+@contextmanager
+def running(name: str, config: bytes, p4info: p4i.P4Info, ports: list[int]) -> Iterator[Bmv2]:
+    """A switch with these ports and this program; all of it is gone afterwards."""
+    space = f"diff-{os.getpid()}-{name}"
+    netns.create(space)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            sockets = _cables(space, ports)
+            process = _start(space, Path(folder), ports)
+            try:
+                with grpc.insecure_channel(f"unix:{folder}/grpc") as channel:
+                    switch = Bmv2(process, Path(folder) / "log", channel, sockets, p4info)
+                    switch.load(config)
+                    yield switch
+                    switch.close()
+            finally:
+                process.kill()
+                process.wait()
+                for cable in sockets.values():
+                    cable.close()
+    finally:
+        netns.remove(space)
+
+
+def _cables(space: str, ports: list[int]) -> dict[int, socket.socket]:
+    """For each port a veth pair in the namespace, and a raw socket on its far end."""
+    sockets = {}
+    netns.pushns(space)
+    try:
+        for path in Path("/proc/sys/net/ipv6/conf").glob("*/disable_ipv6"):
+            path.write_text("1")
+        for port in ports:
+            pair = [
+                "ip",
+                "link",
+                "add",
+                f"s{port}",
+                "mtu",
+                "9500",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"t{port}",
+                "mtu",
+                "9500",
+            ]
+            subprocess.run(pair, check=True)
+            for end in (f"s{port}", f"t{port}"):
+                subprocess.run(["ip", "link", "set", end, "up"], check=True)
+            cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+            cable.bind((f"t{port}", ETH_P_ALL))
+            cable.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+            sockets[port] = cable
+    finally:
+        netns.popns()
+    return sockets
+
+
+def _start(space: str, folder: Path, ports: list[int]) -> subprocess.Popen[bytes]:
+    binary = shutil.which("simple_switch_grpc")
+    assert binary is not None
+    interfaces = [word for port in ports for word in ("-i", f"{port}@s{port}")]
+    command = [
+        "nsenter",
+        f"--net=/run/netns/{space}",
+        binary,
+        "--no-p4",
+        "--device-id",
+        str(DEVICE),
+        *interfaces,
+    ]
+    command += ["--", "--grpc-server-addr", f"unix:{folder}/grpc", "--cpu-port", str(CPU_PORT)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    deadline = time.monotonic() + START_S
+    while not (folder / "grpc").exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            raise RuntimeError(f"simple_switch_grpc didn't start: {(folder / 'log').read_text()}")
+        time.sleep(0.05)
+    return process

@@ -1,0 +1,299 @@
+"""State as messages and back: every bit, every type; and what was damaged on the way is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate import state as module
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import (
+    DTYPES,
+    PIECE_BYTES,
+    StateError,
+    bytes_of,
+    dump_generators,
+    dumps,
+    from_seeds,
+    frozen_states,
+    is_frozen_state,
+    load_generators,
+    loads,
+    name_frozen,
+    to_pieces,
+    to_seeds,
+)
+from checkmate.training.record.rng import capture, install
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Of any type, with any bits in it: also NaNs with a payload, infinities and negative zeros."""
+    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    shape = draw(SHAPES) if shape is None else shape
+    tensor = torch.zeros(shape, dtype=dtype)
+    data = bytes_of(tensor)
+    data[:] = draw(st.binary(min_size=len(data), max_size=len(data)))
+    return tensor.view(torch.uint8).bitwise_and(1).bool() if dtype is torch.bool and len(data) else tensor
+
+
+NUMBERS = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats()
+ENTRIES = st.dictionaries(st.text(min_size=1, max_size=8), NUMBERS | tensors() | tensors(()), max_size=4)
+PARAMETERS = st.dictionaries(st.integers(0, 0xFFFFFFFE), st.tuples(tensors(), ENTRIES), max_size=4)
+
+
+def same(one: object, other: object) -> bool:
+    """Of one type, with the same bits."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and bytes(bytes_of(one)) == bytes(
+            bytes_of(other)
+        )
+    if isinstance(one, float) and math.isnan(one):
+        return isinstance(other, float) and math.isnan(other)
+    return type(one) is type(other) and one == other and str(one) == str(other)  # -0.0 is not 0.0
+
+
+def header_of(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> pb.SeedHeader:
+    header = pb.SeedHeader(job="demo", incarnation=7, iteration=41, parameters=parameters)
+    header.shard.CopyFrom(pb.Shard(group=1, shard=2))
+    return header
+
+
+def send(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> list[pb.Seeds]:
+    """Through bytes, as a connection would."""
+    messages = to_seeds(header_of(parameters), ((n, t, s) for n, (t, s) in parameters.items()))
+    return [pb.Seeds.FromString(message.SerializeToString()) for message in messages]
+
+
+@settings(deadline=None)
+@given(PARAMETERS)
+def test_everything_comes_back_bit_for_bit(
+    parameters: dict[int, tuple[torch.Tensor, dict[str, object]]],
+) -> None:
+    reader = from_seeds(send(parameters))
+    assert reader.header == header_of(parameters)
+    found = reader.all()
+    assert list(found) == list(parameters)
+    for number, (tensor, state) in parameters.items():
+        got, got_state = found[number]
+        assert same(tensor, got)
+        assert list(got_state) == list(state)
+        assert all(same(state[name], got_state[name]) for name in state)
+
+
+@settings(deadline=None)
+@given(PARAMETERS.filter(bool), st.data())
+def test_a_message_that_is_lost_doubled_moved_or_changed_is_noticed(
+    parameters: dict[int, tuple[torch.Tensor, dict[str, object]]], data: st.DataObject
+) -> None:
+    messages = send(parameters)
+    at = data.draw(st.integers(0, len(messages) - 1))
+    damage = data.draw(st.sampled_from(["lose", "double", "swap", "change"]))
+    damaged = [pb.Seeds.FromString(m.SerializeToString()) for m in messages]
+    if damage == "lose":
+        del damaged[at]
+    elif damage == "double":
+        damaged.insert(at, damaged[at])
+    elif damage == "swap":
+        other = data.draw(st.integers(0, len(messages) - 1).filter(lambda i: i != at))
+        damaged[at], damaged[other] = damaged[other], damaged[at]
+        if damaged == messages:
+            return
+    else:
+        raw = bytearray(damaged[at].SerializeToString())
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        try:
+            damaged[at] = pb.Seeds.FromString(bytes(raw))
+        except Exception:  # noqa: BLE001 - protobuf's DecodeError: the connection would have ended here
+            return
+        if damaged[at] == messages[at]:
+            return
+    with pytest.raises(StateError):
+        from_seeds(damaged).all()
+
+
+def test_pieces_are_small_and_in_order() -> None:
+    tensor = torch.arange(PIECE_BYTES // 4 * 3 + 5, dtype=torch.float32)
+    pieces = list(to_pieces(3, tensor, {"step": torch.tensor(4.0), "momentum_buffer": None, "n": 2}))
+    assert [len(p.tensor.data) for p in pieces[:4]] == [PIECE_BYTES] * 3 + [20]
+    assert [p.tensor.offset for p in pieces[:4]] == [0, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES]
+    assert [p.state for p in pieces[4:]] == ["step", "momentum_buffer", "n"]
+    assert max(len(p.SerializeToString()) for p in pieces) < PIECE_BYTES + 100
+
+
+def test_views_and_parameters_are_read_as_they_look() -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    parameter = torch.nn.Parameter(base.t())
+    ((_, got, _),) = from_seeds(send({0: (parameter, {})}))
+    assert torch.equal(got, base.t())
+    assert got.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m[1:], "begins with its header"),
+        (lambda m: m[:-1], "ended before its checksum"),
+        (lambda m: [*m, m[-1]], "follows the checksum"),
+        (lambda m: [*m[:2], pb.Seeds(), *m[2:]], "without a kind"),
+        (lambda m: [m[0], *m[2:]], "doesn't begin with its first bytes"),
+        (lambda m: [*m[:2], *m[3:]], "has a hole"),
+        (lambda m: [*m[:3], *m[4:]], "momentum_buffer, doesn't begin|missing|checksum"),
+        (lambda m: [*m[:1], *m[3:]], "checksum is wrong"),
+    ],
+)
+def test_faults_are_said(change: Callable[[list[pb.Seeds]], list[pb.Seeds]], words: str) -> None:
+    tensor = torch.zeros(PIECE_BYTES // 4 + 1)
+    messages = send({0: (tensor, {"momentum_buffer": torch.ones(3)})})
+    with pytest.raises(StateError, match=words):
+        from_seeds(change(messages)).all()
+
+
+def test_a_stranger_is_refused() -> None:
+    messages = send({0: (torch.zeros(3), {}), 1: (torch.ones(3), {})})
+    messages[0].header.parameters[:] = [0]
+    with pytest.raises(StateError, match="parameter 1 is not among those announced"):
+        from_seeds(messages).all()
+    messages[0].header.parameters[:] = [0, 1, 2]
+    with pytest.raises(StateError, match="checksum is wrong"):
+        from_seeds(messages).all()
+
+
+def test_what_can_not_be_sent_is_named() -> None:
+    with pytest.raises(StateError, match="history of the optimizer state is neither"):
+        list(to_pieces(0, torch.zeros(1), {"history": [1, 2]}))
+    with pytest.raises(StateError, match="complex64"):
+        list(to_pieces(0, torch.zeros(1, dtype=torch.complex64), {}))
+
+
+PLAIN = st.recursive(
+    NUMBERS | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(PLAIN)
+def test_plain_state_comes_back(obj: object) -> None:
+    assert str(loads(dumps(obj))) == str(obj)
+
+
+def test_what_is_kept_can_be_read_or_is_refused_at_once() -> None:
+    """Long lists and long numbers too; and none takes long to look at."""
+    inner: list[int] = [1] * 1000
+    kept: list[object] = [1 << 62, -(1 << 200), [inner] * 1000]
+    for obj in kept:
+        assert loads(dumps(obj)) == obj
+    with pytest.raises(StateError, match="only tensors"):
+        dumps(1 << 2040)
+
+
+def test_random_states_come_back() -> None:
+    """Those of generators in use, from the message and from what it gave before."""
+    random.gauss(0, 1)  # keeps a second value
+    np.random.normal()
+    kept = capture()
+    expected = torch.rand(3), [random.gauss(0, 1), random.random()], np.random.normal(size=3)
+    data = dump_generators(kept | {"cuda": torch.arange(16, dtype=torch.uint8)})
+    for _ in range(2):
+        found = load_generators(data)
+        assert found["cuda"].tolist() == list(range(16))
+        install(found | {"cuda": None})
+        assert torch.equal(torch.rand(3), expected[0])
+        assert [random.gauss(0, 1), random.random()] == expected[1]
+        assert (np.random.normal(size=3) == expected[2]).all()
+        data = dump_generators(found)
+
+
+@given(st.binary(max_size=40), st.booleans())
+def test_random_states_that_are_not_there_are_not_made_up(words: bytes, known: bool) -> None:
+    found = load_generators(
+        dump_generators({"torch": torch.tensor(list(words), dtype=torch.uint8)} if known else {})
+    )
+    assert found.keys() == {"cuda"} | ({"torch"} if known and words else set())
+    assert found["cuda"] is None
+    with pytest.raises(StateError, match="unreadable states of random generators"):
+        load_generators(b"\xff" + words)
+
+
+def test_numpy_values_come_back() -> None:
+    kept = {"lr": np.float64(0.1), "counts": np.arange(3, dtype=np.uint32)}
+    found = loads(dumps(kept))
+    assert found["lr"] == kept["lr"]
+    assert type(found["lr"]) is np.float64
+    assert (found["counts"] == kept["counts"]).all()
+
+
+class _Own:
+    pass
+
+
+def test_what_could_not_be_read_again_is_refused_when_it_is_kept() -> None:
+    for obj in (_Own(), {"f": lambda: 1}, [itertools.count()]):
+        with pytest.raises(StateError, match="only tensors"):
+            dumps(obj)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_state(data: bytes) -> None:
+    with pytest.raises(StateError, match="unreadable state"):
+        loads(data)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_damaged_state_never_crashes(data: st.DataObject) -> None:
+    whole = bytearray(dumps({"a": torch.arange(3), "b": [1, (2.0, "x")]}))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    try:
+        loads(bytes(whole))
+    except StateError as error:
+        assert str(error).startswith("unreadable state")
+
+
+def test_every_gradient_type_is_there() -> None:
+    from checkmate.wire.layout import ITEMSIZES  # noqa: PLC0415
+
+    assert set(ITEMSIZES) <= set(module.DTYPES)
+    assert {name: module.DTYPES[name].itemsize for name in ITEMSIZES} == ITEMSIZES
+
+
+@given(st.dictionaries(st.integers(0, 1000), ENTRIES.filter(bool), max_size=3))
+def test_state_of_frozen_parameters_comes_back_from_among_the_buffers(
+    states: dict[int, dict[str, object]],
+) -> None:
+    found = {
+        "body.0.running_mean": torch.ones(3),
+        "optimizer": torch.ones(2),
+        "optimizer.state": torch.ones(1),
+    }
+    assert not any(map(is_frozen_state, found))
+    for index, entries in states.items():
+        found.update((name, loads(dumps(tensor))) for name, tensor in name_frozen(index, entries))
+    assert sum(map(is_frozen_state, found)) == sum(map(len, states.values()))
+    back = frozen_states(dict(reversed(found.items())))
+    assert back.keys() == states.keys()
+    for index, entries in states.items():
+        assert [*back[index]] == [*entries]
+        assert all(same(back[index][name], value) for name, value in entries.items())
+
+
+def test_state_of_frozen_parameters_that_is_no_number_is_refused() -> None:
+    with pytest.raises(StateError, match="history of the optimizer state is neither .* but a list"):
+        list(name_frozen(3, {"history": [1, 2]}))

@@ -1,0 +1,31 @@
+"""Hypothesis strategies for jobs."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from checkmate.job.schema import Job
+from testbed.jobs import job
+
+
+@st.composite
+def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
+    """One to `most` jobs that may run side by side on one fabric."""
+    switches = draw(st.integers(1, 3))
+    made = []
+    for number in range(draw(st.integers(1, most))):
+        nodes = draw(st.integers(1, 3))
+        made.append(
+            job(
+                f"job{number}",
+                groups=draw(st.integers(1, 2)),
+                ranks=draw(st.integers(2, 4)),
+                nodes=nodes,
+                nics=draw(st.integers(1, 2)),
+                channels=draw(st.integers(1, 3)),
+                replicas=draw(st.integers(1, nodes)),
+                switches=switches,
+                number=number,
+            )
+        )
+    return made

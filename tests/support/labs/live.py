@@ -1,0 +1,178 @@
+"""A lab's switch, a `checkmate` command beside it, and kernel sockets on its shadow NICs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkmate.job.schema import Nic
+from checkmate.wire.tag import Hello
+from topologies import switches
+from topologies.controller import CHECKMATE, LabController, serving
+from topologies.crew import Crew
+from topologies.describe.job_files import Target
+from topologies.describe.topology import CONTROLLER, STUB_TCP_PORT, load
+from topologies.kernel import namespaces
+from topologies.lab import Lab
+
+SO_BINDTODEVICE = 25
+SIOCOUTQ = 0x5411
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="labs need root, for network namespaces")
+needs_clang = pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang")
+needs_bmv2 = pytest.mark.skipif(shutil.which(switches.BMV2) is None, reason=f"{switches.BMV2} is not on PATH")
+targets = pytest.mark.parametrize(
+    "target", ["softswitch", pytest.param("bmv2", marks=[pytest.mark.slow, needs_bmv2])]
+)
+
+
+class LiveSwitch:
+    """A lab of one switch, and what tests do with it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.job = lab.job_file
+        self._controller: LabController | None = None
+
+    def command(self, *arguments: str | Path, status: int | None = 0) -> str:
+        """Run a `checkmate` command to its end; its output. `status`: what it must end with."""
+        process = self.start(*arguments)
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        text = output.decode()
+        if status is not None:
+            assert process.returncode == status, text
+        assert "Traceback" not in text, text
+        return text
+
+    def start(self, *arguments: str | Path, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
+        return self.lab.start(
+            CONTROLLER,
+            [*CHECKMATE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+
+    @contextlib.contextmanager
+    def serving(self, *arguments: str | Path) -> Iterator[LabController]:
+        """`checkmate run` until the block ends."""
+        with Crew(self.lab) as crew:
+            self._controller = None  # until it serves, nothing is said of an earlier one
+            with serving(crew, *arguments) as self._controller:
+                yield self._controller
+        assert "Traceback" not in self.log(), self.log()
+
+    def log(self) -> str:
+        """What the last `run` has said since its last start."""
+        if self._controller is None:
+            return ""
+        member = self._controller.member
+        return member.said() + member.complaints()
+
+    def status(self, *files: Path) -> dict[str, Any]:
+        """`checkmate status --json` of the lab's only switch."""
+        process = self.start("status", *(files or (self.job,)), "--json", stderr=subprocess.PIPE)
+        output, words = process.communicate(timeout=30)
+        assert process.returncode == 0, words.decode()
+        (one,) = json.loads(output).values()
+        return dict(one)
+
+    def connected(self, *files: Path) -> set[tuple[Any, ...]]:
+        """The connected streams: job, group, side, channel, shadow id, incarnation."""
+        fields = ("job", "dp_group", "side", "channel", "shadow_id", "incarnation")
+        return {
+            tuple(stream[f] for f in fields)
+            for stream in self.status(*files)["streams"]
+            if stream["connected"]
+        }
+
+    def until(self, condition: Any, seconds: float = 60.0) -> None:
+        """Wait for a condition."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"still not so after {seconds} s; run said:\n{self.log()}"
+            time.sleep(0.05)
+
+    def connect(self, node: str, nic: Nic, payload: bytes, *, timeout: float = 5.0) -> socket.socket:
+        """A kernel socket from a shadow NIC to the stub that has sent `payload`, not yet acknowledged."""
+        device = next(
+            own.name
+            for host in self.lab.topology.hosts
+            if host.name == node
+            for own in host.interfaces
+            if own.mac == nic.mac
+        )
+        with namespaces.entered(self.lab.namespace(node)):
+            made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, SO_BINDTODEVICE, device.encode())
+        made.bind((str(nic.ip), 0))
+        made.settimeout(timeout)
+        stub = self.stub_ip()
+        made.connect((stub, STUB_TCP_PORT))
+        made.sendall(payload)
+        return made
+
+    def stub_ip(self) -> str:
+        return str(self.lab.switches[0].stub_ip)
+
+    def hello(self, node: str, nic: Nic, hello: Hello) -> socket.socket:
+        """A connected stream: its hello is acknowledged."""
+        made = self.connect(node, nic, hello.pack())
+        assert acknowledged(made)
+        return made
+
+    def restart_switch(self) -> None:
+        """Kill the switch and start it anew, empty."""
+        self.lab.restart_switch(self.lab.switches[0].name)
+
+
+def acknowledged(sock: socket.socket, seconds: float = 3.0) -> bool:
+    """Whether all that was written is acknowledged in time (SIOCOUTQ)."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        (waiting,) = struct.unpack("i", ioctl(sock, SIOCOUTQ, b"\0" * 4))
+        if waiting == 0:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def was_reset(sock: socket.socket, seconds: float = 3.0) -> bool:
+    """Whether the stub answers with a RST."""
+    sock.settimeout(seconds)
+    try:
+        return sock.recv(1) == b"" and False
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those that still run; a zombie doesn't."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(pid)
+    return found
+
+
+@contextlib.contextmanager
+def live_switch(target: Target, name: str) -> Iterator[LiveSwitch]:
+    with Lab(load("single_tor"), target, name=name) as lab:
+        yield LiveSwitch(lab)

@@ -1,0 +1,139 @@
+"""What shadow nodes say of themselves: one hold, one node, and hypothesis strategies for all of a job's."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from checkmate.job.schema import Job
+from checkmate.nodes.shards import Shard, holders_of
+from checkmate.nodes.standing import Answers, newest_incarnation
+from checkmate.rpc import shadow_pb2 as pb
+from testbed.jobs import job
+
+JOB = job(nodes=3, replicas=2, ranks=2)
+SHARDS = list(holders_of(JOB))
+
+
+def hold(
+    shard: Shard = (0, 0),
+    stepped: int = 5,
+    in_full: int = 6,
+    *,
+    incarnation: int = 3,
+    first: int = 0,
+    run: str = "a",
+    start: bytes = b"",
+    generation: int = 0,
+    seeded: bool = True,
+    live: bool = True,
+    offered: bool = True,
+    doubtful: bool = False,
+    lacks: int = 0,
+    last: bool = False,
+    trouble: str = "",
+) -> pb.HoldStatus:
+    return pb.HoldStatus(
+        shard=pb.Shard(group=shard[0], shard=shard[1]),
+        incarnation=incarnation,
+        stepped=stepped,
+        in_full=in_full,
+        seeded=seeded,
+        live=live,
+        offered=offered,
+        run=run,
+        start=start,
+        generation=generation,
+        first_iteration=first,
+        doubtful=doubtful,
+        lacks_buffers=lacks,
+        last=last,
+        trouble=trouble,
+    )
+
+
+def node(number: int, *holds: pb.HoldStatus) -> pb.NodeStatus:
+    return pb.NodeStatus(
+        node=number,
+        holds=holds,
+        holds_nothing=not holds,
+        incarnation=max((one.incarnation for one in holds), default=0),
+        generation=max((one.generation for one in holds), default=0),
+    )
+
+
+Start = tuple[int, str, int, bytes, int]
+STARTS: list[Start] = [
+    (3, "a", 0, b"1", 1),
+    (3, "a", 0, b"2", 1),
+    (3, "a", 7, b"3", 1),
+    (3, "b", 0, b"4", 1),
+    (2, "a", 0, b"5", 1),
+    (130, "b", 0, b"6", 1),
+    (4, "a", 7, b"7", 1),
+    (1, "c", 0, b"8", 2),
+]
+"""Incarnation, run, first iteration, start, generation.
+
+First those that have one number, then older and newer ones; the last is the newest by its generation alone.
+"""
+
+_USUALLY = [True] * 9 + [False]
+
+
+@st.composite
+def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb.HoldStatus:
+    """A hold at about an iteration, usually good."""
+    stepped = max(around + draw(st.sampled_from([0, 0, 0, 1, 1, -1, 3])), -1)
+    incarnation, run, first, start, generation = draw(st.sampled_from(starts))
+    return hold(
+        shard,
+        stepped,
+        stepped + draw(st.integers(0, 2)),
+        incarnation=incarnation,
+        run=run,
+        first=first,
+        start=start,
+        generation=generation,
+        seeded=draw(st.sampled_from(_USUALLY)),
+        live=draw(st.sampled_from(_USUALLY)),
+        offered=draw(st.sampled_from(_USUALLY)),
+        doubtful=not draw(st.sampled_from(_USUALLY)),
+        lacks=draw(st.sampled_from([0, 0, 0, 1])),
+        last=draw(st.booleans()),
+    )
+
+
+@st.composite
+def answers(draw: st.DrawFn, made: Job = JOB) -> Answers:
+    """What all nodes of a job say; few starts of training, so that often all shards can be had."""
+    starts = draw(st.lists(st.sampled_from(STARTS), min_size=1, max_size=2))
+    around = draw(st.integers(-1, 7))
+    found: dict[int, pb.NodeStatus | str] = {}
+    for one in made.shadow_nodes:
+        if not draw(st.sampled_from(_USUALLY)):
+            found[one.id] = "can't be reached"
+            continue
+        has = [shard for shard in holders_of(made) if draw(st.sampled_from(_USUALLY))]
+        said = node(one.id, *(draw(holds(shard, starts, around)) for shard in has))
+        said.fenced = draw(st.booleans())
+        found[one.id] = said
+    return found
+
+
+def held(said: Answers, number: int, shard: Shard) -> pb.HoldStatus:
+    """What a node that answered says of a shard."""
+    answer = said[number]
+    assert isinstance(answer, pb.NodeStatus)
+    (found,) = [one for one in answer.holds if (one.shard.group, one.shard.shard) == shard]
+    return found
+
+
+def newest(said: Answers) -> tuple[int, int | None]:
+    """The generation and incarnation that count."""
+    generation = max((one.generation for one in all_holds(said)), default=0)
+    incarnations = [one.incarnation for one in all_holds(said) if one.generation == generation]
+    return generation, newest_incarnation(incarnations)
+
+
+def all_holds(said: Answers) -> list[pb.HoldStatus]:
+    return [one for answer in said.values() if not isinstance(answer, str) for one in answer.holds]

@@ -1,0 +1,183 @@
+"""Small training jobs in labs in which something fails, and the same one undisturbed to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts.dying_shadow import STOPPED
+from topologies.controller import LabController, serving
+from topologies.crew import Crew
+from topologies.describe.topology import Topology, load
+from topologies.lab import Lab
+from topologies.training import consolidated
+from topologies.training.job import SCRIPT, JobPlan, TrainingJob
+from topologies.training.orders import Kill
+from topologies.training.record import JobRecord
+from topologies.training.verdict import differences, tensors
+
+ITERATIONS = 40
+SMALL = (
+    *("--layers", "1", "--width", "64", "--heads", "2"),
+    *("--context", "32", "--batch", "1", "--bucket-mb", "0.05"),
+)
+"""Five buckets in two shards, and a tenth of a second or so an iteration."""
+SECONDS = 100.0
+
+marks = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(400),
+]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a job left: its ranks' notes, and the parameters and optimizer state that rank 0 saved."""
+
+    record: JobRecord
+    state: dict[str, object]
+
+
+class Faulty:
+    """A job that trains in a lab, and the parts of it that a test may break."""
+
+    def __init__(self, lab: Lab, crew: Crew, controller: LabController, training: TrainingJob) -> None:
+        self.lab = lab
+        self.crew = crew
+        self.controller = controller
+        self.training = training
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        """Wait for something; what fails meanwhile is quoted."""
+        self.crew.wait(condition, what, seconds)
+
+    def train(self, iterations: int) -> None:
+        """Let the ranks train up to here, and wait until they have."""
+        self.training.let(iterations)
+        self.training.await_iterations(iterations, SECONDS)
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass, while nothing may fail."""
+        end = time.monotonic() + seconds
+        self.crew.wait(lambda: time.monotonic() > end, "time to pass", seconds + 1)
+
+    def await_iteration(self, iteration: int) -> None:
+        """Wait until training is in this iteration, or beyond."""
+        self.until(lambda: self.training.next_iteration() >= iteration, f"iteration {iteration}")
+
+    def await_stopped(self, node: int) -> None:
+        """Wait until a `dying_shadow` is where it is to die."""
+        member = self.training.shadows[f"shadow{node}"]
+        self.until(lambda: STOPPED in member.said(), f"shadow{node} to stop")
+
+    def starts(self, rank: int) -> int:
+        """How often a rank was started."""
+        return sum(event.name == "started" for event in self.training.record().events[rank])
+
+    def hold(self, node: int) -> dict[str, Any]:
+        """What a shadow node says of its only hold."""
+        (one,) = self.training.status(node)["holds"]
+        return dict(one)
+
+    def stepped(self, node: int) -> int:
+        """The last iteration that a shadow node has stepped."""
+        return int(self.hold(node)["stepped"])
+
+    def live(self, node: int) -> bool:
+        """Whether a shadow node's hold is seeded, and counts."""
+        holds = self.training.status(node).get("holds", [])
+        return bool(holds) and all(hold["live"] for hold in holds)
+
+    def finish(self) -> Finished:
+        """Let the job train to its end."""
+        self.training.let(ITERATIONS)
+        self.training.finish(SECONDS)
+        return Finished(self.training.record(), self.training.state())
+
+
+@contextlib.contextmanager
+def job(
+    name: str,
+    folder: Path,
+    *kills: Kill,
+    gated: bool = False,
+    reduce: Any = "checkmate",
+    topology: str | Topology = "single_tor",
+    loss: float = 0.0,
+    jitter: float = 0.0,
+    script: str = SCRIPT,
+    shadow_options: tuple[str, ...] = (),
+    shadow_programs: Mapping[int, Sequence[str]] | None = None,
+) -> Iterator[Faulty]:
+    """A job whose ranks are ready to train, or train already where it isn't `gated`."""
+    plan = JobPlan(
+        ("--iterations", str(ITERATIONS), *SMALL),
+        script,
+        kills=kills,
+        gated=gated,
+        reduce=reduce,
+        shadow_options=shadow_options,
+    )
+    described = load(topology) if isinstance(topology, str) else topology
+    with (
+        Lab(described, name=name, loss=loss, jitter=jitter) as lab,
+        Crew(lab) as crew,
+        serving(crew) as controller,
+    ):
+        training = TrainingJob(crew, plan, folder)
+        if reduce == "checkmate":
+            training.start_shadow_nodes(shadow_programs)
+        training.start()
+        training.await_ready(SECONDS)
+        try:
+            yield Faulty(lab, crew, controller, training)
+        except BaseException:
+            training.keep_logs()
+            raise
+
+
+@functools.cache
+def undisturbed() -> Finished:
+    """The same job over the same ring without tags and shadow nodes, to its end. Trained once."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        job(f"u{os.getpid()}", Path(folder), reduce="untagged") as run,
+    ):
+        return run.finish()
+
+
+def same(found: Finished) -> None:
+    """All losses and the final state are the undisturbed job's."""
+    reference = undisturbed()
+    assert found.record.losses == reference.record.losses
+    assert not found.record.changed_when_repeated
+    assert set(found.record.digests.values()) == set(reference.record.digests.values())
+    assert sorted(found.record.digests) == [0, 1, 2, 3]
+    assert len(tensors(found.state)) > 20
+    assert differences(found.state, reference.state) == []
+
+
+def check(run: Faulty, repeated: int = 0) -> Finished:
+    """Train to the end: it is as the undisturbed job's, and the shadow nodes hold the trainers' state.
+
+    At most `repeated` completed iterations were repeated.
+    """
+    found = run.finish()
+    same(found)
+    assert sum(count - 1 for count in found.record.repeated.values()) <= repeated
+    nodes = range(len(run.lab.topology.shadow_nodes))
+    last = ITERATIONS - 1
+    run.until(lambda: all(run.stepped(node) == last for node in nodes), "shadow nodes at the end", 20)
+    assert differences(consolidated.state(run.training, last), found.state) == []
+    return found

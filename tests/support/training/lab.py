@@ -1,0 +1,226 @@
+"""Training runs in a lab, for tests: the switch, its controller, shadow nodes, and ranks that can be killed.
+
+with training_lab("single_tor") as lab:          # or a topology as the data of its YAML
+    first = lab.train(Orders(str(tmp_path / "a"), iterations=20), kill_at=7)
+    again = lab.train(Orders(str(tmp_path / "a"), iterations=20))
+    assert equal(again.states(), uninterrupted.states())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.training.orders import ScriptOrders
+from topologies import lab as labs
+from topologies.controller import CHECKMATE, LabController, checkmate, serving
+from topologies.crew import Crew, Member
+from topologies.describe import topology as describe
+from topologies.describe.topology import LabError, Topology
+from topologies.kernel.links import MGMT_INTERFACE
+from topologies.lab import Lab
+
+_PORT = 29500
+_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class LabRun:
+    """What one start of a training job has left."""
+
+    folder: Path
+    ranks: int
+
+    def lines(self, rank: int, event: str) -> list[dict[str, Any]]:
+        """What a rank has said of an event, in all its starts."""
+        file = self.folder / f"rank{rank}.jsonl"
+        said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [line for line in said if line["event"] == event]
+
+    def losses(self, rank: int) -> dict[int, float]:
+        """The loss of each iteration, the last time that it was trained."""
+        return {line["iteration"]: line["loss"] for line in self.lines(rank, "iteration")}
+
+    def resumed(self, rank: int = 0) -> int:
+        """The iteration with which its last start began."""
+        return int(self.lines(rank, "resumed")[-1]["iteration"])
+
+    def state(self, rank: int, what: str = "") -> dict[str, Any]:
+        """What a rank had in the end; or, with `keep_each`, `after{iteration}.` or `restored.`"""
+        return dict(torch.load(self.folder / f"rank{rank}.{what}pt", weights_only=False))
+
+    def states(self, what: str = "") -> list[dict[str, Any]]:
+        """The same, of all ranks."""
+        return [self.state(rank, what) for rank in range(self.ranks)]
+
+
+class TrainingLab:
+    """A lab with a running controller and shadow nodes."""
+
+    def __init__(self, lab: Lab, crew: Crew, controller: LabController) -> None:
+        self.lab, self.crew, self.controller = lab, crew, controller
+        self.shadows: dict[int, Member] = {}
+        self.ranks: list[Member] = []
+
+    @property
+    def topology(self) -> Topology:
+        """What the lab consists of."""
+        return self.lab.topology
+
+    def start_shadow_nodes(self, numbers: Sequence[int] | None = None, *options: str) -> None:
+        """Start these shadow nodes (default: all), and wait until they serve."""
+        started = []
+        for host in self.topology.shadow_nodes:
+            if numbers is None or host.number in numbers:
+                argv: list[str | Path] = [
+                    *CHECKMATE,
+                    "shadow",
+                    self.lab.job_file,
+                    "--id",
+                    str(host.number),
+                    "--no-view",
+                    *options,
+                ]
+                environment = {"OMP_NUM_THREADS": "1"}
+                member = self.crew.start(host.name, host.name, argv, environment=environment)
+                self.shadows[host.number] = member
+                started.append(member)
+        self.await_ready(started)
+
+    def await_ready(self, members: Sequence[Member]) -> None:
+        """Wait until these shadow nodes serve."""
+        self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", _SECONDS)
+
+    def await_live(self, number: int) -> None:
+        """Wait until a shadow node's holds are all live, since it was last started."""
+        member = self.shadows[number]
+        shards = member.complaints().count("begins at iteration") or 1
+        self.crew.wait(
+            lambda: member.complaints().count(": live at iteration") >= shards,
+            f"shadow node {number} to be live",
+            _SECONDS,
+        )
+
+    def start(self, orders: ScriptOrders) -> LabRun:
+        """Start all ranks of a training script."""
+        folder = Path(orders.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        groups = tuple(tuple(rank.number for rank in group.ranks) for group in self.topology.groups)
+        file = replace(orders, groups=groups).write(folder / "orders.json")
+        self.start_script("tests.scripts.training", file)
+        return LabRun(folder, len(self.ranks))
+
+    def start_script(self, module: str, *arguments: str | Path) -> None:
+        """Start all ranks of any script."""
+        ranks = self.topology.ranks
+        self.ranks = [
+            self.crew.start(
+                rank.name,
+                rank.name,
+                [sys.executable, "-m", module, *arguments],
+                environment={
+                    "RANK": str(rank.number),
+                    "WORLD_SIZE": str(len(ranks)),
+                    "MASTER_ADDR": str(ranks[0].mgmt),
+                    "MASTER_PORT": str(_PORT),
+                    "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+            for rank in ranks
+        ]
+
+    def train(self, orders: ScriptOrders, *, kill_at: int | None = None) -> LabRun:
+        """Train to the end; or until rank 0 is through with iteration `kill_at`, and kill all ranks."""
+        run = self.start(orders)
+        if kill_at is None:
+            self.crew.finish(self.ranks, _SECONDS)
+        else:
+            self.await_iteration(run, kill_at)
+            self.kill_ranks()
+        return run
+
+    def await_iteration(self, run: LabRun, iteration: int) -> None:
+        """Wait until rank 0 is through with an iteration."""
+        self.crew.wait(lambda: iteration in run.losses(0), f"iteration {iteration} to end", _SECONDS)
+
+    def end(self, run: LabRun) -> int:
+        """Let a run with an open end come to it; how many iterations it will have had."""
+        end = max(run.losses(0), default=0) + 20  # no rank is that far
+        file = run.folder / "end.next"
+        file.write_text(str(end))
+        file.replace(run.folder / "end")
+        self.crew.finish(self.ranks, _SECONDS)
+        return end
+
+    def consolidate(self, *options: str | Path) -> str:
+        """Run `checkmate consolidate` beside the controller; its output."""
+        return checkmate(self.crew, "consolidate", self.lab.job_file, *options)
+
+    def kill_ranks(self) -> None:
+        """SIGKILL to all ranks."""
+        for member in self.ranks:
+            self.crew.kill(member)
+
+    def await_deaths(self) -> None:
+        """Wait until a rank has died, as orders said; then kill the rest, as torchrun does."""
+        with contextlib.suppress(LabError):
+            self.crew.wait(lambda: False, "a rank to die", _SECONDS)
+        self.kill_ranks()
+
+    def status(self) -> dict[int, dict[str, Any]]:
+        """What each running shadow node says of itself last, where it was started with --json."""
+        return {number: json.loads(m.said().splitlines()[-1]) for number, m in self.shadows.items()}
+
+    def stop_shadow_nodes(self) -> None:
+        """End the shadow nodes, as Ctrl-C does."""
+        for member in self.shadows.values():
+            if member in self.crew:
+                self.crew.stop(member)
+
+
+@contextlib.contextmanager
+def training_lab(
+    topology: str | Mapping[str, Any], *, shadow_nodes: bool = True, **options: Any
+) -> Iterator[TrainingLab]:
+    """A lab of this topology (a name, or the data of its YAML) until the block ends; `options` of `Lab`."""
+    name = f"t{os.getpid()}_{random.randrange(10**6)}"
+    described = describe.load(topology) if isinstance(topology, str) else describe.build(name, dict(topology))
+    try:
+        with Lab(described, name=name, **options) as lab, Crew(lab) as crew, serving(crew) as controller:
+            found = TrainingLab(lab, crew, controller)
+            if shadow_nodes:
+                found.start_shadow_nodes()
+            yield found
+    finally:
+        labs.down(name)  # what a failed test has left
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether states have the same bits."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and bytes(one.contiguous().view(-1).view(torch.uint8).numpy())
+            == bytes(other.contiguous().view(-1).view(torch.uint8).numpy())
+        )
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(equal(one[k], other[k]) for k in one)
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and bool(one == other)

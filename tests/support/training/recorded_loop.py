@@ -1,0 +1,122 @@
+"""A training loop with a recorder, and replicas that get what shadow nodes get: in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.optim.supported import spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.replica.replica import Replica
+from checkmate.training.exclusion import StepExclusion
+from checkmate.training.record.buffers import Buffers, kept_beside
+from checkmate.training.record.publisher import Author, to_part
+from checkmate.training.record.recorder import Noted, PendingFault, Recorder, Watched
+from checkmate.training.record.windows import Slices
+from checkmate.training.start import membership
+
+AUTHOR = Author("job", 3, "first", b"start", 0, 0, 0)
+
+
+class LoopModel(nn.Module):
+    """Two layers with BatchNorm between, and one that every other iteration leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.sometimes = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, *, more: bool = False) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return y + self.sometimes(x) if more else y
+
+
+class RecordedLoop:
+    """A training loop with a recorder, and a replica for each shard that gets what shadow nodes get."""
+
+    def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], **watched: Any) -> None:
+        torch.manual_seed(5)
+        self.model = LoopModel()
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        self.optimizer = make(self.model)
+        self.names = membership.trained(self.ddp)
+        self.parameters = list(self.names.values())
+        numbers = {p: i for i, p in enumerate(self.parameters)}
+        self.layout = membership.lay_out(self.ddp, 2)
+        spec = spec_of(self.optimizer, numbers)
+        self.replicas = [Replica(self.layout, shard, spec, exact=True) for shard in range(2)]
+        for replica in self.replicas:
+            for number in replica.numbers:
+                replica.load(number, self.parameters[number].detach().clone(), {}, -1)
+        self.emitted: list[Noted] = []
+        self.steps = StepExclusion(0)
+        scheduler, scaler = (
+            watched.get(name, lambda _: None)(self.optimizer) for name in ("scheduler", "scaler")
+        )
+        self.scheduler, self.scaler = scheduler, scaler
+        self.fault = PendingFault()
+        self.recorder = Recorder(
+            Watched(self.ddp, self.optimizer, scheduler, scaler, watched.get("extra")),
+            self.names,
+            self.steps,
+            self.emitted.append,
+            lambda iteration: {(0, 0): 100 * iteration},
+            self.fault,
+            slices=Slices(self.layout, self.parameters, self.optimizer),
+            buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
+        )
+        self.gradients: dict[int, dict[int, torch.Tensor]] = {}
+        self.iteration = -1
+
+    def backward(self, *, factor: float = 1.0, more: bool = False) -> None:
+        """Forward and backward; gradients are final then, and go to the shadow nodes."""
+        loss = (self.ddp(torch.randn(4, 8), more=more) ** 2).sum() * factor
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        self.iteration += 1
+        flats = {}
+        for index, bucket in enumerate(self.layout.buckets):
+            parts = [self.parameters[place.parameter] for place in bucket.places]
+            flats[index] = torch.cat(
+                [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in parts]
+            )
+        self.gradients[self.iteration] = flats
+        self.recorder.reduced(self.iteration)
+
+    def follow(self) -> list[pb.RecordPart]:
+        """Have the replicas step what was recorded, and check that they have what the loop has."""
+        parts = []
+        while self.emitted:
+            part = to_part(AUTHOR, self.emitted.pop(0))
+            parts.append(part)
+            for replica in self.replicas:
+                own = {
+                    i: g.clone()
+                    for i, g in self.gradients[part.iteration].items()
+                    if self.layout.buckets[i].shard == replica.shard
+                }
+                assert replica.step(part.iteration, own, part.step) == []
+        for replica in self.replicas:
+            for number, tensor, values in replica.read(self.iteration):
+                parameter = self.parameters[number]
+                assert torch.equal(tensor, parameter), self.layout.parameters[number].name
+                theirs = self.optimizer.state.get(parameter, {})
+                assert values.keys() == theirs.keys()
+                for name, value in values.items():
+                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+        return parts
+
+    def close(self, *, last: bool = True) -> list[pb.RecordPart]:
+        """End the recording, and follow to the end."""
+        self.recorder.close(last)
+        return self.follow()
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, **options)

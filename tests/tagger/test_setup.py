@@ -1,0 +1,104 @@
+"""Attaching the tagger: what it needs, said plainly where it is missing, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkmate.tagger import Tagger, TaggerError, TaggerUnavailable, build, cgroups, libbpf
+from tests.support.labs.end_hosts import needs_root, veth_pair
+from tests.support.waiting import wait_until
+
+pytestmark = needs_root
+
+
+def live_programs() -> set[int]:
+    """All BPF programs that this kernel holds."""
+    library = ctypes.CDLL("libbpf.so.1")
+    found: set[int] = set()
+    number = ctypes.c_uint32(0)
+    while library.bpf_prog_get_next_id(number, ctypes.byref(number)) == 0:
+        found.add(number.value)
+    return found
+
+
+def test_closing_leaves_nothing() -> None:
+    with Tagger.attach() as attached:
+        number = attached.program_id
+        assert number in live_programs()
+    wait_until(lambda: number not in live_programs(), "the program goes")
+    with pytest.raises(TaggerError, match="closed"):
+        attached.faults()
+
+
+def test_a_killed_process_leaves_nothing() -> None:
+    script = (
+        "import time\nfrom checkmate.tagger import Tagger\n"
+        "with Tagger.attach() as t: print(t.program_id, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        number = int(process.stdout.readline())
+        assert number in live_programs()
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: number not in live_programs(), "the program goes")
+
+
+def test_a_private_cgroup_is_removed_and_stale_ones_swept() -> None:
+    own = cgroups.open_own_cgroup()
+    try:
+        name = f"checkmate-{os.getpid()}"
+        before = Path("/proc/self/cgroup").read_text()
+        os.mkdir("checkmate-4194999", dir_fd=own)  # beyond the largest pid
+        with cgroups.private_cgroup() as child:
+            assert name in Path("/proc/self/cgroup").read_text()
+            assert name in os.listdir(own)
+            assert "checkmate-4194999" not in os.listdir(own)
+            with Tagger.attach(child) as attached:
+                assert attached.program_id in live_programs()
+        assert name not in os.listdir(own)
+        assert Path("/proc/self/cgroup").read_text() == before
+    finally:
+        os.close(own)
+
+
+def test_it_attaches_where_no_cgroup2_is_to_be_seen() -> None:
+    with veth_pair() as pair:
+        enter = ["ip", "netns", "exec", pair.a]  # which hides /sys/fs/cgroup
+        if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("`ip netns exec` doesn't work here: the root directory is no mount point")
+        command = [*enter, sys.executable, "-m", "checkmate.tagger"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "detached again" in done.stdout
+
+
+def test_missing_clang_is_said_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TaggerUnavailable, match=r"clang.*not on PATH; apt-get install clang"):
+        build.object_file(tmp_path)
+
+
+def test_missing_libbpf_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libbpf, "_LIBRARY", "libbpf-missing.so.1")
+    with pytest.raises(TaggerUnavailable, match=r"libbpf-missing\.so\.1 is not installed; apt-get"):
+        Tagger.attach()
+
+
+def test_a_folder_that_is_no_cgroup_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(TaggerUnavailable, match="can't run here"):
+        Tagger.attach(tmp_path)
+
+
+def test_missing_privilege_is_said_plainly() -> None:
+    command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-m", "checkmate.tagger"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no right to load an eBPF program; run as root" in done.stderr
+    assert "Traceback" not in done.stderr

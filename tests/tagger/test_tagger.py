@@ -1,0 +1,352 @@
+"""The tagger on a real kernel: what is on the wire, segment by segment."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkmate.tagger import TaggedSocket, Tagger, TaggerError
+from checkmate.tagger.state import RANGES, SocketState
+from checkmate.wire import tag as wire
+from checkmate.wire import tcp
+from tests.support.labs.end_hosts import (
+    CapturedSegment,
+    HostPair,
+    PacketCapture,
+    SocketReader,
+    inside,
+    needs_root,
+    veth_pair,
+)
+
+pytestmark = needs_root
+
+CHANNEL, INCARNATION = 3, 200
+SYN, PUSH = 0x02, 0x08
+TIMESTAMPS = b"\x01\x01\x08\x0a"
+OFFLOADS = {
+    "tso": (),
+    "software_gso": ("tso off",),
+    "packet_by_packet": ("tso off", "gso off", "gro off", "tx off"),
+}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A chunk: where it stands in the connection, its data, and the stream position where it is tagged."""
+
+    start: int
+    data: bytes
+    shadow_id: int | None
+    position: int
+
+
+@pytest.fixture(scope="module")
+def tagger() -> Iterator[Tagger]:
+    with Tagger.attach() as attached:
+        yield attached
+        assert attached.faults() == {"reserve": 0, "store": 0, "tos": 0, "flags": 0}
+
+
+def chunks_of(seed: int, sizes: list[int], untagged_share: float = 0.4) -> list[Sent]:
+    """Chunks of random content; about so many untagged, the others of two shadow ids."""
+    pick = random.Random(seed)
+    positions = {0: 0, 0xABCD: 0}
+    chunks: list[Sent] = []
+    start = 0
+    for size in sizes:
+        shadow_id = None if pick.random() < untagged_share else pick.choice(list(positions))
+        position = 0 if shadow_id is None else positions[shadow_id]
+        chunks.append(Sent(start, pick.randbytes(size), shadow_id, position))
+        if shadow_id is not None:
+            positions[shadow_id] += size
+        start += size
+    return chunks
+
+
+def send_all(sender: TaggedSocket, chunks: list[Sent]) -> None:
+    for chunk in chunks:
+        sender.send_chunk(chunk.data, chunk.shadow_id)
+
+
+def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Sent], timestamps: bool) -> int:
+    """Every data segment lies in one chunk and carries exactly what that chunk asks for; how many do."""
+    starts = {}
+    for chunk in chunks:
+        starts[chunk.start] = chunk
+    ordered = sorted(starts)
+    seen = 0
+    for segment in segments:
+        if not segment.payload:
+            assert not segment.dscp and b"\xc4\xec" not in segment.options
+            continue
+        seen += 1
+        offset = (segment.sequence - first) % wire.MODULUS
+        chunk = starts[max(start for start in ordered if start <= offset)]
+        within = offset - chunk.start
+        assert segment.payload == chunk.data[within : within + len(segment.payload)]
+        kernel, tag = segment.options[:-16], segment.options[-16:]
+        assert len(kernel) == 12 * timestamps and kernel.startswith(TIMESTAMPS if timestamps else b"")
+        if chunk.shadow_id is None:
+            assert segment.dscp == 0
+            assert tag == b"\x01" * 16
+            continue
+        assert segment.dscp == wire.DEFAULT_DSCP_BIT
+        parsed = wire.Tag.unpack(tag)
+        anchor = (first + chunk.start) % wire.MODULUS
+        assert parsed == wire.Tag(chunk.position, anchor, chunk.shadow_id, CHANNEL, INCARNATION)
+        assert wire.copy_sequence(parsed, segment.sequence) == (chunk.position + within) % wire.MODULUS
+    return seen
+
+
+def first_sequence(segments: list[CapturedSegment]) -> int:
+    """From the SYN on the wire, not from the tagger."""
+    (syn,) = {segment.sequence for segment in segments if segment.flags & SYN}
+    return (syn + 1) % wire.MODULUS
+
+
+def assert_covered(segments: list[CapturedSegment], first: int, chunks: list[Sent]) -> None:
+    """The capture has every byte, so nothing went by unseen."""
+    end = 0
+    for start, stop in sorted(
+        ((s.sequence - first) % wire.MODULUS, (s.sequence - first) % wire.MODULUS + len(s.payload))
+        for s in segments
+        if s.payload
+    ):
+        assert start <= end, f"bytes {end} to {start} were not captured"
+        end = max(end, stop)
+    assert end == chunks[-1].start + len(chunks[-1].data)
+
+
+@pytest.mark.parametrize("timestamps", [True, False], ids=["timestamps", "bare"])
+@pytest.mark.parametrize("mode", OFFLOADS)
+def test_every_segment_has_its_chunks_tag(tagger: Tagger, mode: str, timestamps: bool) -> None:
+    sizes = [1, 10, 1431, 1432, 1433, 2864, 100_000, 3, 1_000_000, 65_536, 7, 7, 300_001, 1] * 3
+    chunks = chunks_of(1, sizes)
+    with veth_pair(OFFLOADS[mode]) as pair:
+        pair.in_each(f"sysctl -qw net.ipv4.tcp_timestamps={int(timestamps)}")
+        segments, received, _ = run_transfer(tagger, pair, chunks)
+    assert received == b"".join(chunk.data for chunk in chunks)
+    first = first_sequence(segments)
+    assert check_segments(segments, first, chunks, timestamps) >= len(chunks)
+    assert_covered(segments, first, chunks)
+    longest = max(len(segment.payload) for segment in segments)
+    mss = 1500 - 40 - 12 * timestamps - wire.TAG_LENGTH
+    assert longest > 20 * mss if mode == "tso" else longest == mss
+
+
+def run_transfer(
+    tagger: Tagger, pair: HostPair, chunks: list[Sent]
+) -> tuple[list[CapturedSegment], bytes, int]:
+    """Send the chunks over a fresh tagged connection from `a` to `b`.
+
+    What `b` captured, what it read, and how many segments `a` sent again.
+    """
+    capture = PacketCapture(pair.b)
+    reader = SocketReader(pair.b, pair.b_ip)
+    try:
+        with inside(pair.a):
+            sock = socket.socket()
+        tcp.tune_for_bulk(sock)
+        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+        sender.connect(reader.address)
+        send_all(sender, chunks)
+        sender.drain(60)
+        assert sender.unacknowledged() == 0
+        retransmitted = tcp.retransmitted(sock)
+        sender.close()
+        reader.join(30)
+    finally:
+        segments = capture.stop()
+    mine = [segment for segment in segments if segment.source_port != reader.address[1]]
+    return mine, bytes(reader.received), retransmitted
+
+
+@pytest.mark.parametrize(("mode", "per_mille"), [("tso", 80), ("packet_by_packet", 30)])
+def test_retransmissions_carry_the_same_mapping(
+    tagger: Tagger, mode: str, per_mille: int, tmp_path: Path
+) -> None:
+    chunks = chunks_of(2, [200_000, 5, 1433, 40_000, 9] * 20)
+    with veth_pair(OFFLOADS[mode]) as pair:
+        pair.lose(per_mille, tmp_path)
+        segments, received, retransmitted = run_transfer(tagger, pair, chunks)
+    assert received == b"".join(chunk.data for chunk in chunks)
+    first = first_sequence(segments)
+    check_segments(segments, first, chunks, timestamps=True)
+    assert_covered(segments, first, chunks)
+    assert retransmitted, "the loss has caused no retransmission: nothing was tested"
+
+
+def test_more_chunks_than_ranges_wait_for_acknowledgements(tagger: Tagger) -> None:
+    chunks = chunks_of(3, [1, 2, 3, 4] * RANGES, untagged_share=0)
+    with veth_pair() as pair:
+        segments, received, _ = run_transfer(tagger, pair, chunks)
+    assert received == b"".join(chunk.data for chunk in chunks)
+    assert check_segments(segments, first_sequence(segments), chunks, timestamps=True) >= len(chunks)
+
+
+def connect_near_the_wrap(
+    tagger: Tagger, pair: HostPair, most: int
+) -> tuple[TaggedSocket, socket.socket, int]:
+    """A connection whose sequence numbers wrap after at most `most` bytes: tried until one does."""
+    reset = struct.pack("ii", 1, 0)
+    with inside(pair.b):
+        server = socket.create_server((pair.b_ip, 0))
+    with server, inside(pair.a):
+        for _ in range(20_000):
+            sender = TaggedSocket(tagger, socket.socket(), CHANNEL, INCARNATION)
+            sender.connect(server.getsockname())
+            sink, _ = server.accept()
+            state = SocketState()
+            tagger.fetch(sender.socket, state)
+            if wire.MODULUS - state.first_sequence <= most:
+                return sender, sink, state.first_sequence
+            sender.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            sender.close()
+            sink.close()
+    raise AssertionError("no initial sequence number close to 2^32")
+
+
+@pytest.mark.parametrize("mode", ["tso", "packet_by_packet"])
+def test_sequence_numbers_wrap_at_32_bits(tagger: Tagger, mode: str) -> None:
+    with veth_pair(OFFLOADS[mode]) as pair:
+        sender, sink, first = connect_near_the_wrap(tagger, pair, most=4 << 20)
+        chunks = chunks_of(4, [(wire.MODULUS - first) // 10 + 1] * 20)
+        capture = PacketCapture(pair.b)
+        received = bytearray()
+        try:
+            for chunk in chunks:
+                sender.send_chunk(chunk.data, chunk.shadow_id)
+                while len(received) < sender.written:
+                    received += sink.recv(1 << 20)
+            sender.drain(10)
+        finally:
+            segments = [segment for segment in capture.stop() if segment.source_port != sink.getsockname()[1]]
+            sender.close()
+            sink.close()
+    assert bytes(received) == b"".join(chunk.data for chunk in chunks)
+    assert check_segments(segments, first, chunks, timestamps=True) >= len(chunks)
+    assert_covered(segments, first, chunks)
+    assert {segment.sequence < 1 << 31 for segment in segments if segment.payload} == {True, False}
+
+
+def test_other_sockets_are_left_alone(tagger: Tagger) -> None:
+    with veth_pair() as pair:
+        capture = PacketCapture(pair.b)
+        reader = SocketReader(pair.b, pair.b_ip)
+        with inside(pair.a):
+            plain = socket.socket()
+        plain.connect(reader.address)
+        plain.sendall(bytes(200_000), socket.MSG_EOR)
+        plain.close()
+        reader.join(10)
+        segments = [s for s in capture.stop() if s.source_port != reader.address[1] and s.payload]
+    assert len(reader.received) == 200_000
+    assert {(s.dscp, len(s.options), s.options[:4]) for s in segments} == {(0, 12, TIMESTAMPS)}
+
+
+def test_a_socket_keeps_its_own_dscp(tagger: Tagger) -> None:
+    with veth_pair() as pair:
+        capture = PacketCapture(pair.b)
+        reader = SocketReader(pair.b, pair.b_ip)
+        with inside(pair.a):
+            sock = socket.socket()
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 10 << 2)
+        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION, dscp_bit=0x04)
+        sender.connect(reader.address)
+        sender.send_chunk(b"plain")
+        sender.send_chunk(b"tagged", 0)
+        sender.drain(10)
+        sender.close()
+        reader.join(10)
+        segments = [s for s in capture.stop() if s.source_port != reader.address[1] and s.payload]
+    assert [(s.payload, s.dscp) for s in segments] == [(b"plain", 10), (b"tagged", 14)]
+
+
+def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
+    with veth_pair() as pair:
+        reader = SocketReader(pair.b, pair.b_ip)
+        with inside(pair.a):
+            sock = socket.socket()
+        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+        sender.connect(reader.address)
+        sender.send_chunk(b"")
+        sender.send_chunk(b"123", 5)
+        sender.send_chunk(b"4567")
+        sender.begin_chunk(4, 6)
+        sender.write(b"8")
+        with pytest.raises(TaggerError, match="still lacks 3"):
+            sender.begin_chunk(1)
+        with pytest.raises(TaggerError, match="4 bytes, where the chunk lacks 3"):
+            sender.write(b"toom")
+        sender.write(b"9ab")
+        assert (sender.position(5), sender.position(6), sender.position(7)) == (3, 4, 0)
+        assert sender.written == 11
+        sender.close()
+        reader.join(10)
+    assert reader.received == b"123456789ab"
+
+
+def test_a_range_is_retired_before_its_sequence_numbers_come_again(
+    tagger: Tagger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkmate.tagger.sockets.RETIRE_AFTER", 100)
+    known = SocketState()
+    with veth_pair() as pair:
+        reader = SocketReader(pair.b, pair.b_ip)
+        with inside(pair.a):
+            sock = socket.socket()
+        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+        sender.connect(reader.address)
+        sender.send_chunk(b"123", 5)
+        sender.send_chunk(bytes(90))
+        tagger.fetch(sock, known)
+        assert (known.head, known.tail) == (0, 1)
+        sender.send_chunk(bytes(20))
+        tagger.fetch(sock, known)
+        assert (known.head, known.tail) == (1, 1)
+        sender.send_chunk(b"456", 5)
+        tagger.fetch(sock, known)
+        assert (known.head, known.tail, known.ranges[1].sequence) == (1, 2, 3)
+        sender.close()
+        reader.join(10)
+    assert len(reader.received) == 116
+
+
+def test_a_connection_made_before_is_refused(tagger: Tagger) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sock,
+    ):
+        late = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+        with pytest.raises(TaggerError, match="before it connects"):
+            late.send_chunk(b"x", 0)
+
+
+def test_only_ipv4_tcp_is_tagged(tagger: Tagger) -> None:
+    with socket.socket(socket.AF_INET6) as sock, pytest.raises(TaggerError, match="IPv4"):
+        TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+
+
+def test_draining_ends_when_the_peer_resets(tagger: Tagger) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, tcp.SO_SNDBUFFORCE, 4 << 20)
+        sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
+        sender.connect(server.getsockname())
+        peer, _ = server.accept()
+        sender.send_chunk(bytes(1 << 20), 1)
+        with pytest.raises(TimeoutError, match="has not acknowledged"):
+            sender.drain(0.1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        with pytest.raises(ConnectionResetError, match="bytes unacknowledged"):
+            sender.drain(10)
+        sender.close()

@@ -1,0 +1,218 @@
+"""Labs' descriptions: pure, so no test here needs root."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.job.boundaries import streams
+from checkmate.job.files import read_jobs
+from controlplane.network import Network
+from controlplane.plan import plan
+from topologies import picture, switches, torchrun
+from topologies.describe import job_files
+from topologies.describe import topology as describe
+from topologies.describe.topology import BadDescription, Topology, build, load
+from topologies.kernel import loss
+
+
+def write(topology: Topology, folder: Path, target: job_files.Target = "bmv2") -> Path:
+    folder.joinpath(job_files.FABRIC_FILE).write_text(
+        job_files.as_yaml(job_files.fabric(topology, target), "fabric")
+    )
+    job = folder / job_files.JOB_FILE
+    job.write_text(job_files.as_yaml(job_files.job(topology, "job"), "job"))
+    return job
+
+
+@st.composite
+def lab_files(draw: st.DrawFn) -> dict[str, Any]:
+    """A tree of switches, with groups and shadow nodes anywhere on it."""
+    names = [f"sw{i}" for i in range(draw(st.integers(1, 5)))]
+    switch = st.sampled_from(names)
+    nodes = draw(st.lists(st.lists(switch, min_size=1, max_size=2), min_size=1, max_size=6))
+    chosen = st.lists(st.sampled_from(range(len(nodes))), min_size=1, unique=True)
+    group = st.fixed_dictionaries(
+        {"ranks": st.lists(switch, min_size=2, max_size=8)}, optional={"shadow_nodes": chosen}
+    )
+    groups = draw(st.lists(group, min_size=1, max_size=4))
+    return {
+        "title": "drawn",
+        "channels": draw(st.integers(1, 8)),
+        "replicas": draw(st.integers(1, min(len(one.get("shadow_nodes", nodes)) for one in groups))),
+        "switches": names,
+        "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
+        "dp_groups": groups,
+        "shadow_nodes": nodes,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=lab_files())
+def test_any_lab_gives_a_job_that_the_control_plane_accepts(
+    data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    topology = build("drawn", data)
+    jobs = read_jobs([write(topology, tmp_path_factory.mktemp("lab"))])
+    assert [len(group.ranks) for group in jobs[0].dp_groups] == [len(g["ranks"]) for g in data["dp_groups"]]
+    assert set(plan(jobs)) == set(data["switches"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=lab_files())
+def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
+    topology = build("drawn", data)
+    nics = [nic for host in topology.hosts for nic in host.interfaces]
+    ends = [
+        *((n.switch, n.port) for n in nics),
+        *(end for link in topology.links for end in (link.a, link.b)),
+    ]
+    ports = [(s.name, port) for s in topology.switches for port in range(1, s.ports + 1)]
+    assert sorted(ends) == sorted(ports)
+    addresses = Counter([*(n.ip for n in nics), *(s.stub_ip for s in topology.switches)])
+    managed = Counter([*(h.mgmt for h in topology.hosts), *(s.mgmt for s in topology.switches)])
+    assert max([*addresses.values(), *managed.values()]) == 1
+    assert len({n.mac for n in nics}) == len(nics)
+
+
+@pytest.mark.parametrize("name", describe.names())
+def test_management_addresses_sort_as_ranks_do(name: str) -> None:
+    """As text: torchrun numbers its nodes so."""
+    addresses = [str(rank.mgmt) for rank in load(name).ranks]
+    assert sorted(addresses) == addresses
+
+
+def test_each_torchrun_meets_the_others_at_the_first_rank() -> None:
+    topology = load("paper_testbed")
+    commands = [torchrun.command(topology, rank, ["train.py", "--steps", "3"]) for rank in topology.ranks]
+    for rank, command in zip(topology.ranks, commands, strict=True):
+        assert "--rdzv-endpoint=172.31.1.101:29400" in command
+        assert f"--local-addr={rank.mgmt}" in command
+        assert command[-3:] == ["train.py", "--steps", "3"]
+    assert [("--rdzv-conf=is_host=1" in command) for command in commands] == [True] + [False] * 11
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=lab_files())
+def test_the_picture_shows_each_host_and_each_port(data: dict[str, Any]) -> None:
+    topology = build("drawn", data)
+    drawn = picture.picture(topology)
+    blocks = drawn.split("\n\n")
+    assert len(blocks) == len(topology.switches)
+    for switch, block in zip(topology.switches, blocks, strict=True):
+        here = [nic for host in topology.hosts for nic in host.interfaces if nic.switch == switch.name]
+        joints = sum(line.count("┴") + line.count("┬") for line in block.splitlines())
+        assert joints == len(here)
+        for nic in here:
+            assert f"│{nic.port}" in block
+
+
+def test_picture_of_single_tor() -> None:
+    assert picture.picture(load("single_tor")) == "\n".join(
+        [
+            " rank0 rank1 rank2 rank3",
+            "    │1    │2    │3    │4",
+            "┌───┴─────┴─────┴─────┴──┐",
+            "│ tor, 172.31.3.1:9559   │",
+            "└─┬───┬───┬───┬──────────┘",
+            "  │5  │6  │7  │8",
+            " shadow0 shadow1",
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ["single_tor", "two_tor", "paper_testbed"])
+def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
+    topology = load(name)
+    lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
+    assert len(lines) < 20
+    assert "occupy a terminal" in lines[1]
+    text = "\n".join(lines[2:])
+    for number in range(len(topology.shadow_nodes)):
+        assert f"ip netns exec cm-mine-shadow{number} " in text
+        assert f"shadow /jobs/job.yaml --id {number}\n" in text
+    order = [
+        " run ",
+        " shadow ",
+        "torch.distributed.run",
+        " status ",
+        " consolidate ",
+        " remove ",
+        " lab down",
+    ]
+    places = [text.index(word) for word in order]
+    assert places == sorted(places)
+
+
+def test_many_shadow_nodes_do_not_make_the_list_long() -> None:
+    one = load("single_tor")
+    topology = replace(one, shadow_nodes=one.shadow_nodes * 20)
+    lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
+    assert len(lines) < 20
+    assert lines[8].endswith("--id 39")
+
+
+@pytest.mark.parametrize("name", ["single_tor", "paper_testbed"])
+def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None:
+    """The shell itself says what the line comes to."""
+    topology = load(name)
+    script = ["train.py", "--title", "two words"]
+    line = torchrun.loop(topology, "mine", "/jobs/a job.yaml", script)
+    said = line.replace("ip netns exec", "printf '%s\\0'").replace(" & ", "; echo; ")
+    done = subprocess.run(["sh", "-c", said], capture_output=True, text=True, check=True)
+    rows = [row.split("\0")[:-1] for row in done.stdout.splitlines()]
+    assert len(rows) == len(topology.ranks)
+    for rank, row in zip(topology.ranks, rows, strict=True):
+        expected = [str(word) for word in torchrun.command(topology, rank, script)]
+        assert row[:2] == [f"cm-mine-{rank.name}", "env"]
+        assert "CHECKMATE_JOB=/jobs/a job.yaml" in row[2 : -len(expected)]
+        assert row[-len(expected) :] == expected
+
+
+def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
+    assert describe.names() == ["paper_testbed", "single_tor", "two_tor"]
+    single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
+    assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])
+    assert [len(group.ranks) for group in paper.groups] == [6, 6]
+    assert [len(n.interfaces) for n in paper.shadow_nodes] == [2, 2, 2, 2]
+    (job,) = read_jobs([write(two, tmp_path)])
+    tagging = {stream.boundary.switch for stream in streams(job)}
+    holding = {nic.switch for node in job.shadow_nodes for nic in node.nics}
+    assert tagging == holding == {"tor0", "tor1"}
+    assert Network([job]).tree_ports("tor0") == {5}
+
+
+@pytest.mark.parametrize("name", ["nowhere", "missing.yaml"])
+def test_an_unknown_lab_is_refused(name: str) -> None:
+    with pytest.raises(BadDescription, match=name):
+        load(name)
+
+
+def test_switch_commands() -> None:
+    switch = load("two_tor").switches[1]
+    ports = [part for port in range(1, 6) for part in ("-i", f"{port}@port{port}")]
+    bmv2 = switches.command(switch, "bmv2")
+    assert bmv2[:1] == ["simple_switch_grpc"]
+    assert bmv2[1:] == [
+        *("--no-p4", "--device-id", "2", *ports, "--"),
+        *("--grpc-server-addr", "172.31.3.2:9559", "--cpu-port", "510"),
+    ]
+    assert switches.command(switch, "softswitch")[3:] == [part for part in bmv2[1:] if part != "--"]
+
+
+@pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5", 0.5), ("0", 0.0), ("0.5%", 0.005)])
+def test_loss_is_read(text: str, share: float) -> None:
+    assert loss.fraction(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["100%", "1", "-1%", "much", "%", "nan"])
+def test_no_loss_is_refused(text: str) -> None:
+    with pytest.raises(BadDescription, match="give a share"):
+        loss.fraction(text)

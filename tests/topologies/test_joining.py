@@ -1,0 +1,192 @@
+"""A shadow node leaves and another joins its streams in their middle, while rings gather; on real sockets."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.labs.live import needs_bmv2, needs_clang, needs_root
+from tests.support.labs.made import on_one_switch
+from topologies.controller import serving, status
+from topologies.crew import Crew, Member
+from topologies.describe.job_files import Target
+from topologies.describe.topology import build
+from topologies.kernel import processes
+from topologies.lab import Lab
+from topologies.traffic import orders
+from topologies.traffic.orders import Load, SinkTail
+from topologies.traffic.run import Outcome, Traffic, received_by
+
+pytestmark = [needs_root, needs_clang]
+
+AHEAD = SinkTail(26, 12_345)
+"""In the middle of a segment: what comes first may begin before it."""
+LOAD = Load(nbytes=32_000_000, iterations=32, pause=0.2, tails=(AHEAD,))
+SLOWLY = replace(LOAD, nbytes=6_400_000)
+LEAVER, STAYER = "shadow0", "shadow1"
+TOPOLOGY = on_one_switch(2, (2, 2), channels=2)
+Key = tuple[int, int, int]
+
+
+class Brake(threading.Thread):
+    """Stops the ranks at an iteration, where the machine is too busy for others to be ready until then.
+
+    Where they are is what the shadow node that stays says it has read, some iterations late.
+    """
+
+    def __init__(self, run: Traffic, after: int) -> None:
+        super().__init__()
+        self._run = run
+        self._after: float = after
+        self._ended = threading.Event()
+        keys = [
+            (s["boundary"], s["channel"], s["shadow_id"])
+            for s in orders.sinks(run.job, run.lab.topology, run.load)[STAYER]["streams"]
+        ]
+        self._each = sum(orders.base(run.job, run.load, *key, SinkTail(1)) for key in keys)
+
+    def iteration(self) -> float:
+        (stayer,) = (member for member in self._run.shadows if member.name == STAYER)
+        return received_by(stayer) / self._each
+
+    def go(self, after: float = math.inf) -> None:
+        """Let the ranks go on, to another iteration."""
+        self._after = after
+        self._signal(signal.SIGCONT)
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            if self.iteration() > self._after:
+                self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        ranks = (rank.process for rank in self._run.ranks)
+        processes.kill((process.pid for process in ranks if process.returncode is None), number)
+
+    def __enter__(self) -> Brake:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+        self.go()
+
+
+def gather_and(run: Traffic, change: Callable[[Member, Brake], None]) -> Outcome:
+    """Run the rings, and change something about the leaver after the third iteration."""
+    changed = False
+    with Brake(run, 8) as brake:
+
+        def tick(_: int) -> None:
+            nonlocal changed
+            if not changed and brake.iteration() > 3:
+                changed = True
+                change(next(member for member in run.shadows if member.name == LEAVER), brake)
+                brake.go()
+
+        run.gather(tick)
+    assert changed
+    return run.finish()
+
+
+def streams_of(result: dict[str, Any]) -> dict[Key, dict[str, Any]]:
+    return {(s["boundary"], s["channel"], s["shadow_id"]): s for s in result["streams"]}
+
+
+def check_joined(run: Traffic, outcome: Outcome) -> None:
+    """What the node that joined has read is what the ranks say was tagged from there on."""
+    (joined,) = (run.result(member) for member in run.shadows if member.name == LEAVER)
+    tagged = {key: s["tails"] for rank in outcome.ranks for key, s in streams_of(rank).items()}
+    assert len(joined["streams"]) == 4
+    for key, read in streams_of(joined).items():
+        # Its base is by the schedule; that of the tagging side by counting.
+        (tail,) = tagged[key]
+        assert read["base"] == tail["base"]
+        assert read["bytes"] == tail["bytes"] > 10_000
+        assert read["sha256"] == tail["sha256"]
+
+
+def lost(crew: Crew) -> int:
+    """Copies that found no connected stream."""
+    (switch,) = status(crew)
+    return int(switch["losses"]["not_connected"]["packets"])
+
+
+def check_stayer(outcome: Outcome) -> None:
+    """Whoever stayed has everything, from the first byte on."""
+    assert [row.equal for row in outcome.verdict.rows if row.node == 1] == [True] * 4
+    assert not outcome.faults
+    assert {rank["verified"] for rank in outcome.ranks} == {LOAD.iterations}
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "killed"),
+    [
+        pytest.param("softswitch", 0.0, False, marks=pytest.mark.slow),
+        pytest.param("softswitch", 0.01, True, marks=pytest.mark.slow),
+        ("softswitch", 0.0, True),
+        pytest.param("softswitch", 0.01, False, marks=pytest.mark.slow),
+        pytest.param("bmv2", 0.0, False, marks=[needs_bmv2, pytest.mark.slow]),
+        pytest.param("bmv2", 0.01, True, marks=[needs_bmv2, pytest.mark.slow]),
+    ],
+)
+def test_what_is_read_from_the_base_on_is_what_was_tagged(
+    name: str, target: Target, share: float, killed: bool
+) -> None:
+    """It leaves at a tenth, by closing or by kill -9, and another process joins well ahead of the data."""
+    work = LOAD if target == "softswitch" else SLOWLY
+    with Lab(build("pair", TOPOLOGY), target, name=name, loss=share) as lab, Crew(lab) as crew, serving(crew):
+        run = Traffic(crew, work)
+        run.connect()
+
+        def change(leaver: Member, brake: Brake) -> None:
+            crew.kill(leaver) if killed else crew.stop(leaver)
+            brake.go(14)
+            crew.wait(lambda: lost(crew) > 0, "copies to find no stream", 20)
+            brake.go(20)
+            run.join(leaver, AHEAD)
+
+        outcome = gather_and(run, change)
+        check_joined(run, outcome)
+    check_stayer(outcome)
+    if share:
+        assert outcome.retransmitted > 0
+
+
+@pytest.mark.slow
+def test_no_byte_is_read_behind_a_gap(name: str) -> None:
+    """Who joins behind the data that comes first reads nothing; who joins ahead after that reads all."""
+    with Lab(build("pair", TOPOLOGY), name=name) as lab, Crew(lab) as crew, serving(crew):
+        run = Traffic(crew, LOAD)
+        run.connect()
+        behind: list[dict[str, Any]] = []
+
+        def change(leaver: Member, brake: Brake) -> None:
+            crew.kill(leaver)
+            copies = run.copies
+            late = run.join(leaver, SinkTail(1, 99))
+            brake.go(14)
+            crew.wait(lambda: counted(crew) > 2, "copies to be sent to the late node", 20)
+            brake.go(20)
+            crew.stop(late)
+            behind.append(run.result(late))
+            run.copies = copies
+            run.join(late, AHEAD)
+
+        outcome = gather_and(run, change)
+        check_joined(run, outcome)
+    check_stayer(outcome)
+    assert [(stream["bytes"], stream["error"]) for stream in behind[0]["streams"]] == [(0, None)] * 4
+
+
+def counted(crew: Crew) -> int:
+    """The fewest copies that one of the leaver's connected streams was sent."""
+    (switch,) = status(crew)
+    return int(min(s["packets"] for s in switch["streams"] if s["shadow_node"] == 0))

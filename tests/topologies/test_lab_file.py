@@ -1,0 +1,147 @@
+"""Faults in a lab's YAML: each is told with its place and with what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from checkmate.cli.main import app
+from topologies.describe import topology
+from topologies.describe.topology import BadTopology, build, load
+
+GOOD: dict[str, Any] = yaml.safe_load((topology.FOLDER / "two_tor.yaml").read_text())
+RING = ["tor0", "tor1"]
+NIC = [["tor0"]]
+
+
+def told(change: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is wrong with a good lab once it is changed so: where, and the words."""
+    with pytest.raises(BadTopology) as caught:
+        build("bad", GOOD | change)
+    return [(fault.path, fault.message) for fault in caught.value.faults]
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ({"chanels": 2}, "chanels", "unknown key; remove it, or see docs/lab.md"),
+        ({"title": ""}, "title", "must say what the lab is"),
+        ({"channels": 9}, "channels", "must be less than or equal to 8, not 9"),
+        ({"switches": ["tor0", "tor1", "tor0"]}, "switches[2]", "'tor0' is switches[0] already"),
+        ({"switches": ["tor0", "tor1", "Leaf"]}, "switches[2]", "a switch's name: up to 12 of a-z and 0-9"),
+        (
+            {"switches": ["tor0", "tor1", "leaf"]},
+            "switches[2]",
+            "no link joins 'leaf' to 'tor0'; add one to links, or remove it",
+        ),
+        ({"links": []}, "switches[1]", "no link joins 'tor1' to 'tor0'; add one to links"),
+        ({"links": [RING, ["tor1", "tor1"]]}, "links[1]", "joins two switches, not 'tor1' to itself"),
+        (
+            {"links": [RING, ["tor1", "leaf"]]},
+            "links[1][1]",
+            "no switch 'leaf' in switches; there are tor0, tor1",
+        ),
+        ({"links": [RING] * 151}, "links", "holds at most 150 items, has 151"),
+        ({"dp_groups": [{"ranks": ["tor0"]}]}, "dp_groups[0].ranks", "needs at least 2 items, has 1"),
+        (
+            {"dp_groups": [{"ranks": RING}, {"ranks": ["tor0", "top"]}]},
+            "dp_groups[1].ranks[1]",
+            "no switch 'top'",
+        ),
+        (
+            {"dp_groups": [{"ranks": RING * 40}] * 2},
+            "dp_groups",
+            "at most 150 ranks in all groups together, not 160",
+        ),
+        (
+            {"dp_groups": [{"ranks": RING, "shadow_nodes": [1, 2]}]},
+            "dp_groups[0].shadow_nodes[1]",
+            "no shadow node 2 in shadow_nodes; their numbers are 0 to 1",
+        ),
+        (
+            {"dp_groups": [{"ranks": RING, "shadow_nodes": [0, 1, 0]}]},
+            "dp_groups[0].shadow_nodes[2]",
+            "shadow node 0 is listed twice; each holds one shard",
+        ),
+        (
+            {"dp_groups": [{"ranks": RING, "shadow_nodes": []}]},
+            "dp_groups[0].shadow_nodes",
+            "at least 1 item",
+        ),
+        (
+            {"dp_groups": [{"ranks": RING, "shadow_nodes": [-1]}]},
+            "dp_groups[0].shadow_nodes[0]",
+            "or equal to 0",
+        ),
+        ({"replicas": 3}, "replicas", "3 replicas need as many shadow nodes; dp_groups[0] has 2"),
+        (
+            {"replicas": 2, "dp_groups": [{"ranks": RING}, {"ranks": RING, "shadow_nodes": [1]}]},
+            "replicas",
+            "2 replicas need as many shadow nodes; dp_groups[1] has 1",
+        ),
+        (
+            {"shadow_nodes": NIC * 17},
+            "dp_groups[0].shadow_nodes",
+            "at most 16 shadow nodes, not 17; list the ones",
+        ),
+        ({"shadow_nodes": [*NIC, ["tor0"] * 3]}, "shadow_nodes[1]", "holds at most 2 items, has 3"),
+        ({"shadow_nodes": [["tor0", "spine"]]}, "shadow_nodes[0][1]", "no switch 'spine'"),
+    ],
+)
+def test_a_fault_is_told_alone_with_its_place(change: dict[str, Any], path: str, words: str) -> None:
+    ((where, said),) = told(change)
+    assert where == path
+    assert words in said
+
+
+@pytest.mark.parametrize("name", ["ctl", "cables", "rank1", "shadow"])
+def test_names_that_the_lab_needs_are_no_switch(name: str) -> None:
+    faults = told({"switches": ["tor0", "tor1", name], "links": [RING, ["tor0", name]]})
+    assert faults == [
+        ("switches[2]", f"{name!r} is a name that the lab gives itself; use another, such as tor")
+    ]
+
+
+def test_one_fault_hides_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "title: x\nswitches: [tor, leaf]\nlinks: [[tor, up]]\nreplicas: many\n"
+        "dp_groups:\n- ranks: [a]\n- {ranks: [tor, b], shadow_nodes: [0, 0]}\n"
+        "shadow_nodes: [[tor]]\nmore: 1\n"
+    )
+    with pytest.raises(BadTopology) as caught:
+        load(str(file))
+    assert [(fault.file, fault.line, fault.path) for fault in caught.value.faults] == [
+        (file, 3, "links[0][1]"),
+        (file, 4, "replicas"),
+        (file, 6, "dp_groups[0].ranks"),
+        (file, 6, "dp_groups[0].ranks[0]"),
+        (file, 7, "dp_groups[1].ranks[1]"),
+        (file, 7, "dp_groups[1].shadow_nodes[1]"),
+        (file, 9, "more"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("title: [x", ":1: (YAML): "),
+        ("title: x\ntitle: y\n", ":2: (YAML): the key 'title' is given twice"),
+        ("- tor\n", ":1: (top level): must be a mapping of keys such as title: and switches:"),
+        ("title: \xe9\n".encode("latin-1"), ": (file): is no text in UTF-8"),
+        ("switches: [tor]\n", ":1: title: is missing"),
+    ],
+)
+def test_a_file_that_is_no_lab_is_one_message_without_a_traceback(
+    tmp_path: Path, text: str | bytes, words: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    done = CliRunner().invoke(app, ["lab", "up", str(file)])
+    assert done.exit_code == 2
+    assert f"error: {file}{words}" in done.stderr
+    assert "Traceback" not in done.output

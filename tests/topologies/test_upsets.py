@@ -1,0 +1,59 @@
+"""Things fail while real traffic runs, and still no shadow stream misses or changes a byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.labs.live import needs_clang, needs_root
+from tests.support.labs.made import on_one_switch
+from topologies.controller import LabController, serving
+from topologies.crew import Crew
+from topologies.describe.topology import build
+from topologies.lab import Lab
+from topologies.traffic.orders import Load
+from topologies.traffic.run import Traffic
+
+pytestmark = [needs_root, needs_clang, pytest.mark.timeout(240)]
+
+_NBYTES = 200_000_000
+_TOPOLOGY = on_one_switch(2, (2, 2), channels=2)
+
+
+def restart_controller(controller: LabController) -> None:
+    controller.restart()
+
+
+def restart_switch(controller: LabController) -> None:
+    lab = controller.crew.lab
+    lab.stop_switch("tor")
+    time.sleep(0.3)
+    lab.restart_switch("tor")
+
+
+@pytest.fixture
+def lab(name: str) -> Iterator[Lab]:
+    with Lab(build("pair", _TOPOLOGY), name=name) as made:
+        yield made
+
+
+@pytest.mark.parametrize("upset", [pytest.param(restart_controller, marks=pytest.mark.slow), restart_switch])
+def test_every_stream_is_complete(lab: Lab, upset: Callable[[LabController], None]) -> None:
+    """The upset comes once a tenth of the bytes are read."""
+    happened = False
+    with Crew(lab) as crew, serving(crew) as controller:
+        # They rest, or the last byte might be sent before a tenth of the copies is read.
+        run = Traffic(crew, Load(_NBYTES, iterations=8, pause=0.3))
+
+        def tick(received: int) -> None:
+            nonlocal happened
+            if not happened and received > run.copies // 10:
+                happened = True
+                upset(controller)
+
+        outcome = run.run(tick)
+    assert happened
+    assert outcome.good, outcome.data()
+    assert outcome.verdict.tagged >= _NBYTES

@@ -1,0 +1,328 @@
+"""A trainer's line to a shadow node, over real sockets: nothing is lost in a break, nothing ever waits."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from checkmate import state
+from checkmate.job.schema import ShadowNode
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.frames import ANSWER, GREETING, pack
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.training.exclusion import StepExclusion
+from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, Line
+from checkmate.training.record.publisher import DEPARTURE_SECONDS, Author, Publisher
+from checkmate.training.record.recorder import Noted
+from testbed.jobs import job
+from tests.support.shadow.recording_node import SECONDS, RecordingNode
+from tests.support.waiting import wait_until
+
+
+def shadow_node(node: RecordingNode) -> ShadowNode:
+    return job().shadow_nodes[0].model_copy(update={"mgmt": node.address, "records": node.records_at})
+
+
+def part(iteration: int, extra: bytes = b"") -> tuple[int, bytes]:
+    return iteration, pb.RecordPart(job="demo", iteration=iteration, extra=extra).SerializeToString()
+
+
+def test_records_arrive_in_order_and_are_answered(node: RecordingNode, stub: ShadowStub) -> None:
+    begin = pb.BeginRequest(job="demo", incarnation=7)
+    answers: list[tuple[int, int]] = []
+    line = Line(shadow_node(node), stub, lambda: begin, lambda n, r: answers.append((n, r.iteration)))
+    line.start()
+    for iteration in range(50):
+        line.send(*part(iteration))
+    assert line.finish(SECONDS)
+    line.close()
+    assert node.begins == [begin]
+    assert [one.iteration for one in node.records] == list(range(50))
+    asked = [
+        iteration for iteration in range(50) if iteration < ATTENTIVE or (iteration + 1) % ANSWERED_EVERY == 0
+    ]
+    assert answers == [(0, iteration) for iteration in [*asked, 49]]  # the end is asked for, too
+
+
+def test_a_node_that_wants_something_is_asked_more_often(node: RecordingNode, stub: ShadowStub) -> None:
+    answers: list[int] = []
+    line = Line(shadow_node(node), stub, None, lambda _, reply: answers.append(reply.iteration))
+    line.start()
+    for iteration in range(100):
+        line.send(*part(iteration))
+    wait_until(lambda: len(node.records) == 100 and answers[-1] == 99)
+    node.wanted = [pb.SeedWanted(shard=0)]
+    answers.clear()
+    for iteration in range(100, 120):
+        line.send(*part(iteration))
+        wait_until(lambda now=iteration: len(node.records) > now)  # type: ignore[misc]
+        time.sleep(0.02)
+    assert line.finish(SECONDS)
+    line.close()
+    assert answers[:3] == [103, 104, 105]
+    assert line.unanswered() == 0
+
+
+def test_what_a_broken_connection_left_unanswered_is_sent_again(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    line.send(*part(0))
+    wait_until(lambda: line.unanswered() == 0)
+    node.answering.clear()
+    line.send(*part(1))
+    line.send(*part(2))
+    wait_until(lambda: len(node.records) >= 2)
+    with caplog.at_level(logging.INFO):
+        node.stop()
+        node.records.clear()
+        line.send(*part(3))
+        node.start()
+        assert line.finish(SECONDS)
+    line.close()
+    assert [one.iteration for one in node.records][-3:] == [1, 2, 3]
+    assert len(node.begins) == 2
+    assert caplog.text.count("training goes on") == 1
+    assert "shadow node 0 is back" in caplog.text
+
+
+def test_what_comes_after_a_break_reaches_the_node_in_the_end(node: RecordingNode, stub: ShadowStub) -> None:
+    """Also where nothing was said between the break and the last record."""
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    line.send(*part(0))
+    wait_until(lambda: line.unanswered() == 0)
+    node.stop()
+    node.start()
+    line.send(*part(1))
+    assert line.finish(SECONDS)
+    line.close()
+    assert [one.iteration for one in node.records][-1] == 1
+
+
+def test_what_a_node_has_not_read_yet_outlives_the_trainer(node: RecordingNode) -> None:
+    """The node stops for a while, and the trainer is killed meanwhile, with replies that it never read."""
+    node.answering.clear()
+    child = multiprocessing.get_context("fork").Process(target=send_and_wait, args=(shadow_node(node), 300))
+    child.start()
+    wait_until(lambda: len(node.records) == 1)
+    time.sleep(0.5)
+    child.kill()
+    child.join()
+    time.sleep(0.1)
+    node.answering.set()
+    wait_until(lambda: len(node.records) == 300)
+    assert [one.iteration for one in node.records] == list(range(300))
+
+
+def send_and_wait(node: ShadowNode, count: int) -> None:
+    """A trainer that has sent records, and goes on until it is killed."""
+    sock = socket.create_connection(node.records_at)
+    sock.sendall(GREETING)
+    for iteration in range(count):
+        sock.sendall(pack(part(iteration, bytes(10_000))[1], ANSWER))
+    time.sleep(60)
+
+
+def test_a_reconnect_is_told_once_the_node_has_accepted_it(node: RecordingNode, stub: ShadowStub) -> None:
+    begun: list[pb.BeginRequest] = []
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None, begun.append)
+    line.start()
+    wait_until(lambda: len(begun) == 1)
+    node.stop()
+    time.sleep(0.3)
+    assert len(begun) == 1
+    node.start()
+    wait_until(lambda: len(begun) == 2)
+    line.close()
+    assert len(node.begins) == 2
+
+
+def test_a_node_that_is_away_costs_nothing(
+    node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.stop()
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        line.start()
+        start = time.monotonic()
+        for iteration in range(100):
+            line.send(*part(iteration, bytes(QUEUED_BYTES // 50)))
+        assert time.monotonic() - start < 1
+        assert line.unanswered() == 49
+        assert caplog.text.count("the oldest are dropped") == 1
+        assert not line.finish(0.1)
+        start = time.monotonic()
+        line.close()
+        assert time.monotonic() - start < 2
+    node.start()
+
+
+def test_closing_does_not_wait_for_a_node_that_hangs(node: RecordingNode, stub: ShadowStub) -> None:
+    node.hanging = True
+    line = Line(shadow_node(node), stub, pb.BeginRequest, lambda *_: None)
+    line.start()
+    wait_until(lambda: bool(node.begins))
+    start = time.monotonic()
+    line.close()
+    assert time.monotonic() - start < 5
+
+
+def test_closing_does_not_wait_for_a_begin_that_is_just_about_to_be_said(
+    node: RecordingNode, stub: ShadowStub
+) -> None:
+    node.hanging = True
+
+    def begin() -> pb.BeginRequest:
+        assert line._closing.wait(10)
+        time.sleep(0.2)  # `close` has looked for a call to cancel, and there was none
+        return pb.BeginRequest()
+
+    line = Line(shadow_node(node), stub, begin, lambda node, reply: None)
+    line.start()
+    start = time.monotonic()
+    line.close()
+    assert time.monotonic() - start < 10
+
+
+def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, stub: ShadowStub) -> None:
+    line = Line(shadow_node(node), stub, None, lambda *_: None)
+    line.start()
+    acknowledged = {(0, 0): 0}
+    author = Author("demo", 7, "first", b"start", 1, 3, 1)
+    publisher = Publisher(
+        author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()), lambda _: None
+    )
+    for iteration in range(2):
+        publisher.put(Noted(iteration, {(0, 0): 100 * iteration}, {"torch": torch.zeros(1)}, {"at": 4}))
+    assert_only = [0]
+    wait_until(lambda: [one.iteration for one in node.records] == assert_only)
+    time.sleep(0.1)
+    assert [one.iteration for one in node.records] == assert_only
+    acknowledged[0, 0] = 100
+    wait_until(lambda: len(node.records) == 2)
+    publisher.close(SECONDS)
+    line.close()
+    sent = node.records[1]
+    assert (sent.job, sent.incarnation, sent.group, sent.position) == ("demo", 7, 1, 3)
+    assert (sent.run, sent.start) == ("first", b"start")
+    assert [(e.side, e.channel, e.shard, e.end) for e in sent.ends] == [(1, 0, 0, 100)]
+    assert state.loads(sent.extra) == {"at": 4}
+    assert not sent.HasField("step")  # it isn't the group's first rank
+
+
+class Carrier:
+    """Takes records with it when it leaves."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+        self.gone = -1
+
+    def send(self, iteration: int, data: bytes) -> None:
+        self.waiting.append(iteration)
+
+    def departed(self, iteration: int) -> bool:
+        return self.gone >= iteration
+
+    def leave(self) -> None:
+        self.gone = max(self.waiting, default=-1)
+
+
+def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
+    swift, stuck = Carrier(), Carrier()
+    author = Author("demo", 0, "first", b"start", 0, 1, None)
+    publisher = Publisher(author, [swift, stuck], lambda _: True, lambda _: None)
+    publisher.await_departed()  # nothing was put
+    for iteration in range(3):
+        publisher.put(Noted(iteration, {}, {"torch": torch.zeros(1)}, None))
+        wait_until(lambda now=iteration: now in stuck.waiting)  # type: ignore[misc]
+        timer = threading.Timer(0.05, swift.leave)
+        timer.start()
+        start = time.monotonic()
+        publisher.await_departed()
+        waited = time.monotonic() - start
+        assert waited > 0.04
+        assert (waited >= DEPARTURE_SECONDS) == (iteration == 0)
+        assert swift.departed(iteration)
+        timer.join()
+    publisher.close(SECONDS)
+
+
+def test_what_has_departed_is_in_the_kernels_hands(node: RecordingNode, stub: ShadowStub) -> None:
+    line = Line(shadow_node(node), stub, None, lambda *_: None)
+    assert line.departed(0)  # the node is away, for all we know
+    line.start()
+    node.answering.clear()
+    wait_until(line.begun.is_set)
+    for iteration in range(4):
+        line.send(*part(iteration, bytes(100_000)))
+        wait_until(lambda now=iteration: line.departed(now))  # type: ignore[misc]
+    assert not line.departed(4)
+    node.answering.set()
+    assert line.finish(SECONDS)
+    line.close()
+
+
+class Unwilling:
+    """Can't be pickled, and doesn't say why."""
+
+    def __reduce__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize("extra", [object(), Unwilling()])
+def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
+    faults: list[Exception] = []
+    publisher = Publisher(Author("demo", 0, "first", b"start", 0, 1, None), [], lambda _: True, faults.append)
+    publisher.put(Noted(0, {}, {}, extra))
+    publisher.close(SECONDS)
+    assert isinstance(faults[0], state.StateError)
+
+
+def test_a_step_waits_for_one_copy_at_most() -> None:
+    steps = StepExclusion(0)
+    ended = threading.Event()
+    copies: list[float] = []
+
+    def copy_all() -> None:
+        for _ in range(200):
+            with steps.still(ended) as iteration:
+                assert iteration is not None
+                time.sleep(0.01)
+                copies.append(time.monotonic())
+
+    copier = threading.Thread(target=copy_all)
+    copier.start()
+    waits = []
+    for iteration in range(20):
+        time.sleep(0.005)
+        before, had = time.monotonic(), len(copies)
+        steps.begin()
+        waits.append(len(copies) - had)
+        assert time.monotonic() - before < 1
+        steps.end(iteration)
+    ended.set()
+    copier.join()
+    assert max(waits) <= 2  # the one under way; rarely one more, that began meanwhile
+    assert steps.stepped == 19
+
+
+def test_a_step_that_failed_does_not_block_the_next() -> None:
+    steps = StepExclusion(0)
+    steps.begin()
+    steps.begin()
+    steps.end(0)
+    with steps.still(threading.Event()) as iteration:
+        assert iteration == 0
+    steps.begin()
+    ended = threading.Event()
+    ended.set()
+    with steps.still(ended) as iteration:
+        assert iteration is None

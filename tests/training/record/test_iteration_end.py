@@ -1,0 +1,484 @@
+"""Where an iteration ends: what is captured there, all of it at one moment, and what a script is told."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.loop import Loop as Batches
+from checkmate.training.loop import resumed_in
+from checkmate.training.record import rng
+from checkmate.training.record.buffers import Buffers
+from checkmate.training.record.capture import Capture, Watched
+from checkmate.training.record.drift import CHECKED
+from checkmate.training.record.scheduler import SchedulerWatch
+from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.membership import place
+from checkmate.training.start.standing import Start
+from testbed.jobs import job
+from tests.support.training.alone import alone
+from tests.support.training.recorded_loop import RecordedLoop, adamw
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+class EndScript:
+    """A loop whose `work` changes everything that is captured, and notes what there is then."""
+
+    def __init__(self, **watched: Any) -> None:
+        self.seen = {"at": 0}
+        self.loop = RecordedLoop(adamw, scheduler=lambda o: StepLR(o, 2), extra=lambda: self.seen, **watched)
+        self.loop.model.register_buffer("average", torch.zeros(3))
+        self.loop.model.register_parameter("teacher", nn.Parameter(torch.zeros(3), requires_grad=False))
+        self.expected: dict[int, dict[str, Any]] = {}
+
+    def work(self) -> None:
+        """What belongs to an iteration; `note` what there is after it."""
+        torch.rand(3)
+        self.seen["at"] += 1
+        with torch.no_grad():
+            self.loop.model.get_buffer("average").add_(1)
+            self.loop.model.get_parameter("teacher").data.add_(1)
+
+    def note(self) -> None:
+        """This is what a resumed run has to have."""
+        loop = self.loop
+        buffers = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
+        self.expected[loop.iteration] = {
+            "torch": torch.get_rng_state(),
+            "extra": dict(self.seen),
+            "scheduler": copy.deepcopy(loop.scheduler.state_dict()),
+            "scaler": None if loop.scaler is None else loop.scaler.state_dict(),
+            "buffers": buffers,
+        }
+
+    def draw(self) -> None:
+        """The next batch."""
+        torch.rand(5)
+        self.seen["at"] += 100
+
+    def check(self, parts: list[pb.RecordPart]) -> None:
+        """The parts have what was noted."""
+        assert [part.iteration for part in parts] == list(self.expected)
+        buffers: dict[str, torch.Tensor] = {}
+        for part in parts:
+            expected = self.expected[part.iteration]
+            assert torch.equal(state.load_generators(part.rng)["torch"], expected["torch"])
+            assert state.loads(part.extra) == expected["extra"]
+            assert state.loads(part.step.scheduler) == expected["scheduler"]
+            assert (state.loads(part.step.scaler) if part.step.scaler else None) == expected["scaler"]
+            buffers |= state.loads(part.buffers) if part.buffers else {}
+            for name, tensor in expected["buffers"].items():
+                assert torch.equal(buffers[name], tensor), name
+
+
+def test_without_marks_all_is_captured_where_the_scheduler_steps() -> None:
+    script = EndScript()
+    loop = script.loop
+    for _ in range(3):
+        loop.backward()
+        loop.optimizer.step()
+        script.work()
+        loop.scheduler.step()
+        script.note()
+        script.draw()
+    script.check(loop.close())
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_without_marks_all_is_captured_where_the_scaler_has_been_updated(schedule: bool) -> None:
+    script = EndScript(scaler=lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2))
+    loop = script.loop
+    for factor in (1.0, float("inf"), 1.0):
+        loop.backward(factor=factor)
+        loop.scaler.step(loop.optimizer)
+        script.work()
+        loop.scaler.update()
+        if schedule:
+            loop.scheduler.step()
+        script.note()
+        loop.optimizer.zero_grad()
+        script.draw()
+    script.check(loop.close())
+
+
+def test_an_iteration_without_a_step_ends_with_its_backward() -> None:
+    script = EndScript()
+    loop = script.loop
+    for skipped in (False, True, False):
+        loop.backward()
+        script.note()
+        if not skipped:
+            loop.optimizer.step()
+            script.note()
+        loop.optimizer.zero_grad()
+        script.draw()
+    script.check(loop.close())
+
+
+def test_all_is_captured_at_the_mark(caplog: pytest.LogCaptureFixture) -> None:
+    script = EndScript()
+    loop = script.loop
+    for _ in range(CHECKED + 2):
+        loop.backward()
+        loop.optimizer.step()
+        loop.scheduler.step()
+        loop.optimizer.zero_grad()
+        script.work()
+        script.note()
+        loop.recorder.mark()
+        script.draw()
+        script.work()
+    script.check(loop.close())
+    assert not caplog.records
+
+
+def test_an_iteration_that_a_scaler_skips_ends_at_its_mark(caplog: pytest.LogCaptureFixture) -> None:
+    script = EndScript(scaler=lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**12))
+    loop = script.loop
+    for factor in (1.0, float("inf"), 1.0):
+        loop.backward(factor=factor)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.optimizer.zero_grad()
+        script.work()
+        script.note()
+        loop.recorder.mark()
+        script.draw()
+    parts = loop.close()
+    script.check(parts)
+    assert [part.step.skipped for part in parts] == [False, True, False]
+    assert not caplog.records
+
+
+def test_a_later_mark_counts_until_the_next_forward() -> None:
+    script = EndScript()
+    loop = script.loop
+    loop.recorder.mark()  # nothing has begun
+    for _ in range(3):
+        loop.backward()
+        loop.optimizer.step()
+        loop.recorder.mark()
+        script.work()
+        loop.recorder.mark(left=True)  # nobody knows whether that work is whole
+        script.work()
+        script.note()
+        loop.recorder.mark()
+        script.draw()
+    script.check(loop.close())
+
+
+def test_a_forward_for_other_ends_does_not_end_a_marked_iteration(caplog: pytest.LogCaptureFixture) -> None:
+    script = EndScript()
+    loop = script.loop
+    loop.recorder.marks()
+    for _ in range(3):
+        loop.backward()
+        loop.optimizer.step()
+        loop.ddp(torch.randn(4, 8))
+        script.work()
+        script.note()
+        loop.recorder.mark()
+        script.draw()
+    script.check(loop.close())
+    assert not caplog.records
+
+
+def test_a_mark_that_is_missed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The next forward counts in its place; while marks are missing, the optimizer's step."""
+    script = EndScript()
+    loop = script.loop
+    expected = []
+    for iteration in range(8):
+        loop.backward()
+        loop.optimizer.step()
+        before = script.seen["at"]
+        script.work()
+        expected.append({"at": before if iteration == 6 else script.seen["at"]})
+        if iteration not in (3, 5, 6):
+            loop.recorder.mark()
+    assert [state.loads(part.extra) for part in loop.close()] == expected
+    (said,) = caplog.messages
+    assert said.startswith("iteration 3 ended without protection.mark()")
+
+
+CHANGES: dict[str, Callable[[EndScript], object]] = {
+    "extra()": lambda script: script.seen.update(at=7),
+    "the scheduler": lambda script: setattr(script.loop.scheduler, "last_epoch", 9),
+    "the scaler": lambda script: script.loop.scaler._scale.mul_(2),
+    "average": lambda script: script.loop.model.get_buffer("average").data.add_(1),
+    "teacher": lambda script: script.loop.model.get_parameter("teacher").data.add_(1),
+}
+
+
+@pytest.mark.parametrize("what", list(CHANGES))
+@pytest.mark.parametrize("at", [0, CHECKED - 1])
+def test_what_changes_after_the_capture_is_said_once(
+    what: str, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = EndScript(scaler=lambda _: torch.amp.GradScaler("cpu"))
+    loop = script.loop
+    for iteration in range(CHECKED + 1):
+        loop.backward()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.scheduler.step()
+        loop.optimizer.zero_grad()
+        torch.rand(3)
+        if iteration >= at:
+            CHANGES[what](script)
+    loop.close()
+    (said,) = caplog.messages
+    assert said.startswith(f"iteration {at}: {what} changed between the optimizer's or scheduler's step")
+    assert "protection.steps(loader)" in said
+
+
+def test_later_iterations_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    script = EndScript()
+    for iteration in range(CHECKED + 3):
+        script.loop.backward()
+        script.loop.optimizer.step()
+        if iteration >= CHECKED:
+            script.seen["at"] += 1
+    script.loop.close()
+    assert not caplog.records
+
+
+def emitted(loop: RecordedLoop) -> list[tuple[int, bool]]:
+    return [(noted.iteration, noted.last) for noted in loop.emitted]
+
+
+def test_what_is_marked_is_kept_after_an_error_too() -> None:
+    """As the loader fails, for example."""
+    for settled in (True, False):
+        loop = RecordedLoop(adamw)
+        for _ in range(2):
+            loop.backward()
+            loop.optimizer.step()
+            loop.recorder.mark(left=not settled)
+        loop.recorder.close(last=False)
+        assert emitted(loop) == [(0, False), (1, False)] if settled else [(0, False)]
+
+
+def test_the_last_iteration_ends_at_its_mark_or_where_the_protection_is_closed() -> None:
+    for marked in (True, False):
+        script = EndScript()
+        loop = script.loop
+        loop.recorder.marks()
+        for iteration in range(2):
+            loop.backward()
+            loop.optimizer.step()
+            script.work()
+            script.note()
+            if marked or not iteration:
+                loop.recorder.mark()
+                script.draw()
+        parts = loop.close()
+        script.check(parts)
+        assert [part.step.last for part in parts] == [False, True]
+
+
+def iterate(loop: RecordedLoop) -> None:
+    loop.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def test_a_loop_marks_after_each_batch_and_before_the_next_is_drawn() -> None:
+    script = EndScript()
+    loop = script.loop
+    batches = Batches(loop.recorder, None, lambda: True)
+
+    def drawing() -> Iterator[int]:
+        for number in range(3):
+            script.draw()
+            yield number
+
+    seen = []
+    for epoch in range(2):
+        for index, number in enumerate(batches.steps(drawing())):
+            iterate(loop)
+            script.work()
+            script.note()
+            seen.append((epoch, index, number))
+    parts = loop.close()
+    script.check(parts)
+    assert seen == [(epoch, i, i) for epoch in range(2) for i in range(3)]
+    assert all(state.load_generators(part.rng)["in_loop"] for part in parts)
+
+
+def test_micro_batches_may_be_drawn_one_by_one() -> None:
+    script = EndScript()
+    loop = script.loop
+    for number in Batches(loop.recorder, None, lambda: True).steps(range(1, 10)):
+        if number % 3:
+            with loop.ddp.no_sync():
+                loop.ddp(torch.randn(4, 8)).sum().backward()
+        else:
+            iterate(loop)
+        script.work()
+        if number % 3 == 0:
+            script.note()
+    script.check(loop.close())
+
+
+def test_a_loop_that_is_left_ends_its_iteration() -> None:
+    """Training that ends there is resumed between two batches of that loop, training that goes on is not."""
+    script = EndScript()
+    loop = script.loop
+    batches = Batches(loop.recorder, None, lambda: True)
+    for _ in range(2):
+        for number in batches.steps(range(9)):
+            iterate(loop)
+            script.work()
+            script.note()
+            if number == 1:
+                break
+        script.work()  # between the loops
+        script.draw()
+    parts = loop.close()
+    script.check(parts)
+    in_loop = [state.load_generators(part.rng).get("in_loop", False) for part in parts]
+    assert in_loop == [True, False, True, True]
+
+
+def test_an_error_in_a_loop_leaves_its_iteration_half_way() -> None:
+    loop = RecordedLoop(adamw)
+    with pytest.raises(ArithmeticError):
+        for number in Batches(loop.recorder, None, lambda: True).steps(range(9)):
+            iterate(loop)
+            if number == 2:
+                raise ArithmeticError
+    loop.recorder.close(last=False)
+    assert emitted(loop) == [(0, False), (1, False)]
+
+
+def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
+    """Also where nothing is left of it: then the next loop is a new one."""
+
+    class Loader:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            torch.rand(1)  # as a DataLoader draws its base seed
+            return iter(torch.arange(self.size))
+
+    loop = RecordedLoop(adamw)
+    torch.manual_seed(3)
+    there = state.load_generators(state.dump_generators(rng.capture(in_loop=True)))
+    torch.rand(4)
+    begun = False
+    batches = Batches(loop.recorder, there, lambda: begun)
+    for left in (0, 2):
+        torch.manual_seed(8)
+        drawn: list[torch.Tensor] = []
+        for _ in batches.steps(Loader(left)):
+            drawn.append(torch.rand(1))
+        if not left:
+            assert torch.equal(torch.get_rng_state(), there["torch"])
+            continue
+        torch.manual_seed(8)
+        torch.rand(1)
+        assert drawn == [torch.rand(1), torch.rand(1)]
+    begun = True
+    batches = Batches(loop.recorder, there, lambda: begun)
+    torch.manual_seed(8)
+    list(batches.steps(Loader(1)))
+    assert not torch.equal(torch.get_rng_state(), there["torch"])
+
+
+def test_generators_of_a_loop_are_found_in_this_ranks_part() -> None:
+    here = place(job(ranks=2), 1, 2, [0, 1])
+    record = pb.IterationRecord(iteration=4)
+    for position in range(2):
+        torch.manual_seed(position)
+        in_loop = state.dump_generators(rng.capture(in_loop=True))
+        record.parts.add(position=position, rng=in_loop)
+    found = resumed_in(here, Start(plan_anew(1, ""), record=record))
+    assert found is not None
+    assert torch.equal(found["torch"], torch.get_rng_state())
+    record.parts[1].rng = state.dump_generators(rng.capture())
+    assert resumed_in(here, Start(plan_anew(1, ""), record=record)) is None
+    assert resumed_in(here, Start(plan_anew(1, ""))) is None
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_a_later_capture_adds_the_buffers_that_have_changed_since(everything: bool) -> None:
+    model = nn.Module()
+    for name in ("first", "second", "gone"):
+        model.register_buffer(name, torch.zeros(3))
+    buffers = Buffers(lambda: dict(model.named_buffers()), everything=everything)
+    capture = Capture(
+        Watched(DistributedDataParallel(nn.Linear(2, 2)), adamw(nn.Linear(2, 2))), buffers, first=True
+    )
+    before = capture.buffers(None)
+    assert set(before) == {"first", "second", "gone"}
+    model.get_buffer("second").add_(1)
+    del model.gone
+    after = capture.buffers(before)
+    assert {name: later().tolist() for name, later in after.items()} == {
+        "first": [0.0] * 3,
+        "second": [1.0] * 3,
+    }
+    assert capture.buffers(after) == after
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda o: StepLR(o, 2),
+    "SequentialLR": lambda o: SequentialLR(o, [StepLR(o, 1), StepLR(o, 2)], [3]),
+    "ChainedScheduler": lambda o: ChainedScheduler([StepLR(o, 1), StepLR(o, 2)]),
+    "ReduceLROnPlateau": lambda o: ReduceLROnPlateau(o, patience=0),
+}
+
+
+@pytest.mark.parametrize("kind", list(SCHEDULERS))
+def test_a_scheduler_that_is_followed_is_as_it_was(kind: str) -> None:
+    """Its state, its class in all but identity, what a copy of it is, and what it does."""
+    made, alike = (SCHEDULERS[kind](torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)) for _ in range(2))
+    before = type(made)
+    told: list[int] = []
+    watch = SchedulerWatch(made, lambda: told.append(len(told)))
+    assert isinstance(made, before)
+    assert (type(made).__name__, type(made).__module__) == (before.__name__, before.__module__)
+    arguments = [1.0] if kind == "ReduceLROnPlateau" else []
+    for count in range(5):
+        for one in (made, alike):
+            one.optimizer.step()
+            one.step(*arguments)
+        assert len(told) == count + 1
+        assert made.state_dict() == alike.state_dict()
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(other) is before
+        other.step(*arguments)
+    assert len(told) == 5
+    watch.remove()
+    assert type(made) is before
+    made.step(*arguments)
+    assert len(told) == 5
+
+
+def test_the_log_says_it_is_checkmate(caplog: pytest.LogCaptureFixture) -> None:
+    script = EndScript()
+    with caplog.at_level(logging.WARNING, logger="checkmate"):
+        for _ in range(2):
+            script.loop.backward()
+            script.loop.optimizer.step()
+            script.draw()
+        script.loop.close()
+    assert [record.name for record in caplog.records] == ["checkmate"]

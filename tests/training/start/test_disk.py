@@ -1,0 +1,294 @@
+"""Resuming from a checkpoint on disk: what consolidation wrote, in a new process's model, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+from checkmate import state
+from checkmate.consolidate import disk as on_disk
+from checkmate.consolidate import kept
+from checkmate.consolidate.assemble import checkpoint
+from checkmate.consolidate.snapshot import GroupState, Snapshot
+from checkmate.optim.supported import spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training import restore
+from checkmate.training.exclusion import StepExclusion
+from checkmate.training.loop import resumed_in
+from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, state_names
+from checkmate.training.record.publisher import Author, to_part
+from checkmate.training.record.recorder import PendingFault, Recorder, Watched
+from checkmate.training.record.windows import Slices
+from checkmate.training.start import disk, fence, membership
+from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.install import InstallError
+from checkmate.training.start.standing import Start
+from testbed.jobs import job
+from tests.support.training.alone import alone
+from topologies.training.digest import digest
+
+JOB = job(ranks=2)
+PLACE = membership.place(JOB, 0, 2, [0, 1])
+
+
+class DiskScript:
+    """A model with what trains it, in some state."""
+
+    def __init__(self, seed: int, width: int = 6, turned: bool = True) -> None:
+        """`turned`: the first weight has its columns one after another in memory."""
+        torch.manual_seed(seed)
+        first = nn.Linear(width, 5)
+        if turned:
+            first.weight.data = first.weight.data.t().contiguous().t()
+        self.model = nn.Sequential(first, nn.BatchNorm1d(5), nn.Linear(5, 1))
+        self.model.register_buffer("scratch", torch.randn(3), persistent=False)
+        self.model[2].bias.requires_grad_(False)
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.model[2].bias.grad = torch.randn(1)  # from before it was frozen
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler = OneCycleLR(self.optimizer, max_lr=0.2, total_steps=50)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 * seed)
+
+    @property
+    def watched(self) -> Watched:
+        return Watched(self.ddp, self.optimizer, self.scheduler, self.scaler, lambda: {"seen": 7})
+
+    def train(self, iterations: int) -> pb.IterationRecord:
+        """Its last iteration's record, as two ranks would have sent it."""
+        emitted: list[Any] = []
+        names = membership.trained(self.ddp)
+        layout = membership.lay_out(self.ddp, 1)
+        recorder = Recorder(
+            self.watched,
+            names,
+            StepExclusion(0),
+            emitted.append,
+            lambda _: {},
+            PendingFault(),
+            slices=Slices(layout, list(names.values()), self.optimizer),
+            buffers=Buffers(
+                lambda: kept_beside(self.ddp) | frozen_state(self.optimizer, set(names.values())),
+                everything=True,
+            ),
+        )
+        buffers: dict[str, bytes] = {}
+        for iteration in range(iterations):
+            self.scaler.scale(self.ddp(torch.randn(4, 6)).sum()).backward()
+            recorder.reduced(iteration)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            recorder.mark(in_loop=True)
+        recorder.close(last=True)
+        parts = [to_part(Author(JOB.job, 1, "first", b"start", 0, 0, 0), noted) for noted in emitted]
+        for part in parts:
+            if part.buffers:
+                changed = state.loads(part.buffers)
+                buffers |= {name: state.dumps(tensor) for name, tensor in changed.items()}
+        second = pb.RecordPart(position=1, iteration=iterations - 1, rng=parts[-1].rng)
+        return pb.IterationRecord(iteration=iterations - 1, parts=[parts[-1], second], buffers=buffers)
+
+    def snapshot(self, record: pb.IterationRecord) -> Snapshot:
+        """What shadow nodes have of it."""
+        parameters = list(membership.trained(self.ddp).values())
+        numbers = {p: i for i, p in enumerate(parameters)}
+        layout = membership.lay_out(self.ddp, 1)
+        states = {
+            i: state.to_held(layout.parameters[i], p.detach().clone(), self.optimizer.state[p])
+            for p, i in numbers.items()
+        }
+        spec = spec_of(self.optimizer, numbers)
+        group = GroupState(layout, spec, record, state_names(self.ddp), states)
+        return Snapshot(JOB, "run", record.iteration, (group,))
+
+    def everything(self) -> dict[str, Any]:
+        beside = {name: tensor.clone() for name, tensor in kept_beside(self.ddp).items()}
+        optimizer = self.optimizer.state_dict()
+        return {
+            "model": self.model.state_dict(),
+            "beside": beside,
+            "optimizer": {**optimizer, "state": by_name(optimizer["state"])},
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "draws": [torch.rand(2).tolist(), random.random(), float(np.random.rand())],
+        }
+
+
+def by_name(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Optimizer state in an order of its own: what was frozen may be in another one."""
+    return {number: dict(sorted(entries.items())) for number, entries in sorted(states.items())}
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_new_process_goes_on_from_the_newest(
+    kind: on_disk.Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = DiskScript(1)
+    record = script.train(5)
+    made = checkpoint(script.snapshot(record), by_name=kind == "dcp")
+    on_disk.save(made, kept.path_of(tmp_path, 2, 4, kind), kind)
+    expected = script.everything()
+    monkeypatch.setenv("CHECKMATE_CHECKPOINTS", str(tmp_path))
+    there = disk.look(None)
+    (path,) = there.paths
+    assert (there.generation, there.passed_over) == (2, "")
+    other = DiskScript(2)
+    again, extra = disk.resume(path, PLACE, other.watched)
+    assert extra == {"seen": 7}
+    found = other.everything()
+    for name in expected:
+        assert digest(found[name]) == digest(expected[name]), name
+    assert again.iteration == 4
+    assert resumed_in(PLACE, Start(plan_anew(1, ""), record=again)) is not None
+    first = again.parts[0].step
+    assert list(first.next_options) == list(record.parts[0].step.next_options)
+    assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)
+    assert first.scheduler_class == record.parts[0].step.scheduler_class == "OneCycleLR"
+    assert set(again.buffers) == {name for name in record.buffers if not state.is_frozen_state(name)}
+    assert [part.position for part in again.parts] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
+    kind: on_disk.Format, turned: bool, tmp_path: Path
+) -> None:
+    """Torch's fused steps take tensors for runs of memory: in other formats they would mix elements up."""
+    script = DiskScript(1)
+    record = script.train(3)
+    on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
+    other = DiskScript(2, turned=turned)
+    disk.resume(tmp_path / "c.pt", PLACE, other.watched)
+    ours, theirs = (next(iter(one.model.parameters())) for one in (other, script))
+    assert ours.stride() == ((1, 5) if turned else (6, 1))
+    for name in ("exp_avg", "exp_avg_sq"):
+        found = other.optimizer.state[ours][name]
+        assert torch.equal(found, script.optimizer.state[theirs][name])
+        assert found.stride() == ours.stride()
+
+
+def test_a_checkpoint_file_keeps_memory_formats(tmp_path: Path) -> None:
+    """So plain PyTorch, which loads state as it lies, steps it right."""
+    script = DiskScript(1)
+    on_disk.save(checkpoint(script.snapshot(script.train(2))), tmp_path / "c.pt", "torch")
+    found = torch.load(tmp_path / "c.pt", weights_only=True)
+    lies = [found["model"]["0.weight"], found["optimizer"]["state"][0]["exp_avg"]]
+    assert [tensor.stride() for tensor in lies] == [(1, 5), (1, 5)]
+
+
+def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHECKMATE_CHECKPOINTS", raising=False)
+    assert disk.look(None) == disk.look(tmp_path / "none") == disk.OnDisk()
+
+
+def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
+    """Checkpoints of a script, under the names of these generations and iterations."""
+    made = checkpoint(script.snapshot(script.train(2)))
+    paths = [kept.path_of(folder, generation, iteration, "torch") for generation, iteration in numbers]
+    for path in paths:
+        on_disk.save(made, path, "torch")
+    return paths
+
+
+def test_which_checkpoint_is_taken_is_said_and_which_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = DiskScript(1)
+    numbers = [(2, 1), (1, 900), (1, 800), (1, 700), (0, 5000)]
+    newest, *older = saved(script, tmp_path, *numbers)
+    os.utime(newest, (0, 0))
+    found = disk.look(tmp_path)
+    assert list(found.paths) == [newest, *older]
+    assert fence.after_disk(fence.plan_anew(7, ""), found.generation).generation == 3
+    with caplog.at_level(logging.INFO, "checkmate"):
+        start, extra = restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), found)
+    assert (start.next_iteration, extra) == (2, {"seen": 7})
+    names = ", ".join(path.name for path in older[:3])
+    assert caplog.messages == [
+        f"resumed from {newest}: iteration 2 comes next",
+        f"older checkpoints were passed over: {names} and 1 more",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "half copied"])
+def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path) -> None:
+    """The error names both; the older one can be asked for, and what follows is newer than all."""
+    script = DiskScript(1)
+    newest, older = saved(script, tmp_path, (1, 900), (1, 800))
+    if damage == "cut short":
+        newest.write_bytes(newest.read_bytes()[:1000])
+    else:  # as `cp -r` of a folder leaves it that is interrupted
+        newest.unlink()
+        newest = kept.path_of(tmp_path, 1, 900, "dcp")
+        newest.mkdir()
+        (newest / "__0_0.distcp").write_bytes(b"half")
+    with pytest.raises(restore.RestoreError) as caught:
+        restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), disk.look(tmp_path))
+    assert f"can't read {newest} as a checkpoint: " in str(caught.value)
+    assert f"; checkpoints='{older}' takes the one before it; fresh=True starts anew" in str(caught.value)
+    asked = disk.look(older)
+    assert asked.paths == (older,)
+    assert asked.generation == 1
+    start, _ = restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), asked)
+    assert start.next_iteration == 2
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    script = DiskScript(1)
+    made = checkpoint(script.snapshot(script.train(2)))
+    path = kept.path_of(tmp_path, 0, 1, "torch")
+    on_disk.save({**made, "job": "another"}, path, "torch")
+    with pytest.raises(InstallError, match="is of the job another, not of demo"):
+        disk.resume(path, PLACE, script.watched)
+    on_disk.save(made, path, "torch", replace=True)
+    with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
+        disk.resume(path, PLACE, DiskScript(1, width=7).watched)
+    bare = Watched(script.ddp, script.optimizer)
+    with pytest.raises(
+        InstallError, match="has a scheduler, a OneCycleLR: give checkmate.restore its scheduler="
+    ):
+        disk.resume(path, PLACE, bare)
+    other = DiskScript(2)
+    other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
+    expected = other.everything()
+    with pytest.raises(InstallError, match="scheduler is a OneCycleLR, and the script's an ExponentialLR"):
+        disk.resume(path, PLACE, other.watched)
+    older = {name: value for name, value in made.items() if name != "scheduler_class"}
+    on_disk.save(older, path, "torch", replace=True)
+    with pytest.raises(InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR gamma"):
+        disk.resume(path, PLACE, other.watched)
+    more = membership.place(job(ranks=3), 0, 3, [0, 1, 2])
+    with pytest.raises(InstallError, match="is of 2 ranks in DP group 0, and the job has 3"):
+        disk.resume(path, more, DiskScript(2).watched)
+    for name in ("model", "optimizer", "scheduler"):
+        assert digest(other.everything()[name]) == digest(expected[name]), name
+
+
+def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> None:
+    """One that raised alone would leave the others waiting."""
+
+    def load() -> None:
+        raise TypeError("a scheduler of the script's own wants other keys")
+
+    _, trouble = restore._together(PLACE, load)
+    assert trouble == "rank 0: TypeError: a scheduler of the script's own wants other keys"

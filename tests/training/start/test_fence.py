@@ -1,0 +1,218 @@
+"""Planning a restart, over real gRPC: who answers, who does not, and what is told where nothing is whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from checkmate.job.schema import Job
+from checkmate.nodes.stubs import Stubs
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.process import Serving
+from checkmate.training.start import fence
+from testbed.copies import local_job
+from testbed.jobs import job_data
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.recording_node import RecordingNode
+from tests.support.shadow.standings import hold, node
+from tests.support.shadow.world import World, settle
+from tests.support.shadow.world import fence as fenced
+
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def served() -> Iterator[list[RecordingNode]]:
+    nodes = [RecordingNode(), RecordingNode()]
+    yield nodes
+    for one in nodes:
+        one.stop()
+
+
+@pytest.fixture
+def job(served: list[RecordingNode]) -> Job:
+    return job_at([one.address for one in served])
+
+
+@pytest.fixture
+def stubs(job: Job) -> Iterator[Stubs]:
+    opened = Stubs(job)
+    yield opened
+    opened.close()
+
+
+def job_at(addresses: list[str]) -> Job:
+    data = job_data(ranks=2, nodes=len(addresses))
+    for one, address in zip(data["shadow_nodes"], addresses, strict=True):
+        one["mgmt"] = address
+    return Job.model_validate(data)
+
+
+def test_nothing_is_held() -> None:
+    """By real nodes: what they answer before any training."""
+    job = local_job(ranks=2, nodes=2)
+    with ExitStack() as stack:
+        for number in range(2):
+            stack.enter_context(Serving(job, number, receive_buffer=1 << 16))
+        stubs = Stubs(job)
+        stack.callback(stubs.close)
+        plan = fence.plan_restore(job, stubs, TIMEOUT)
+        another = fence.plan_restore(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.iteration) == ("nothing", -1)
+    assert 0 <= plan.incarnation < 256
+    assert plan.run != another.run
+
+
+def test_all_is_whole(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, hold((0, 1), 6, 8))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].settled = node(1, hold((0, 1), 7, 7))
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan == fence.RestartPlan("nodes", 4, "a", 7, {(0, 0): [0], (0, 1): [1]})
+
+
+def test_a_node_that_does_not_settle_has_nothing_to_give(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, hold((0, 1), 6, 8))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan.kind == "none"
+    assert f"shard 1 of DP group 0: shadow node 1 ({job.node(1).mgmt}): holds nothing" in plan.trouble
+
+
+def test_one_node_answers_nothing_and_the_other_is_away(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    """It may hold everything: this is no beginning."""
+    served[1].stop()
+    start = time.monotonic()
+    plan = fence.plan_restore(job, stubs, 1.5)
+    assert 1.4 < time.monotonic() - start < 10
+    assert plan.kind == "none"
+    address = served[1].address
+    assert f"shadow node 1 ({address}): can't be reached (Connection refused)" in plan.trouble
+    assert f"shadow node 0 ({served[0].address}): holds nothing" in plan.trouble
+    served[1].start()
+
+
+def test_what_is_whole_without_the_missing_node_does_not_wait_long(
+    served: list[RecordingNode], stubs: Stubs, job: Job
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7), hold((0, 1), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7), hold((0, 1), 7, 7))
+    served[1].stop()
+    start = time.monotonic()
+    plan = fence.plan_restore(job, stubs, 60)
+    assert time.monotonic() - start < 20
+    assert plan.holders == {(0, 0): [0], (0, 1): [0]}
+    served[1].start()
+
+
+def test_a_node_that_comes_late_is_waited_for(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].status = node(1, hold((0, 1), 6, 7))
+    served[1].settled = node(1, hold((0, 1), 7, 7))
+    served[1].stop()
+    asking = fence.Fence(job, stubs, time.monotonic() + TIMEOUT)
+    while not asking.failures:
+        time.sleep(0.01)
+    served[1].start()
+    asking.wait(lambda: False)
+    assert asking.complete
+    asking.close()
+    assert fence.plan_restore(job, stubs, TIMEOUT).kind == "nodes"
+
+
+def test_trouble_of_a_hold_is_told(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    doubtful = hold((0, 1), 6, 7, doubtful=True)
+    doubtful.trouble = "body.weight differs after iteration 6"
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, doubtful)
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan.kind == "none"
+    shard = f"shard 1 of DP group 0: shadow node 1 ({served[1].address})"
+    assert plan.trouble.endswith(f"{shard}: body.weight differs after iteration 6")
+
+
+def test_what_a_node_says_once_it_has_settled_is_told(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7))
+    served[1].status = node(1, hold((0, 1), 6, 7))
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].settled = pb.NodeStatus(node=1, trouble=["body.weight differs after iteration 7"])
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert plan.kind == "none"
+    assert plan.trouble.endswith("does not hold it; body.weight differs after iteration 7")
+    assert "stepped iteration 6" not in plan.trouble
+
+
+@needs_buffers
+def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
+    """A hold is found doubtful while it settles, and dropped: the node says so until training begins."""
+    with ExitStack() as stack:
+        here = World(stack, nodes=1, ranks=2)
+        training = here.started()
+        training.iterate()
+        here.stepped(0)
+        stubs = Stubs(here.job)
+        stack.callback(stubs.close)
+        node = here.nodes[0].node
+        fenced(here, training)
+        (held,) = node.state.groups[0].holds
+        held.doubt.found(0, -1)
+        held.trouble = "parameter p3 differs"
+        assert not settle(here, training, 0)[0].holds
+        for _ in range(2):
+            plan = fence.plan_restore(here.job, stubs, TIMEOUT)
+            assert plan.kind == "none"
+            assert "does not hold it; DP group 0, shard 0: given up when a restart asked for" in plan.trouble
+            assert "parameter p3 differs" in plan.trouble
+        assert fence.plan_fresh(here.job, stubs, TIMEOUT).kind == "nothing"
+        training.incarnation = plan.incarnation
+        training.begin([0], run="second")
+        assert not here.status(0).trouble
+
+
+def test_beginning_anew_whatever_they_hold(served: list[RecordingNode], job: Job, stubs: Stubs) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7, incarnation=255))
+    plan = fence.plan_fresh(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.incarnation, plan.iteration) == ("nothing", 0, -1)
+    assert plan.run != "a"
+
+
+def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one(
+    served: list[RecordingNode], job: Job, stubs: Stubs
+) -> None:
+    served[0].status = node(0, hold((0, 0), 6, 7, generation=3))
+    served[1].status = node(1, hold((0, 1), 6, 7, generation=3))
+    served[1].status.generation = 5  # it has seen one of which nothing is left
+    served[0].settled = node(0, hold((0, 0), 7, 7))
+    served[1].settled = node(1, hold((0, 1), 7, 7))
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.generation, plan.generation_seen) == ("nodes", 3, 5)
+    assert fence.plan_anew(plan.incarnation, "", plan.generation_seen).generation == 6
+    assert fence.plan_fresh(job, stubs, TIMEOUT).generation == 6
+    served[0].status = served[1].status = pb.NodeStatus(holds_nothing=True)
+    plan = fence.plan_restore(job, stubs, TIMEOUT)
+    assert (plan.kind, plan.generation) == ("nothing", 1)
+    assert [fence.after_disk(plan, on_disk).generation for on_disk in (0, 4)] == [1, 5]
+
+
+def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
+    """Real nodes refuse a job that isn't theirs."""
+    other = local_job(ranks=2, nodes=1)
+    theirs = other.model_copy(update={"job": "another"})
+    with Serving(theirs, 0, receive_buffer=1 << 16):
+        stubs = Stubs(other)
+        plan = fence.plan_restore(other, stubs, 1.0)
+        stubs.close()
+    assert plan.kind == "none"
+    assert "job another" in plan.trouble

@@ -1,0 +1,186 @@
+"""A script or a job that isn't the one whose state was stored is told so, before anything is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from checkmate.nodes.reader import States
+from checkmate.nodes.stubs import Stubs
+from checkmate.optim.supported import spec_of
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training import restore
+from checkmate.training.record.recorder import Watched
+from checkmate.training.start import membership
+from checkmate.training.start.fence import RestartPlan
+from checkmate.training.start.fetch import Fetched
+from checkmate.training.start.fits import check_record
+from checkmate.training.start.install import InstallError, install_record
+from checkmate.training.start.standing import Start
+from testbed.jobs import job
+from tests.support.training.alone import alone
+from tests.support.training.recorded_loop import RecordedLoop, adamw
+
+PLACE = membership.place(job(ranks=2), 0, 2, [0, 1])
+Make = Callable[[Optimizer], Any]
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def record(loop: RecordedLoop, ranks: int = 2) -> pb.IterationRecord:
+    """What is stored of a loop's three iterations."""
+    for _ in range(3):
+        loop.backward()
+        if loop.scaler is None:
+            loop.optimizer.step()
+        else:
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+        if loop.scheduler is not None:
+            loop.scheduler.step(*([1.0] if isinstance(loop.scheduler, ReduceLROnPlateau) else []))
+        loop.optimizer.zero_grad()
+    part = loop.close()[-1]
+    others = [pb.RecordPart(position=position, iteration=2, rng=part.rng) for position in range(1, ranks)]
+    return pb.IterationRecord(iteration=2, parts=[part, *others])
+
+
+def stored(ranks: int = 2, **watched: Make) -> pb.IterationRecord:
+    return record(RecordedLoop(adamw, **watched), ranks)
+
+
+def script(**watched: Make) -> Watched:
+    loop = RecordedLoop(adamw)
+    made = {name: make(loop.optimizer) for name, make in watched.items()}
+    return Watched(loop.ddp, loop.optimizer, **made)
+
+
+class Lazy(LRScheduler):
+    """Has more to keep once it has stepped."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Half as much each time."""
+        if self.last_epoch:
+            self.halved = self.last_epoch
+        return [group["lr"] / 2 for group in self.optimizer.param_groups]
+
+
+SAME: dict[str, Make] = {
+    "StepLR": lambda o: StepLR(o, 2),
+    "ReduceLROnPlateau": lambda o: ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: SequentialLR(o, [StepLR(o, 1), ExponentialLR(o, 0.9)], [2]),
+    "ChainedScheduler": lambda o: ChainedScheduler([StepLR(o, 1), ExponentialLR(o, 0.9)]),
+    "Lazy": Lazy,
+}
+
+
+@pytest.mark.parametrize("kind", list(SAME))
+def test_the_same_scheduler_fits(kind: str) -> None:
+    loop = RecordedLoop(adamw, scheduler=SAME[kind])
+    found = record(loop)
+    theirs = script(scheduler=SAME[kind])
+    check_record(found, theirs, PLACE)
+    install_record(theirs, found, 0)
+    assert theirs.scheduler.state_dict() == loop.scheduler.state_dict()
+
+
+OTHER: list[tuple[Make | None, Make | None, str]] = [
+    (
+        lambda o: StepLR(o, 2),
+        lambda o: ExponentialLR(o, 0.9),
+        "is a StepLR, and the script's an ExponentialLR",
+    ),
+    (
+        SAME["SequentialLR"],
+        lambda o: SequentialLR(o, [StepLR(o, 1), StepLR(o, 2)], [2]),
+        r"is a SequentialLR\(StepLR, ExponentialLR\), and the script's a SequentialLR\(StepLR, StepLR\)",
+    ),
+    (None, lambda o: StepLR(o, 2), "has no scheduler, and the script a StepLR, .*make it after restore"),
+    (lambda o: StepLR(o, 2), None, "has a scheduler, a StepLR: give checkmate.restore its scheduler="),
+    (
+        lambda o: StepLR(o, 2),
+        lambda o: type("StepLR", (CosineAnnealingLR,), {})(o, 5),
+        r"StepLR has .*gamma, step_size, and the script's StepLR .*T_max, eta_min",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "words"), OTHER)
+def test_another_scheduler_is_named(before: Make | None, after: Make | None, words: str) -> None:
+    found = record(RecordedLoop(adamw, **({"scheduler": before} if before else {})))
+    theirs = script(**({"scheduler": after} if after else {}))
+    with pytest.raises(InstallError, match=words):
+        check_record(found, theirs, PLACE)
+
+
+def test_of_a_scheduler_whose_class_is_not_known_the_keys_are_compared() -> None:
+    """As in a checkpoint on disk."""
+    found = stored(scheduler=SAME["StepLR"])
+    found.parts[0].step.scheduler_class = ""
+    check_record(found, script(scheduler=SAME["StepLR"]), PLACE)
+    with pytest.raises(InstallError, match="the state's scheduler has .*step_size, and the script's"):
+        check_record(found, script(scheduler=lambda o: ExponentialLR(o, 0.9)), PLACE)
+
+
+def scaler(**options: Any) -> Make:
+    return lambda _: torch.amp.GradScaler("cpu", **options)
+
+
+def test_another_scaler_is_named() -> None:
+    check_record(stored(scaler=scaler()), script(scaler=scaler()), PLACE)
+    check_record(stored(), script(scaler=scaler(enabled=False)), PLACE)
+    check_record(stored(scaler=scaler(enabled=False)), script(), PLACE)
+    with pytest.raises(InstallError, match="has no scaler in use, and the script has one"):
+        check_record(stored(), script(scaler=scaler()), PLACE)
+    with pytest.raises(InstallError, match="has no scaler in use, and the script has one"):
+        check_record(stored(scaler=scaler(enabled=False)), script(scaler=scaler()), PLACE)
+    for less in (script(), script(scaler=scaler(enabled=False))):
+        with pytest.raises(InstallError, match="has a scaler in use: give checkmate.restore its scaler="):
+            check_record(stored(scaler=scaler()), less, PLACE)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_is_told(ranks: int) -> None:
+    words = f"is of {ranks} rank.* in DP group 0, and the job has 2"
+    with pytest.raises(InstallError, match=words):
+        check_record(stored(ranks), script(), PLACE)
+
+
+def test_before_the_first_iteration_anything_fits() -> None:
+    check_record(pb.IterationRecord(iteration=-1), script(scheduler=SAME["StepLR"]), PLACE)
+
+
+def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = RecordedLoop(adamw, scheduler=SAME["StepLR"])
+    spec = spec_of(loop.optimizer, {parameter: number for number, parameter in enumerate(loop.parameters)})
+    found = record(loop)
+    other = RecordedLoop(adamw)
+    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
+    states: States = {number: (tensor.detach() + 1, {}) for number, tensor in enumerate(other.parameters)}
+
+    def fetched(*_: object) -> Fetched:
+        return Fetched(loop.layout, states, found, spec, True)
+
+    monkeypatch.setattr(restore, "fetch", fetched)
+    theirs = Watched(other.ddp, other.optimizer, ExponentialLR(other.optimizer, 0.9))
+    start = Start(RestartPlan("nodes", 1, "run", 2, {}), 3)
+    with pytest.raises(InstallError, match="is a StepLR"):
+        restore._from_nodes(PLACE, theirs, Stubs(PLACE.job), start, 1.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
+    assert not other.optimizer.state

@@ -1,0 +1,103 @@
+"""A rank's place in its job, and what it is told where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.training.start import membership
+from checkmate.training.start.membership import SessionError
+from checkmate.wire.layout import LayoutError
+from testbed.jobs import job, job_data
+from tests.support.training.alone import alone
+
+
+@pytest.fixture
+def ddp() -> Iterator[DistributedDataParallel]:
+    with alone():
+        yield DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1)
+
+
+@given(st.integers(1, 3), st.integers(2, 5), st.data())
+def test_every_rank_finds_its_place(groups: int, ranks: int, data: st.DataObject) -> None:
+    made = job(groups=groups, ranks=ranks, nodes=2)
+    group, position = data.draw(st.integers(0, groups - 1)), data.draw(st.integers(0, ranks - 1))
+    together = data.draw(st.permutations([group * ranks + i for i in range(ranks)]))
+    place = membership.place(made, group * ranks + position, groups * ranks, together)
+    assert (place.group, place.position, place.ranks) == (group, position, ranks)
+    assert place.first == (position == 0)
+    assert place.spokesman == group * ranks
+    assert place.side == {0: 0, ranks - 1: 1}.get(position)
+    assert place.ips[position] == str(made.dp_groups[group].ranks[position].ip)
+    assert [node.id for node in place.nodes] == [0, 1]
+
+
+def test_faults_are_told() -> None:
+    made = job(groups=2, ranks=2)
+    with pytest.raises(SessionError, match=r"has 4 ranks, but the process group has 3 \(WORLD_SIZE\)"):
+        membership.place(made, 0, 3, [0, 1])
+    with pytest.raises(SessionError, match=r"rank 7 is not in the job demo; its dp_groups have 0, 1, 2, 3"):
+        membership.place(made, 7, 4, [7])
+    with pytest.raises(
+        SessionError, match=r"DDP averages over ranks \[0, 1, 2, 3\], but .*\[0\] has \[0, 1\]"
+    ):
+        membership.place(made, 0, 4, [0, 1, 2, 3])
+
+
+def test_holders_and_shards() -> None:
+    place = membership.place(job(groups=1, ranks=2, nodes=3, replicas=2), 0, 2, [0, 1])
+    assert place.shards == 3
+    assert [[node.id for node in place.holders(shard)] for shard in range(3)] == [[0, 1], [1, 2], [2, 0]]
+
+
+def test_join_needs_ddp_and_a_job(ddp: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SessionError, match="a Linear is not a DistributedDataParallel"):
+        membership.join(ddp.module)
+    monkeypatch.delenv("CHECKMATE_JOB", raising=False)
+    with pytest.raises(SessionError, match="CHECKMATE_JOB is not set"):
+        membership.join(ddp)
+
+
+def test_join_reads_the_job(
+    ddp: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    monkeypatch.setenv("CHECKMATE_JOB", str(file))
+    with pytest.raises(SessionError, match=r"job\.yaml: .*can't be read"):
+        membership.join(ddp)
+    file.write_text(yaml.safe_dump(job_data(ranks=2)))
+    with pytest.raises(SessionError, match="has 2 ranks, but the process group has 1"):
+        membership.join(ddp)
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(SessionError, match="RANK is 5, but this process is rank 0"):
+        membership.join(ddp)
+
+
+def test_the_layout_has_what_ddp_averages() -> None:
+    with alone():
+        model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model[0].bias.requires_grad_(False)
+        ignored = ["1.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
+        ddp = DistributedDataParallel(model, bucket_cap_mb=3)
+        assert list(membership.trained(ddp)) == ["0.weight", "1.weight", "2.weight", "2.bias"]
+        layout = membership.lay_out(ddp, 2)
+        assert [p.name for p in layout.parameters] == list(membership.trained(ddp))
+        assert layout.bucket_bytes == 3 << 20
+        assert layout.parameters[0].dtype == str(torch.get_default_dtype()).removeprefix("torch.")
+
+
+def test_a_parameter_that_is_not_dense_is_refused_by_name() -> None:
+    """DDP's buckets don't follow its strides, and no optimizer lays its state out so."""
+    model = nn.Linear(5, 4)
+    model.weight.data = torch.zeros(4, 6)[:, :5]
+    with alone(), pytest.raises(LayoutError, match=r"^weight can't be protected: .* gaps .*: shape \(4, 5\)"):
+        membership.lay_out(DistributedDataParallel(model), 2)

@@ -1,0 +1,84 @@
+"""What Checkmate keeps at models and parameters, and what becomes of it in copies of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import checkmate
+from checkmate.training.attached import attached
+from checkmate.training.record.clip import ClipListener
+from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.membership import SessionError
+from checkmate.training.start.standing import ModelStanding, Start
+from tests.support.training.alone import alone
+
+
+@pytest.fixture
+def ddp() -> Iterator[DistributedDataParallel]:
+    with alone():
+        yield DistributedDataParallel(nn.Linear(4, 2))
+
+
+@pytest.fixture
+def held(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
+    standing = ModelStanding.of(ddp)
+    standing.hold()
+    yield standing
+    standing.release()
+
+
+def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: DistributedDataParallel) -> None:
+    start = Start(plan_anew(3, ""))
+    ModelStanding.of(ddp).start = start
+    assert ModelStanding.of(DistributedDataParallel(nn.Linear(4, 2))).take_start() is None
+    wrapped_again = DistributedDataParallel(ddp.module)
+    assert ModelStanding.of(wrapped_again).take_start() is start
+    assert ModelStanding.of(ddp).take_start() is None
+
+
+def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, held: ModelStanding) -> None:
+    with pytest.raises(SessionError, match="this model is protected already"):
+        ModelStanding.of(ddp)
+    with pytest.raises(SessionError, match="this model is protected already"):
+        ModelStanding.of(DistributedDataParallel(ddp.module))
+    with pytest.raises(SessionError, match="another model of this process is protected"):
+        ModelStanding.of(DistributedDataParallel(nn.Linear(4, 2)))
+    held.release()
+    assert ModelStanding.of(ddp) is held
+
+
+def test_copies_of_a_protected_model_are_not_protected(
+    ddp: DistributedDataParallel, held: ModelStanding
+) -> None:
+    told: list[str] = []
+    parameters = list(ddp.module.parameters())
+    listener = ClipListener(parameters, lambda: told.append("before"), lambda _, factor: told.append("after"))
+    model = ddp.module
+    written = io.BytesIO()
+    torch.save([model, parameters], written)
+    written.seek(0)
+    read, _ = torch.load(written, weights_only=False)
+    for other in (copy.deepcopy(model), read):
+        assert attached(other, ModelStanding) is None
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        checkmate.clip_grad_norm_(other.parameters(), 1.0)
+    assert told == []
+    written = io.BytesIO()
+    torch.save(parameters, written)
+    written.seek(0)
+    torch.load(written, weights_only=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    checkmate.clip_grad_norm_(parameters, 1.0)
+    assert told == ["before", "after"]
+    listener.close()
+    checkmate.clip_grad_norm_(parameters, 1.0)
+    assert told == ["before", "after"]

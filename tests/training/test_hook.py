@@ -1,0 +1,336 @@
+"""The DDP hook, in real processes: `.grad` holds the ring's defined average afterwards, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.ring import Ring, RingError, RingPlace, connect_ring
+from checkmate.state import dtype_name, from_held, in_memory_order
+from checkmate.training.gradients import hook as hook_module
+from checkmate.training.gradients.hook import GradientHook
+from checkmate.wire.layout import Layout, Parameter, make_layout
+from tests.ring.test_allreduce import averaged, same_bits
+from tests.support.rings import free_port, loopback
+from tests.support.training.rank_processes import RankProcesses
+
+FIRST_ITERATION = 7
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as processes:
+        yield processes
+
+
+class HookNet(nn.Module):
+    """Parameters of several types and memory formats, one empty, one frozen, and maybe unused ones."""
+
+    def __init__(self, dtype: torch.dtype, unused: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(33, 65)
+        self.conv = nn.Conv2d(5, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.deep = nn.Conv3d(2, 3, 2).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        self.turned = nn.Parameter(torch.randn(9, 13).t())
+        self.scale = nn.Parameter(torch.ones(7, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.middle = nn.Linear(65, 129).to(dtype)
+        self.last = nn.Linear(129, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Linear(5, 5) if unused else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        image = self.conv(hidden[:, :60].reshape(-1, 5, 4, 3)).tanh().mean()
+        image = image + self.deep(hidden[:, :60].reshape(-1, 2, 2, 3, 5)).tanh().mean()
+        image = image + (hidden.view(-1, 13) @ self.turned).tanh().mean()
+        hidden = torch.tanh(self.middle(hidden.to(self.middle.weight.dtype))).float()
+        out: torch.Tensor = (self.last(hidden) * self.frozen).sum() * image
+        return out + self.scale.sum() + self.empty.sum()
+
+
+@dataclass(frozen=True)
+class HookCase:
+    """What a run of the hook looks like."""
+
+    channels: int = 1
+    dtype: torch.dtype = torch.float32
+    shards: int = 2
+    unused: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)
+    accumulate: bool = False
+    device: str = "cpu"
+
+
+def layout_of(model: nn.Module, shards: int) -> tuple[Layout, list[nn.Parameter]]:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    described = [Parameter.of(name, p.shape, p.stride(), dtype_name(p.dtype)) for name, p in trained]
+    return make_layout(described, shards, bucket_bytes=9000), [p for _, p in trained]
+
+
+@contextlib.contextmanager
+def hooked(
+    ddp: DistributedDataParallel, case: HookCase, rank: int, count: int, port: int
+) -> Iterator[tuple[GradientHook, Ring]]:
+    layout, parameters = layout_of(ddp.module, case.shards)
+    place = RingPlace(rank, loopback(count), case.channels, port=port, fingerprint=layout.fingerprint)
+    with connect_ring(place, timeout=20) as ring:
+        hook = GradientHook(ddp, layout, parameters, ring, FIRST_ITERATION)
+        hook.register()
+        try:
+            yield hook, ring
+        finally:
+            hook.close()
+
+
+def batch(rank: int, iteration: int, part: int = 0, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * iteration + part)
+    return torch.randn(6, 33, generator=generator).to(device)
+
+
+def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[int, torch.Tensor]:
+    """From each rank's own gradients, gathered by gloo: the defined average, by parameter."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = {}
+    for bucket in layout.buckets:
+        own = torch.cat(
+            [
+                in_memory_order(
+                    torch.zeros_like(p) if p.grad is None else p.grad, layout.parameters[number].dim_order
+                )
+                .reshape(-1)
+                .cpu()
+                for number, p in ((place.parameter, parameters[place.parameter]) for place in bucket.places)
+            ]
+        )
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        mean = averaged(everyone, channels)
+        for place in bucket.places:
+            known = layout.parameters[place.parameter]
+            run = mean[place.start : place.stop].view(known.memory_shape)
+            found[place.parameter], _ = from_held(known, run, {})
+    return found
+
+
+def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
+    """Five iterations, each compared with the defined average; how many buckets DDP had in each."""
+    torch.manual_seed(1)
+    model = HookNet(case.dtype, case.unused).to(case.device)
+    alone = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **case.ddp)
+    seen: list[int] = []
+    reduced: list[tuple[int, list[torch.Tensor | None]]] = []
+    with hooked(ddp, case, rank, count, port) as (hook, _):
+        layout, parameters = layout_of(model, case.shards)
+        calls = count_calls(hook)
+        hook.on_reduced = lambda t: reduced.append(
+            (t, [None if p.grad is None else p.grad.clone() for p in parameters])
+        )
+        assert hook.iteration == FIRST_ITERATION - 1
+        for iteration in range(5):
+            ddp.zero_grad()
+            alone.zero_grad()
+            if case.accumulate:
+                with ddp.no_sync():
+                    ddp(batch(rank, iteration, 1, case.device)).backward()
+                assert len(reduced) == iteration and hook.iteration == FIRST_ITERATION + iteration - 1
+                alone(batch(rank, iteration, 1, case.device)).backward()
+            calls.clear()
+            ddp(batch(rank, iteration, 0, case.device)).backward()
+            seen.append(len(calls))
+            alone(batch(rank, iteration, 0, case.device)).backward()
+            assert hook.iteration == FIRST_ITERATION + iteration
+            assert hook.stream_ends(hook.iteration) == {} and hook.passed({})
+            expected = expected_gradients(alone, layout, case.channels)
+            for number, parameter in enumerate(parameters):
+                if parameter.grad is not None and parameter.numel():
+                    assert torch.equal(parameter.grad.cpu(), expected[number]), (iteration, number)
+                    run = in_memory_order(expected[number], layout.parameters[number].dim_order)
+                    assert same_bits(hook._flats[number], run.flatten())
+            t, at_callback = reduced[-1]
+            assert t == hook.iteration and len(reduced) == iteration + 1
+            for parameter, gradient in zip(parameters, at_callback, strict=True):
+                if parameter.grad is None:
+                    assert gradient is None
+                else:
+                    assert gradient is not None and torch.equal(parameter.grad, gradient)
+        assert (model.unused is None) or model.unused.weight.grad is None
+    return seen
+
+
+def count_calls(hook: GradientHook) -> list[int]:
+    """Grows by one with each bucket that DDP hands over."""
+    calls: list[int] = []
+    taken = hook._gradients_of
+
+    def counting(bucket: Any) -> dict[int, torch.Tensor]:
+        calls.append(bucket.index())
+        return taken(bucket)
+
+    hook._gradients_of = counting  # type: ignore[method-assign]
+    return calls
+
+
+CASES = {
+    "plain": (2, HookCase()),
+    "four ranks": (4, HookCase(channels=2, dtype=torch.bfloat16)),
+    "three ranks, half precision": (3, HookCase(channels=4, dtype=torch.float16, shards=1)),
+    "views": (2, HookCase(ddp={"gradient_as_bucket_view": True})),
+    "static graph": (2, HookCase(ddp={"static_graph": True})),
+    "static graph, views": (2, HookCase(ddp={"static_graph": True, "gradient_as_bucket_view": True})),
+    "unused": (3, HookCase(unused=True, ddp={"find_unused_parameters": True})),
+    "accumulated": (2, HookCase(accumulate=True)),
+    "accumulated, views": (2, HookCase(accumulate=True, ddp={"gradient_as_bucket_view": True})),
+}
+
+
+QUICK = ("four ranks", "unused", "static graph", "accumulated, views")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_gradients_are_the_defined_average(ranks: RankProcesses, name: str) -> None:
+    count, case = CASES[name]
+    seen = ranks.run(count, train, free_port(), case)
+    assert all(one == seen[0] for one in seen)
+    assert seen[0][-1] == 3
+    if not case.unused and case.dtype == torch.float32:
+        assert seen[0][0] == 2, "DDP's buckets didn't change on the way"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_gradients_of_seven_ranks_are_the_defined_average(ranks: RankProcesses, channels: int) -> None:
+    case = HookCase(channels, unused=True, shards=3, ddp={"find_unused_parameters": True})
+    ranks.run(7, train, free_port(), case)
+
+
+def lose_a_rank(rank: int, count: int, port: int) -> str:
+    ddp = DistributedDataParallel(HookNet(torch.float32, unused=False), bucket_cap_mb=0.01)
+    case = HookCase(channels=2)
+    with hooked(ddp, case, rank, count, port) as (hook, ring):
+        ddp(batch(rank, 0)).backward()
+        loss = ddp(batch(rank, 1))
+        if rank == 1:
+            ring.abort()
+            dist.barrier()
+            return ""
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        hook_module._log.addHandler(handler)
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward()
+        dist.barrier()
+        assert said == [f"{hook.error}. Backward ends with an error; torchrun starts the job again"]
+        assert isinstance(hook.error, RingError) and str(hook.error) in str(raised.value)
+        return str(hook.error)
+
+
+def test_backward_ends_when_a_rank_is_gone(ranks: RankProcesses) -> None:
+    words = ranks.run(3, lose_a_rank, free_port())
+    assert "rank 1" in words[0] + words[2]
+
+
+def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
+    """Rank 1 never reduces, so rank 0 waits in backward until another thread closes the hook."""
+    ddp = DistributedDataParallel(HookNet(torch.float32, unused=False), bucket_cap_mb=0.01)
+    with hooked(ddp, HookCase(), rank, count, port) as (hook, _):
+        if rank == 1:
+            dist.barrier()
+            return "", ""
+        timer = threading.Timer(0.3, hook.close)
+        timer.start()
+        with pytest.raises(RuntimeError) as raised:
+            ddp(batch(rank, 0)).backward()
+        timer.join()
+        dist.barrier()
+        return str(hook.error), str(raised.value)
+
+
+def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
+    error, raised = ranks.run(2, close_under_way, free_port())[0]
+    assert re.fullmatch(r"rank 0: closed with \d buckets under way", error)
+    assert error in raised
+
+
+def change_format(rank: int, count: int, port: int, what: str, views: bool) -> str:
+    """What backward says if a memory format differs from the one that DDP's buckets have."""
+    convolution = nn.Conv2d(3, 4, 3)
+    model = nn.Sequential(convolution, nn.Linear(2, 2))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    weight = convolution.weight
+    if what == "parameter":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif what == "gradient":
+        weight.grad = torch.zeros_like(weight, memory_format=torch.channels_last)
+    with hooked(ddp, HookCase(shards=1), rank, count, port):
+        said = ""
+        try:
+            ddp(torch.randn(2, 3, 4, 4)).sum().backward()
+        except RuntimeError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("what", ["parameter", "gradient", ""])
+def test_a_gradient_in_another_memory_format_is_refused(ranks: RankProcesses, what: str, views: bool) -> None:
+    """The format was changed after DDP was built, or the script's own .grad has another one."""
+    for said in ranks.run(2, change_format, free_port(), what, views):
+        if not what or (what == "gradient" and views):  # then DDP has put its own in place
+            assert said == ""
+        else:
+            assert "the gradient of 0.weight has another memory format than the parameter" in said
+            assert "before DistributedDataParallel is built" in said
+
+
+def refuse(rank: int, count: int, port: int) -> list[str]:
+    words = []
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    ddp = DistributedDataParallel(model)
+    with hooked(ddp, HookCase(shards=1), rank, count, port):
+        with pytest.raises(RuntimeError) as raised:
+            ddp(torch.tensor([1, 2])).sum().backward()
+        words.append(str(raised.value))
+    dist.barrier()
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    layout, parameters = layout_of(model, 1)
+    ddp = DistributedDataParallel(model)
+    with connect_ring(RingPlace(rank, loopback(count), 1, port=port), timeout=20) as ring:
+        less = make_layout(layout.parameters[1:], 1)
+        hook = GradientHook(ddp, less, parameters[1:], ring, 0)
+        hook.register()
+        with pytest.raises(RuntimeError) as raised:
+            ddp(torch.ones(1, 4)).sum().backward()
+        words.append(str(raised.value))
+        hook.close()
+    return words
+
+
+def test_gradients_that_have_no_place_are_refused(ranks: RankProcesses) -> None:
+    sparse, stranger = ranks.run(2, refuse, free_port())[1]
+    assert "sparse=False" in sparse
+    assert "a parameter that was not protected: (2, 4)" in stranger
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies by way of pinned memory need a CUDA device")
+@pytest.mark.parametrize("name", ["plain", "four ranks", "views", "static graph", "accumulated"])
+def test_gradients_on_a_gpu_are_the_defined_average(ranks: RankProcesses, name: str) -> None:
+    count, case = CASES[name]
+    ranks.run(count, train, free_port(), replace(case, device="cuda"))

@@ -1,0 +1,254 @@
+"""Training in labs, through real switches and followed by real shadow nodes; killed, resumed, compared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkmate.training.record.windows import SLICE_BYTES
+from tests.support.labs.made import on_one_switch
+from tests.support.training.lab import LabRun, TrainingLab, equal, training_lab
+from tests.support.training.orders import ScriptOrders
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(300),  # several starts of all ranks, on machines of any kind
+]
+
+TWO_RANKS = on_one_switch(2, (1, 1))
+TURNED = ("flat", "deep", "weight")
+PIPELINE: dict[str, Any] = {
+    "title": "two stages of two ranks on two switches, each with a shadow node of its own",
+    "switches": ["tor0", "tor1"],
+    "links": [["tor0", "tor1"]],
+    "channels": 2,
+    "dp_groups": [
+        {"ranks": ["tor0", "tor0"], "shadow_nodes": [0]},
+        {"ranks": ["tor1", "tor1"], "shadow_nodes": [1]},
+    ],
+    "shadow_nodes": [["tor0"], ["tor1", "tor1"]],
+}
+
+
+def same_training(one: LabRun, other: LabRun) -> bool:
+    """Whether two runs had the same losses and ended with the same state, on all ranks."""
+    losses = [one.losses(rank) == other.losses(rank) for rank in range(one.ranks)]
+    return all(losses) and equal(one.states(), other.states())
+
+
+def without_buffers(state: dict[str, Any]) -> dict[str, Any]:
+    """Ranks but the first get BatchNorm's statistics from that, with the next forward."""
+    model = {name: tensor for name, tensor in state["model"].items() if "running" not in name}
+    return {**state, "model": model}
+
+
+def check_restored(resumed: LabRun, reference: LabRun) -> None:
+    """What was restored is what the uninterrupted run had after that iteration."""
+    iteration = resumed.resumed() - 1
+    restored, expected = resumed.states("restored."), reference.states(f"after{iteration}.")
+    assert equal(restored[0], expected[0])
+    for ours, theirs in zip(restored, expected, strict=True):
+        assert equal(without_buffers(ours), without_buffers(theirs))
+
+
+def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -> None:
+    """A run killed on all ranks and started again is, in the end, what an uninterrupted run is."""
+    reference = lab.train(ScriptOrders(str(folder / "reference"), fresh=True, keep_each=True, **more))
+    killed = lab.train(ScriptOrders(str(folder / "killed"), fresh=True, pause=0.1, **more), kill_at=kill_at)
+    completed = max(killed.losses(0))
+    resumed = lab.train(ScriptOrders(str(folder / "killed"), keep_each=True, **{**more, "seed": 99}))
+    assert resumed.resumed() >= completed  # at most one completed iteration is repeated
+    check_restored(resumed, reference)
+    assert same_training(resumed, reference)
+
+
+@pytest.mark.parametrize("topology", [TWO_RANKS, pytest.param("single_tor", marks=pytest.mark.slow)])
+def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
+    """Parameters in channels_last, channels_last_3d and transposed are held as they lie."""
+    with training_lab(topology) as lab:
+        kill_and_resume(lab, tmp_path, 4, iterations=8, turned=TURNED)
+
+
+@pytest.mark.slow
+def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None:
+    """The nodes' state goes into parameters and optimizer as these lie now; the nodes are seeded anew."""
+    with training_lab(TWO_RANKS) as lab:
+        orders = ScriptOrders(
+            str(tmp_path), iterations=4, turned=("flat", "weight"), batch_norm=False, keep_each=True
+        )
+        first = lab.train(orders)
+        again = lab.train(replace(orders, iterations=7, turned=("deep",), seed=99))
+        assert again.resumed() == 4
+        assert equal(again.states("restored."), first.states("after3."))
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+        assert equal(torch.load(file, weights_only=True)["model"], again.state(0)["model"])
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+
+
+def optimizer(kind: str, implementation: str) -> dict[str, Any]:
+    """An optimizer with foreach, fused or neither."""
+    chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    rate = {"lr": 0.05, "momentum": 0.9} if kind == "SGD" else {"lr": 0.01}
+    return {"optimizer": kind, "options": {**rate, **chosen}}
+
+
+@dataclass(frozen=True)
+class LabCase:
+    """A size of ring and shadow, an optimizer, and what else training does."""
+
+    ranks: int
+    channels: int
+    nodes: int
+    kind: str
+    implementation: str
+    more: dict[str, Any]
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        nics = [1 + number % 2 for number in range(self.nodes)]
+        return on_one_switch(self.ranks, nics, channels=self.channels)
+
+    def __str__(self) -> str:
+        return f"{self.ranks}-{self.channels}-{self.nodes}-{self.kind}-{self.implementation}"
+
+
+CASES = [
+    LabCase(2, 2, 2, "Adam", "fused", {"accumulate": 2, "turned": TURNED}),
+    LabCase(3, 2, 3, "Adam", "fused", {"accumulate": 2}),
+    LabCase(2, 1, 1, "SGD", "foreach", {"amp": True, "infinite": (2,)}),
+    LabCase(2, 2, 2, "AdamW", "neither", {"batch_norm": False}),
+    LabCase(3, 1, 2, "SGD", "fused", {"clip": 0.0}),
+    LabCase(3, 1, 1, "AdamW", "foreach", {"autocast": True}),
+    LabCase(4, 2, 1, "Adam", "neither", {"amp": True, "accumulate": 2}),
+    LabCase(4, 1, 3, "AdamW", "fused", {"dropout": 0.5}),
+    LabCase(4, 2, 2, "SGD", "foreach", {"infinite": (3,), "amp": True, "autocast": True}),
+    LabCase(7, 1, 3, "SGD", "neither", {}),
+    LabCase(7, 2, 1, "AdamW", "fused", {"amp": True, "infinite": (0, 4)}),
+    LabCase(7, 2, 2, "Adam", "foreach", {"batch_norm": False}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
+)
+def test_shadow_nodes_have_what_trainers_have(case: LabCase, tmp_path: Path) -> None:
+    """All parameters and optimizer state in turn, as nodes compare them; in the end, as they serve them."""
+    options = {**optimizer(case.kind, case.implementation), **case.more}
+    with training_lab(case.topology) as lab:
+        run = lab.train(ScriptOrders(str(tmp_path), iterations=7, layers=2, width=40, **options))
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+        for number in range(case.nodes):
+            assert "differ" not in lab.shadows[number].complaints()
+    found = torch.load(file, weights_only=True)
+    trained = run.state(0)
+    assert found["iteration"] == 6
+    assert (
+        sum(tensor.nbytes for tensor in trained["model"].values()) < SLICE_BYTES
+    )  # so all was often compared
+    for name in ("model", "scheduler", "scaler"):
+        assert equal(found[name], trained[name]), name
+    assert equal(found["optimizer"]["state"], trained["optimizer"]["state"])
+    assert found["extra"] == {rank: run.state(rank)["sampler"] for rank in range(case.ranks)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amp": True, "autocast": True, "infinite": (3, 9), "accumulate": 2},
+        {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9, "foreach": False}, "batch_norm": False},
+        {"optimizer": "Adam", "options": {"lr": 0.01, "fused": True}, "amp": True, "infinite": (4,)},
+    ],
+    ids=["mixed precision", "sgd", "fused adam with a scaler"],
+)
+def test_all_ranks_are_killed_with(options: dict[str, Any], tmp_path: Path) -> None:
+    with training_lab(TWO_RANKS) as lab:
+        kill_and_resume(lab, tmp_path, 5, iterations=12, **options)
+
+
+@pytest.mark.slow
+def test_all_ranks_are_killed_while_records_would_still_bring_frozen_parameters(tmp_path: Path) -> None:
+    """Forty MB, of which a record brings four: the nodes have them from the start."""
+    with training_lab(TWO_RANKS) as lab:
+        kill_and_resume(lab, tmp_path, 3, iterations=5, frozen_mb=40)
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
+    with training_lab(PIPELINE) as lab:
+        kill_and_resume(lab, tmp_path, 5, iterations=10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # three starts of twelve ranks
+def test_the_papers_testbed_resumes_and_is_consolidated_at_one_iteration(tmp_path: Path) -> None:
+    """2 PP x 6 DP, four shadow nodes."""
+    with training_lab("paper_testbed") as lab:
+        kill_and_resume(lab, tmp_path, 3, iterations=6)
+        file = tmp_path / "checkpoint.pt"
+        lab.consolidate("--format", "torch", "--out", file)
+    found = torch.load(file, weights_only=True)
+    assert {name: group["iteration"] for name, group in found.items()} == {"group0": 5, "group1": 5}
+    states = LabRun(tmp_path / "killed", 12).states()
+    for stage in range(2):
+        assert equal(found[f"group{stage}"]["model"], states[6 * stage]["model"])
+
+
+@pytest.mark.slow
+def test_a_shadow_node_that_comes_back_is_current_again(tmp_path: Path) -> None:
+    with training_lab(TWO_RANKS) as lab:
+        run = lab.start(ScriptOrders(str(tmp_path / "run"), open_end=True, pause=0.1))
+        lab.await_iteration(run, 5)
+        lab.crew.kill(lab.shadows[1])
+        lab.await_iteration(run, 15)
+        lab.crew.restart(lab.shadows[1])
+        lab.await_live(1)
+        end = lab.end(run)
+        again = lab.train(ScriptOrders(str(tmp_path / "again"), only_restore=True, seed=99))
+        assert again.resumed() == end
+        assert equal(again.state(0), run.state(0))
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_any_shadow_node(tmp_path: Path) -> None:
+    with training_lab(TWO_RANKS, shadow_nodes=False) as lab:
+        run = lab.start(ScriptOrders(str(tmp_path / "run"), fresh=True, open_end=True, pause=0.1, wait=1))
+        lab.await_iteration(run, 5)
+        assert "training begins without all shadow nodes" in lab.ranks[0].complaints()
+        lab.start_shadow_nodes()
+        lab.await_live(0)
+        lab.await_live(1)
+        for node in lab.shadows.values():
+            lab.crew.kill(node)
+        lab.await_iteration(run, max(run.losses(0)) + 5)
+        lab.end(run)
+        assert lab.ranks[0].complaints().count("training goes on") == 4  # each node, twice
+
+
+@pytest.mark.slow
+def test_when_every_shadow_node_was_lost_training_resumes_from_disk(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with training_lab(TWO_RANKS) as lab:
+        reference = lab.train(ScriptOrders(str(tmp_path / "reference"), iterations=12))
+        lab.train(ScriptOrders(str(tmp_path / "run"), iterations=6, fresh=True))
+        lab.consolidate("--out", checkpoints / "iteration-00000005")
+        for member in list(lab.shadows.values()):
+            lab.crew.restart(member)
+        lab.await_ready(list(lab.shadows.values()))
+        orders = ScriptOrders(str(tmp_path / "run"), iterations=12, seed=99, checkpoints=str(checkpoints))
+        resumed = lab.train(orders)
+        assert resumed.resumed() == 6
+        assert same_training(resumed, reference)
+        again = lab.train(ScriptOrders(str(tmp_path / "again"), only_restore=True, seed=98))
+        assert again.resumed() == 12
+        assert equal(again.state(0), reference.state(0))

@@ -1,0 +1,209 @@
+"""Two ranks on this machine, and what they send to shadow nodes that only note it: from start to exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from checkmate import state
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.wire import layout as layouts
+from checkmate.wire.schedule import stream_layout
+from testbed.jobs import job_data
+from tests.support.shadow.recording_node import RecordingNode
+from tests.support.training.lab import LabRun
+from tests.support.training.orders import ScriptOrders
+from topologies.kernel import processes
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 90.0
+BUFFERS = [f"body.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="the tagger needs root"),
+    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[RecordingNode]]:
+    served = [RecordingNode(shards=[0]), RecordingNode(shards=[1])]
+    yield served
+    for node in served:
+        node.stop()
+
+
+def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
+    data = job_data(ranks=2, nodes=2, channels=2)
+    for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
+        rank["ip"] = f"127.0.9.{number + 1}"
+    for described, node in zip(data["shadow_nodes"], nodes, strict=True):
+        described["mgmt"], described["records"] = node.address, node.records_at
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[LabRun, list[tuple[int, str]]]:
+    """Both ranks to their end: what they left, and each one's status and errors."""
+    file = ScriptOrders(str(folder), layers=1, width=32, **orders).write(folder / "orders.json")
+    return LabRun(folder, 2), run_ranks(folder, nodes, "tests.scripts.training", str(file))
+
+
+def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[tuple[int, str]]:
+    """Both ranks of a program to their end: each one's status and errors."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    common = {
+        **os.environ,
+        "CHECKMATE_JOB": str(job_file(folder, nodes)),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", *program],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [(process.communicate(timeout=SECONDS)[1], process.returncode) for process in ranks]
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join(["the ranks don't end", *map(where_it_is, ranks)]))
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(code, errors) for errors, code in ends]
+
+
+def where_it_is(rank: subprocess.Popen[str]) -> str:
+    """What a rank has said, and what each of its and its children's threads is at."""
+    processes.kill([*processes.descendants(rank.pid), rank.pid], signal.SIGABRT)
+    return f"{rank.args!r}: {rank.communicate(timeout=10)[1]}"
+
+
+def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
+    return [part for part in node.records if part.position == position]
+
+
+def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    """With a DataLoader whose workers are forked while all of it runs."""
+    run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=2)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert not any("fork" in errors for _, errors in ends)
+    assert run.resumed() == 0
+    (begin,) = nodes[0].begins
+    said = (begin.incarnation, begin.run, begin.start)
+    assert [(b.incarnation, b.run, b.start) for b in nodes[1].begins] == [said]
+    assert begin.start
+    assert (begin.job, begin.group, begin.ranks, begin.device) == ("demo", 0, 2, "cpu")
+    assert (begin.first_iteration, begin.next_iteration, begin.keep) == (0, 0, False)
+    assert begin.generation == 1
+    assert begin.torch == torch.__version__
+    layout = layouts.from_json(begin.layout)
+    for shard, node in enumerate(nodes):
+        seeded = [number for header, found in node.seeds for number in found]
+        assert sorted(seeded) == sorted(layout.of_shard(shard))
+        seeds = {(header.iteration, header.run, header.start) for header, _ in node.seeds}
+        assert seeds == {(-1, begin.run, begin.start)}
+        given = sorted(name for header, _ in node.seeds for name in header.record.buffers)
+        assert given == list(begin.buffers) == BUFFERS
+        for position in range(2):
+            sent = records(node, position)
+            assert [part.iteration for part in sent] == [0, 1, 2, 3]
+            assert {(part.incarnation, part.run, part.start) for part in sent} == {said}
+            assert [state.loads(part.extra) for part in sent] == [{"seen": n + 1} for n in range(4)]
+            check_ends(sent, layout, position)
+        assert [part.step.last for part in records(node, 0)] == [False, False, False, True]
+        assert not any(part.HasField("step") for part in records(node, 1))
+
+
+def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> None:
+    """Each stream's end is where the schedule says that iteration ends."""
+    for part in sent:
+        found = {(end.side, end.channel, end.shard): end.end for end in part.ends}
+        expected = {}
+        for channel in range(2):
+            for shard in range(2):
+                stream = stream_layout(layout.schedule, 2, channel, 2, side=side, shadow_id=shard)
+                expected[side, channel, shard] = stream.nbytes * (part.iteration + 1)
+        assert found == expected
+
+
+def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    _, ends = train(tmp_path, nodes, iterations=4, plain=True, fail_at=2, restore=False)
+    assert [code for code, _ in ends] == [1, 1]
+    assert all("ArithmeticError: as ordered" in errors for _, errors in ends)
+    for node in nodes:
+        # Iteration 1 has stepped, but nobody knows whether the script had done with it.
+        assert [(part.iteration, part.step.last) for part in records(node, 0)] == [(0, False)]
+
+
+def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
+    nodes: list[RecordingNode], tmp_path: Path
+) -> None:
+    for node in nodes:
+        node.stop()
+    run, ends = train(tmp_path, nodes, iterations=4, fresh=True, wait=0.5, timeout=0.5)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert list(run.losses(0)) == [0, 1, 2, 3]
+    assert "training begins without all shadow nodes: shadow node 0" in ends[0][1]
+    assert ends[0][1].count("training goes on") == 2
+    for node in nodes:
+        node.start()
+
+
+@pytest.mark.slow
+def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    nodes[1].stop()
+    _, ends = train(tmp_path, nodes, iterations=4, timeout=1.0)
+    assert [code for code, _ in ends] == [1, 1]
+    for _, errors in ends:
+        assert f"shadow node 1 ({nodes[1].address}): can't be reached (Connection refused)" in errors
+        assert "no folder of checkpoints is named (checkpoints=, or CHECKMATE_CHECKPOINTS)" in errors
+        assert "fresh=True starts anew" in errors
+    nodes[1].start()
+
+
+@pytest.mark.slow
+def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    """No thread, hook, tagger or socket: another model can be protected, or the script goes on without."""
+    ends = run_ranks(tmp_path, nodes, "tests.scripts.half_way", str(tmp_path))
+    assert [code for code, _ in ends] == [0, 0], ends
+    nothing = {
+        "hooks": 0,
+        "clipped": 0,
+        "protected": False,
+        "tagger": 0,
+        "ring": 0,
+        "interval": 0.005,
+        "threads": [],
+    }
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert "hook allreduce_hook already" in found["hook"].pop("error")
+        assert found["late"].pop("error") == "RuntimeError: no hook"
+        assert "NoScaler" in found["scaler"].pop("error")
+        found.get("alone", {}).pop("error", None)
+        assert found == dict.fromkeys(found, nothing)
+        assert ("alone" in found) == (rank == 0)

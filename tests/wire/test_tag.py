@@ -1,0 +1,165 @@
+"""The wire format, and that the P4 headers and the tagger's C have the same."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate.tagger import state
+from checkmate.wire import tag as wire
+
+ROOT = Path(__file__).parents[2]
+P4_HEADERS = ROOT / "p4src" / "include" / "headers.p4"
+C_HEADER = ROOT / "checkmate" / "tagger" / "tagger.h"
+
+U8, U16, U32 = st.integers(0, 255), st.integers(0, 0xFFFF), st.integers(0, wire.MODULUS - 1)
+TAGS = st.builds(wire.Tag, sequence=U32, anchor=U32, shadow_id=U16, channel=U8, incarnation=U8)
+HELLOS = st.builds(wire.Hello, base=U32, boundary=U16, shadow_id=U16, channel=U8, incarnation=U8)
+C_BITS = {"__u8": 8, "__u16": 16, "__be16": 16, "__u32": 32, "__be32": 32}
+
+
+def test_a_tag_byte_by_byte() -> None:
+    """Design, section 2, field by field."""
+    tag = wire.Tag(sequence=0x01020304, anchor=0x05060708, shadow_id=0x090A, channel=0x0B, incarnation=0x0C)
+    assert tag.pack().hex() == "fd10c4ec0102030405060708090a0b0c"
+
+
+def test_a_hello_byte_by_byte() -> None:
+    """Design, section 4, field by field."""
+    hello = wire.Hello(base=0x01020304, boundary=0x0506, shadow_id=0x0708, channel=9, incarnation=10)
+    assert hello.pack().hex() == "c4ec00010102030405060708090a0000"
+
+
+@given(TAGS)
+def test_a_tag_comes_back(tag: wire.Tag) -> None:
+    assert len(tag.pack()) == wire.TAG_LENGTH
+    assert wire.Tag.unpack(tag.pack()) == tag
+
+
+@given(HELLOS)
+def test_a_hello_comes_back(hello: wire.Hello) -> None:
+    assert len(hello.pack()) == wire.HELLO_LENGTH
+    assert wire.Hello.unpack(hello.pack()) == hello
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (b"", "not 0"),
+        (bytes(17), "not 17"),
+        (b"\xfd\x10\xc4\xed" + bytes(12), "ExID 0xc4ed"),
+        (bytes(16), "kind 0"),
+    ],
+)
+def test_what_is_no_tag_is_refused(option: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        wire.Tag.unpack(option)
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (bytes(15), "not 15"),
+        (bytes(16), "begins with 0x00000000"),
+        (struct.pack("!I", wire.HELLO_MAGIC) + bytes(10) + b"\0\1", "not zero"),
+    ],
+)
+def test_what_is_no_hello_is_refused(payload: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        wire.Hello.unpack(payload)
+
+
+@given(tag=TAGS, within=st.integers(0, 1 << 31), base=U32)
+def test_a_copy_lands_at_its_place_in_the_stream(tag: wire.Tag, within: int, base: int) -> None:
+    tcp_sequence = (tag.anchor + within) % wire.MODULUS
+    copy = wire.copy_sequence(tag, tcp_sequence, base)
+    assert (copy + base) % wire.MODULUS == (tag.sequence + within) % wire.MODULUS
+    # What the switch does: it can only add, so the entry holds -base.
+    assert copy == (tag.sequence + (tcp_sequence - tag.anchor) + wire.minus(base)) % wire.MODULUS
+
+
+def test_the_first_data_byte_is_number_0_behind_the_hello() -> None:
+    assert (wire.STUB_ISN + 1) % wire.MODULUS == 0
+    assert wire.copy_acknowledgement(0xFFFFFFF0) == 1
+
+
+def p4_fields(header: str) -> list[tuple[str, int]]:
+    body = re.search(rf"header {header} {{(.*?)}}", P4_HEADERS.read_text(), re.DOTALL)
+    assert body, f"{P4_HEADERS.name} has no header {header}"
+    return [(name, int(bits)) for bits, name in re.findall(r"bit<(\d+)>\s+(\w+);", body[1])]
+
+
+def p4_constant(name: str) -> int:
+    found = re.search(rf"const bit<\d+>\s+{name}\s*=\s*(\w+);", P4_HEADERS.read_text())
+    assert found, f"{P4_HEADERS.name} has no constant {name}"
+    return int(found[1], 0)
+
+
+def c_fields(structure: str) -> list[tuple[str, int]]:
+    body = re.search(rf"struct {structure} {{(.*?)\n}}", C_HEADER.read_text(), re.DOTALL)
+    assert body, f"{C_HEADER.name} has no struct {structure}"
+    return [(name, C_BITS[kind]) for kind, name in re.findall(r"(__\w+) (\w+);", body[1])]
+
+
+def c_constant(name: str) -> int:
+    found = re.search(rf"#define {name} (\w+)", C_HEADER.read_text())
+    assert found, f"{C_HEADER.name} does not define {name}"
+    return int(found[1], 0)
+
+
+def packed_by(fields: list[tuple[str, int]], tag: wire.Tag) -> bytes:
+    """A tag as a list of fields says, in network order; P4 has its first three fields in one."""
+    start = {"kind": wire.TAG_KIND, "length": wire.TAG_LENGTH, "exid": wire.TAG_EXID}
+    if fields[0][0] == "prefix":
+        start = {"prefix": p4_constant("TAG_PREFIX")}
+    values = start | {
+        "sequence": tag.sequence,
+        "anchor": tag.anchor,
+        "shadow_id": tag.shadow_id,
+        "channel": tag.channel,
+        "incarnation": tag.incarnation,
+    }
+    assert [name for name, _ in fields] == list(values)
+    return b"".join(values[name].to_bytes(bits // 8, "big") for name, bits in fields)
+
+
+@given(TAGS)
+def test_p4_and_c_lay_the_tag_out_as_python_does(tag: wire.Tag) -> None:
+    assert packed_by(p4_fields("tag_t"), tag) == tag.pack()
+    assert packed_by(c_fields("tag_option"), tag) == tag.pack()
+
+
+def test_p4_has_the_same_constants() -> None:
+    prefix = wire.Tag(0, 0, 0, 0, 0).pack()[:4]
+    assert p4_constant("TAG_PREFIX").to_bytes(4, "big") == prefix
+    assert p4_constant("TAG_BYTES") == wire.TAG_LENGTH
+    assert p4_constant("OFFSET_TAG") * 4 == 20 + wire.TAG_LENGTH
+    assert p4_constant("OFFSET_TIMESTAMPS_TAG") * 4 == 20 + 12 + wire.TAG_LENGTH
+    assert p4_constant("TIMESTAMPS_TAG_BYTES") == 12 + wire.TAG_LENGTH
+    assert p4_constant("TIMESTAMPS_PREFIX").to_bytes(4, "big") == b"\x01\x01\x08\x0a"
+
+
+def test_c_has_the_same_constants() -> None:
+    assert c_constant("TAG_KIND") == wire.TAG_KIND
+    assert c_constant("TAG_LENGTH") == wire.TAG_LENGTH
+    assert c_constant("TAG_EXID") == wire.TAG_EXID
+    assert c_constant("TAGGER_RANGES") == state.RANGES
+
+
+def c_sizes(structure: type[ctypes.Structure]) -> list[tuple[str, int]]:
+    return [(name, 8 * getattr(structure, name).size) for name, *_ in structure._fields_]
+
+
+def test_the_shared_structures_are_the_same() -> None:
+    assert c_fields("tag_range") == c_sizes(state.Range)
+    assert c_fields("tagged_socket") == c_sizes(state.SocketState)[:-1]
+    assert "struct tag_range ranges[TAGGER_RANGES];" in C_HEADER.read_text()
+    assert ctypes.sizeof(state.SocketState) == 24 + 16 * state.RANGES
+    listed = re.findall(r"FAULT_(\w+),", C_HEADER.read_text())
+    assert [name.lower() for name in listed] == list(state.FAULTS)

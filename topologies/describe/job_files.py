@@ -1,0 +1,85 @@
+"""A lab as the job YAML that `checkmate run` reads. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import yaml
+
+from topologies.describe.topology import (
+    SHADOW_MGMT_PORT,
+    STUB_TCP_PORT,
+    BadDescription,
+    Host,
+    SwitchNode,
+    Topology,
+)
+
+Target = Literal["softswitch", "bmv2"]
+TARGETS: tuple[Target, ...] = ("softswitch", "bmv2")
+FABRIC_FILE = "fabric.yaml"
+JOB_FILE = "job.yaml"
+
+
+def target_of(text: str) -> Target:
+    """The target of that name; `BadDescription` where there is none."""
+    for target in TARGETS:
+        if target == text:
+            return target
+    raise BadDescription(f"no target {text!r}; there are {' and '.join(TARGETS)}")
+
+
+def fabric(topology: Topology, target: Target) -> dict[str, Any]:
+    """The switches, and the links between them."""
+    links = [[{"switch": s, "port": p} for s, p in (link.a, link.b)] for link in topology.links]
+    return {"switches": [_switch(switch, target) for switch in topology.switches], "links": links}
+
+
+def job(topology: Topology, name: str) -> dict[str, Any]:
+    """The lab's job; its fabric is the file beside it."""
+    return {
+        "job": name,
+        "fabric": FABRIC_FILE,
+        "channels": topology.channels,
+        "replicas": topology.replicas,
+        "dp_groups": [
+            {"ranks": [_rank(rank) for rank in group.ranks]}
+            | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
+            for group in topology.groups
+        ],
+        "shadow_nodes": [_shadow(node) for node in topology.shadow_nodes],
+    }
+
+
+def as_yaml(data: dict[str, Any], title: str) -> str:
+    """YAML text, with a heading that says what it is."""
+    return f"# {title}\n" + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _switch(switch: SwitchNode, target: Target) -> dict[str, Any]:
+    return {
+        "name": switch.name,
+        "target": target,
+        "address": switch.address,
+        "device_id": switch.device_id,
+        "stub": {"ip": str(switch.stub_ip), "mac": switch.stub_mac, "port": STUB_TCP_PORT},
+    }
+
+
+def _rank(host: Host) -> dict[str, Any]:
+    (nic,) = host.interfaces
+    return {
+        "rank": host.number,
+        "ip": str(nic.ip),
+        "mac": nic.mac,
+        "mgmt": str(host.mgmt),
+        "switch": nic.switch,
+        "port": nic.port,
+    }
+
+
+def _shadow(host: Host) -> dict[str, Any]:
+    nics = [
+        {"ip": str(nic.ip), "mac": nic.mac, "switch": nic.switch, "port": nic.port} for nic in host.interfaces
+    ]
+    return {"id": host.number, "mgmt": f"{host.mgmt}:{SHADOW_MGMT_PORT}", "nics": nics}

@@ -1,0 +1,163 @@
+"""A lab's YAML: its keys, and each fault in it with its place. Pure.
+
+Faults between keys are looked for among whatever is sound, so that one run reports all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from checkmate.job.checks import validated
+from checkmate.job.faults import Fault, Path, parts, show_path
+from checkmate.wording import counted
+
+_RANKS_MAX: Final = 150
+_SHARDS_MAX: Final = 16
+_WORDS: Final = {
+    "string_too_short": "must say what the lab is",
+    "extra_forbidden": "unknown key; remove it, or see docs/lab.md for the keys there are",
+    "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
+}
+_SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]
+_NodeNumber = Annotated[int, Field(ge=0, strict=True)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GroupFile(_Model):
+    """A data-parallel group: the switch of each rank in ring order, and its shadow nodes by number."""
+
+    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=_RANKS_MAX)]
+    shadow_nodes: Annotated[tuple[_NodeNumber, ...], Field(min_length=1, max_length=_SHARDS_MAX)] | None = (
+        None
+    )
+
+
+class LabFile(_Model):
+    """The whole file, as docs/lab.md describes it."""
+
+    title: Annotated[str, Field(min_length=1)]
+    channels: Annotated[int, Field(ge=1, le=8, strict=True)] = 1
+    replicas: Annotated[int, Field(ge=1, le=_SHARDS_MAX, strict=True)] = 1
+    switches: Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=50)]
+    links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], Field(max_length=150)] = ()
+    dp_groups: Annotated[tuple[GroupFile, ...], Field(min_length=1)]
+    shadow_nodes: Annotated[
+        tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=2)], ...],
+        Field(min_length=1, max_length=100),
+    ]
+
+
+def read(raw: object, reserved: Collection[str]) -> tuple[LabFile | None, list[Fault]]:
+    """A lab from the data of its YAML, or every fault in it; switches have none of the `reserved` names."""
+    lab, faults = validated(LabFile, raw, _WORDS)
+    told = {fault.path for fault in faults}
+    if isinstance(raw, dict):
+        faults += [fault for fault in _between(raw, reserved) if fault.path not in told]
+    return (None, faults) if faults else (lab, [])
+
+
+def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
+    """Faults between the parts of a lab, as far as they are sound."""
+    (top,) = parts(raw, LabFile)
+    if switches := top.fields.get("switches"):
+        yield from _names(switches, reserved)
+        yield from _unknown(raw, switches)
+        yield from _apart(switches, top.fields.get("links"))
+    yield from _too_many_ranks(raw)
+    nodes = raw.get("shadow_nodes")
+    if isinstance(nodes, list) and nodes:
+        for group in parts(raw, GroupFile, "dp_groups"):
+            listed = group.fields.get("shadow_nodes", ())
+            yield from _shadow_list(group.path, listed, len(nodes), top.fields.get("replicas", 1))
+
+
+def _names(switches: Sequence[str], reserved: Collection[str]) -> Iterator[Fault]:
+    for index, name in enumerate(switches):
+        path: Path = ("switches", index)
+        if (first := switches.index(name)) < index:
+            taken = show_path(("switches", first))
+            yield Fault(path, f"{name!r} is {taken} already; each switch needs a name of its own")
+        if name in reserved or name.rstrip("0123456789") in ("rank", "shadow"):
+            yield Fault(path, f"{name!r} is a name that the lab gives itself; use another, such as tor")
+
+
+def _unknown(raw: dict[str, Any], switches: Sequence[str]) -> Iterator[Fault]:
+    for path, name in _uses(raw):
+        if name not in switches:
+            yield Fault(
+                path, f"no switch {name!r} in switches; there are {', '.join(dict.fromkeys(switches))}"
+            )
+
+
+def _uses(raw: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Every text that is to name a switch, and where."""
+    yield from _texts(raw.get("links"), ("links",))
+    groups = raw.get("dp_groups")
+    for index, group in enumerate(groups if isinstance(groups, list) else []):
+        if isinstance(group, dict):
+            yield from _texts(group.get("ranks"), ("dp_groups", index, "ranks"))
+    yield from _texts(raw.get("shadow_nodes"), ("shadow_nodes",))
+
+
+def _texts(raw: object, path: Path) -> Iterator[tuple[Path, str]]:
+    if isinstance(raw, str):
+        yield path, raw
+    elif isinstance(raw, list):
+        for index, item in enumerate(raw):
+            yield from _texts(item, (*path, index))
+
+
+def _apart(switches: Sequence[str], links: Sequence[tuple[str, str]] | None) -> Iterator[Fault]:
+    """Links that join nothing, and switches that none joins to the first.
+
+    Of the second it says nothing where a link has a fault: mending that may join them.
+    """
+    if links is None:
+        return
+    loops = [index for index, (a, b) in enumerate(links) if a == b]
+    for index in loops:
+        yield Fault(("links", index), f"a link joins two switches, not {links[index][0]!r} to itself")
+    if loops or not {end for link in links for end in link}.issubset(switches):
+        return
+    joined = {switches[0]}
+    while new := {end for link in links if joined & {*link} for end in link} - joined:
+        joined |= new
+    for name in dict.fromkeys(switches):
+        if name not in joined:
+            yield Fault(
+                ("switches", switches.index(name)),
+                f"no link joins {name!r} to {switches[0]!r}; add one to links, or remove it",
+            )
+
+
+def _too_many_ranks(raw: dict[str, Any]) -> Iterator[Fault]:
+    listed = [group.fields.get("ranks", ()) for group in parts(raw, GroupFile, "dp_groups")]
+    if (ranks := sum(map(len, listed))) > _RANKS_MAX:
+        yield Fault(
+            ("dp_groups",), f"a lab has at most {_RANKS_MAX} ranks in all groups together, not {ranks}"
+        )
+
+
+def _shadow_list(group: Path, listed: Sequence[int] | None, nodes: int, replicas: int) -> Iterator[Fault]:
+    """Faults in a group's list of shadow nodes; `None`: all nodes, an empty one: not sound."""
+    path: Path = (*group, "shadow_nodes")
+    for position, node in enumerate(listed or ()):
+        if node >= nodes:
+            there = f"their numbers are 0 to {nodes - 1}" if nodes > 1 else "the only one's number is 0"
+            yield Fault((*path, position), f"no shadow node {node} in shadow_nodes; {there}")
+        if node in (listed or ())[:position]:
+            yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
+    holders = nodes if listed is None else len(set(listed))
+    if holders and replicas > holders:
+        has = f"{show_path(group)} has {holders}"
+        yield Fault(("replicas",), f"{counted(replicas, 'replica')} need as many shadow nodes; {has}")
+    if listed is None and nodes > _SHARDS_MAX:
+        yield Fault(
+            path, f"a DP group has at most {_SHARDS_MAX} shadow nodes, not {nodes}; list the ones it uses"
+        )

@@ -1,0 +1,1 @@
+"""Namespaces, links, shaping and cgroups."""

@@ -1,0 +1,139 @@
+"""Cables that delay: `python -m topologies.kernel.jitter` passes frames between interfaces, a while later.
+
+The delay of each way is drawn anew, from 0 up to the given one, each time so long has passed. No frame
+overtakes another, so a shorter delay means a burst, as behind a queue that empties. It is for kernels
+without `tc netem`, and the same on all. Segments of 64 KB pass whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from checkmate.wire.tcp import SO_RCVBUFFORCE
+
+# linux/if_packet.h and linux/if_ether.h
+_SOL_PACKET: Final = 263
+_PACKET_VNET_HDR: Final = 15
+_PACKET_IGNORE_OUTGOING: Final = 23
+_ETH_P_ALL: Final = 3
+_BUFFER: Final = 64 << 20
+_FRAME_MAX: Final = 1 << 17
+_BATCH: Final = 64
+_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+
+
+def seconds(text: str) -> float:
+    """`5ms`, `500us`, `0.005s` or `0.005` in seconds; `BadDescription` where it is no delay from 0 to 1 s."""
+    from topologies.describe.topology import BadDescription  # noqa: PLC0415 - the process of the cables needs none of it
+
+    number, unit = next((text.removesuffix(u), u) for u in _UNITS if text.endswith(u))
+    try:
+        value = float(number) * _UNITS[unit]
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise BadDescription(f"{text!r} is no jitter: give a delay such as 5ms or 0.005, 1 s at most")
+    return value
+
+
+class Way:
+    """One way through a cable: the frames in it, and when each is due."""
+
+    def __init__(self, source: socket.socket, destination: socket.socket, seconds: float) -> None:
+        self._source, self._destination = source, destination
+        self._seconds = seconds
+        self._delay, self._drawn = 0.0, -math.inf
+        self._frames: deque[tuple[float, bytes]] = deque()
+
+    @property
+    def due(self) -> float:
+        """When the next frame is due; infinity where none is in the cable."""
+        return self._frames[0][0] if self._frames else math.inf
+
+    def take(self, now: float) -> None:
+        """Take the frames that have come."""
+        if now - self._drawn >= self._seconds:
+            self._delay, self._drawn = random.uniform(0, self._seconds), now
+        due = max(now + self._delay, self._frames[-1][0] if self._frames else 0.0)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_BATCH):
+                self._frames.append((due, self._source.recv(_FRAME_MAX)))
+
+    def give(self, now: float) -> None:
+        """Pass on the frames that are due."""
+        while self.due <= now:
+            with contextlib.suppress(OSError):  # full, or down: a cable says nothing of that
+                self._destination.send(self._frames.popleft()[1])
+
+
+class Cables:
+    """Pairs of interfaces of this namespace between which frames pass, both ways."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]], seconds: float) -> None:
+        """`seconds`: the longest delay."""
+        self._ways: dict[socket.socket, Way] = {}
+        for names in pairs:
+            one, other = map(_open, names)
+            self._ways |= {one: Way(one, other, seconds), other: Way(other, one, seconds)}
+
+    def run_once(self) -> None:
+        """Wait for a frame, or until one is due; take what comes, and pass on what is due."""
+        due = min(way.due for way in self._ways.values())
+        pause = None if due == math.inf else max(0.0, due - time.monotonic())
+        ready, _, _ = select.select(self._ways, (), (), pause)
+        now = time.monotonic()
+        for source in ready:
+            self._ways[source].take(now)
+        for way in self._ways.values():
+            way.give(now)
+
+
+def _open(name: str) -> socket.socket:
+    """A packet socket whose frames begin with the virtio-net header, which goes out as it came in."""
+    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    for option in (_PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING):
+        opened.setsockopt(_SOL_PACKET, option, 1)
+    opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _BUFFER)
+    opened.bind((name, _ETH_P_ALL))
+    opened.setblocking(False)
+    return opened
+
+
+def main() -> int:
+    """Exit status 1 where an interface can't be opened."""
+    parser = argparse.ArgumentParser(
+        prog="python -m topologies.kernel.jitter",
+        description=__doc__,
+        epilog="example: python -m topologies.kernel.jitter --seconds 0.005 host0:switch0 host1:switch1",
+    )
+    parser.add_argument("--seconds", type=float, required=True, help="the longest delay")
+    parser.add_argument("pairs", nargs="+", help="two interfaces, as NAME:NAME")
+    arguments = parser.parse_args()
+    pairs = [tuple(pair.split(":")) for pair in arguments.pairs]
+    if any(len(pair) != 2 for pair in pairs) or arguments.seconds < 0:
+        parser.error("give pairs of interfaces as NAME:NAME, and a delay of 0 or more")
+    try:
+        cables = Cables([(one, other) for one, other in pairs], arguments.seconds)
+    except OSError as error:
+        print(f"no cable: {error}", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("ready", flush=True)
+    while True:
+        cables.run_once()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,0 +1,74 @@
+"""Progress of a run: each step with the time that it took, and a bar for the bytes on their way."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+_SAID_EVERY = 10.0
+
+
+class StepProgress:
+    """A context manager; calling it begins the next step. On a terminal the present one is shown live.
+
+    Elsewhere a line every ten seconds says how far a step is that tells it in words.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._text: str | None = None
+        self._began = self._said = 0.0
+        self._live = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __call__(self, text: str) -> None:
+        """Begin a step; the one before is done."""
+        self._done()
+        self._text = text
+        self._began = self._said = time.monotonic()
+        self._task = self._live.add_task(text, total=None, amount="")
+
+    def moved(self, done: int, total: int) -> None:
+        """How far the step is, in bytes."""
+        if self._task is not None:
+            amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes"
+            self._live.update(self._task, completed=done, total=total, amount=amount)
+
+    def advanced(self, done: int, total: int, amount: str) -> None:
+        """How far the step is, in words of its own."""
+        if not self._console.is_terminal and time.monotonic() - self._said > _SAID_EVERY:
+            self._said = time.monotonic()
+            self._console.print(f"  {amount}", highlight=False, markup=False)
+        if self._task is not None:
+            self._live.update(self._task, completed=done, total=total, amount=amount)
+
+    def _done(self) -> None:
+        if self._text is not None:
+            seconds = time.monotonic() - self._began
+            self._console.print(f"{self._text:<60} {seconds:6.1f} s", highlight=False, markup=False)
+            self._text = None
+        if self._task is not None:
+            self._live.remove_task(self._task)
+            self._task = None
+
+    def __enter__(self) -> StepProgress:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._done()
+        self._live.stop()

@@ -1,0 +1,147 @@
+"""What a lab's hosts are told to do: the ring's tensors, and what shadow nodes expect. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from checkmate.job.schema import Job
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.wire.schedule import Bucket, stream_layout
+from controlplane.network import Network
+from topologies.describe.topology import BadDescription, Topology
+
+Operation = Literal["allgather", "allreduce"]
+BUCKET_BYTES: Final = 25_000_000
+_DTYPES: Final = {4: "float32", 2: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class SinkTail:
+    """A place in each stream: so many bytes behind the beginning of an iteration."""
+
+    iteration: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations.
+
+    `tagged` False leaves tagger and shadow nodes out, `digest` False the hashing at both ends: then bytes are
+    counted only. Ranks `verify` what they gathered (not what they reduced), and rest for `pause` seconds
+    between two iterations. Of each of `tails` there is a digest at the tagging side, for shadow nodes that
+    join in mid-stream.
+    """
+
+    nbytes: int = 200_000_000
+    iterations: int = 4
+    incarnation: int = 1
+    seconds: float = 600.0
+    tagged: bool = True
+    digest: bool = True
+    verify: Literal["each", "last", "none"] = "each"
+    operation: Operation = "allgather"
+    pause: float = 0.0
+    receive_buffer: int = RECEIVE_BUFFER
+    tails: tuple[SinkTail, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or self.iterations < 1:
+            raise BadDescription("rings gather one byte or more, in one iteration or more")
+        if not 0 <= self.incarnation <= 255:
+            raise BadDescription(f"an incarnation is a number from 0 to 255, not {self.incarnation}")
+
+
+def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
+    """A DP group's buckets: of up to 25 MB, in each of its shards, with sizes that divide unevenly."""
+    shards = job.shards(group)
+    share = -(-load.nbytes // (load.iterations * len(job.dp_groups) * shards))
+    per_shard = -(-share // BUCKET_BYTES)
+    sizes = list(_DTYPES)
+    found = []
+    for number in range(per_shard * shards):
+        size = sizes[number % len(sizes)]
+        found.append(Bucket(-(-share // (per_shard * size)) + 3 * number + 1, size, number % shards))
+    return found
+
+
+def gathered(job: Job, load: Load) -> int:
+    """Bytes of tensors that all rings gather together."""
+    groups = range(len(job.dp_groups))
+    return load.iterations * sum(bucket.nbytes for g in groups for bucket in buckets(job, g, load))
+
+
+def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
+    """A DP group's ring, as `python -m topologies.traffic.rank_main --config` reads it."""
+    return {
+        "ips": [str(rank.ip) for rank in job.dp_groups[group].ranks],
+        "buckets": [
+            {"elements": b.elements, "dtype": _DTYPES[b.itemsize], "shadow_id": b.shadow_id}
+            for b in buckets(job, group, load)
+        ],
+        "channels": job.channels,
+        "iterations": load.iterations,
+        "seed": group,
+        "incarnation": load.incarnation,
+        "group": group,
+        "dscp_bit": job.tag.dscp_bit,
+        "timeout": load.seconds,
+        "tag": load.tagged,
+        "digest": load.digest,
+        "verify": load.verify,
+        "operation": load.operation,
+        "pause": load.pause,
+        "tails": [asdict(tail) for tail in load.tails],
+    }
+
+
+def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail: SinkTail) -> int:
+    """Where in a stream a tail begins, in bytes, by the schedule alone."""
+    group, side = divmod(boundary, 2)
+    layout = stream_layout(
+        buckets(job, group, load),
+        job.channels,
+        channel,
+        len(job.dp_groups[group].ranks),
+        side=side,
+        shadow_id=shadow_id,
+    )
+    return tail.iteration * layout.nbytes + tail.offset
+
+
+def sinks(
+    job: Job, topology: Topology, load: Load, joining: SinkTail | None = None
+) -> dict[str, dict[str, Any]]:
+    """Each shadow node's sink, as `python -m topologies.traffic.sink_main --config` reads it; by host.
+
+    It isn't told what to expect: it reads from the beginning, or where it is `joining`, until it is stopped.
+    """
+    network = Network([job])
+    devices = {nic.ip: nic.name for host in topology.shadow_nodes for nic in host.interfaces}
+    found: dict[str, dict[str, Any]] = {
+        host.name: {
+            "streams": [],
+            "idle_timeout": load.seconds,
+            "digest": load.digest,
+            "receive_buffer": load.receive_buffer,
+        }
+        for host in topology.shadow_nodes
+    }
+    for stream in network.streams:
+        stub = network.switches[stream.boundary.switch].stub
+        key = (stream.boundary.number, stream.channel, stream.shadow_id)
+        found[f"shadow{stream.node.id}"]["streams"].append(
+            {
+                "boundary": stream.boundary.number,
+                "channel": stream.channel,
+                "shadow_id": stream.shadow_id,
+                "nic_ip": str(stream.nic.ip),
+                "device": devices[stream.nic.ip],
+                "stub_ip": str(stub.ip),
+                "stub_port": stub.port,
+                "incarnation": load.incarnation,
+                "base": base(job, load, *key, joining) if joining else 0,
+            }
+        )
+    return {host: sink for host, sink in found.items() if sink["streams"]}

@@ -1,0 +1,211 @@
+"""One rank of a lab: gathers real tensors again and again, checks them, and says what it tagged."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from checkmate.ring.allgather import AllGather
+from checkmate.ring.connections import DEFAULT_PORT, Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allreduce_steps
+from checkmate.tagger import Tagger
+from checkmate.wire import tag as wire
+from checkmate.wire.schedule import Bucket, chunk_sent, chunk_slice, side_of
+from topologies.traffic.digests import Digests, StrictModel, TaggedStream, Tail, Whole
+from topologies.traffic.tensors import Contents
+
+DType = Literal["float32", "float64", "float16", "bfloat16", "int32", "int8"]
+Operation = Literal["allgather", "allreduce"]
+_STEPS = {"allgather": allgather_steps, "allreduce": allreduce_steps}
+
+
+class BucketSpec(StrictModel):
+    """A bucket: its number of elements, their type, and its shadow id."""
+
+    elements: Whole
+    dtype: DType = "float32"
+    shadow_id: Annotated[int, Field(ge=0, le=0xFFFF)] = 0
+
+
+class RingJob(StrictModel):
+    """What all ranks of the ring do. Either `iterations` or `total_bytes`, which is rounded up, is given.
+
+    `total_bytes` counts the buckets' bytes. `digest` False leaves the hashing out, for benchmarks; `tag`
+    False the tagger. `group` is the DP group's index in the job. `pause`: seconds between two AllGathers,
+    as long as training would compute. `tails`: for shadow nodes that join in mid-stream. An AllReduce isn't
+    verified: what it should come to no rank knows alone.
+    """
+
+    ips: Annotated[list[str], Field(min_length=2)]
+    buckets: Annotated[list[BucketSpec], Field(min_length=1)]
+    channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX)] = 1
+    operation: Operation = "allgather"
+    iterations: Annotated[int, Field(ge=1)] | None = None
+    total_bytes: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    incarnation: Annotated[int, Field(ge=0, le=255)] = 0
+    group: Whole = 0
+    dscp_bit: Annotated[int, Field(ge=1, le=32)] = wire.DEFAULT_DSCP_BIT
+    port: Annotated[int, Field(ge=1, le=65535 - wire.CHANNELS_MAX)] = DEFAULT_PORT
+    tag: bool = True
+    digest: bool = True
+    verify: Literal["each", "last", "none"] = "each"
+    pause: Annotated[float, Field(ge=0)] = 0
+    tails: tuple[Tail, ...] = ()
+    slice_bytes: Annotated[int, Field(ge=8, multiple_of=8)] = SLICE_BYTES
+    timeout: Annotated[float, Field(gt=0)] = 60
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RingJob:
+        if (self.iterations is None) == (self.total_bytes is None):
+            raise ValueError("give either iterations or total_bytes")
+        if self.total_bytes and not sum(spec.elements for spec in self.buckets):
+            raise ValueError("total_bytes is never reached, for all buckets are empty")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_reduced(self) -> RingJob:
+        if self.operation == "allreduce" and self.verify != "none":
+            raise ValueError('an allreduce can\'t be verified: give verify "none"')
+        if self.operation == "allreduce" and any("float" not in spec.dtype for spec in self.buckets):
+            raise ValueError("an allreduce averages: its buckets are of floating types")
+        return self
+
+
+class RankResult(StrictModel):
+    """What a rank has to say in the end; `seconds` has each iteration's AllGather, from a barrier on.
+
+    `cpu_seconds` is this process's part of them, kernel included.
+    """
+
+    rank: int
+    incarnation: int
+    iterations: int
+    bytes_per_iteration: int
+    verified: int
+    seconds: list[float]
+    cpu_seconds: float
+    sent_bytes: int
+    goodput_bits_per_second: float
+    retransmitted_segments: int
+    faults: dict[str, int]
+    streams: list[TaggedStream]
+
+
+def run_rank(job: RingJob, rank: int) -> RankResult:
+    """Run one rank to the end. `RingError`, `TaggerUnavailable` or `TimeoutError` where it can't."""
+    if not 0 <= rank < len(job.ips):
+        raise RingError(f"rank {rank} is not in a ring of {len(job.ips)}")
+    tensors = [torch.zeros(spec.elements, dtype=getattr(torch, spec.dtype)) for spec in job.buckets]
+    buckets = [
+        Bucket(spec.elements, tensor.element_size(), spec.shadow_id)
+        for spec, tensor in zip(job.buckets, tensors, strict=True)
+    ]
+    size = sum(bucket.nbytes for bucket in buckets)
+    iterations = job.iterations or -(-(job.total_bytes or 0) // size)
+    side = side_of(len(job.ips), rank)
+    tagging = job.tag and side is not None
+    digests = Digests(2 * job.group + (side or 0), side or 0, job.digest, job.tails)
+    if tagging:
+        for channel in range(job.channels):
+            for shadow_id in sorted({bucket.shadow_id for bucket in buckets}):
+                digests.expect(channel, shadow_id)
+    with ExitStack() as stack:
+        tagger = stack.enter_context(Tagger.attach()) if tagging else None
+        ring = stack.enter_context(connect_ring(_place(job, rank), tagger, job.timeout))
+        gather = stack.enter_context(AllGather(ring, buckets, job.slice_bytes, _STEPS[job.operation]))
+        lab = _Rank(job, ring, gather, buckets, tensors, digests, Contents(job.seed))
+        seconds = [
+            lab.iterate(iteration, last=iteration == iterations - 1) for iteration in range(iterations)
+        ]
+        ring.drain(job.timeout)
+        ring.barrier()  # nobody leaves before all have everything
+        sent = sum(sender_bytes(job, buckets, rank, channel) for channel in range(job.channels)) * iterations
+        return RankResult(
+            rank=rank,
+            incarnation=job.incarnation,
+            iterations=iterations,
+            bytes_per_iteration=size,
+            verified=lab.verified,
+            seconds=seconds,
+            cpu_seconds=lab.cpu_seconds,
+            sent_bytes=sent,
+            goodput_bits_per_second=8 * sent / sum(seconds),
+            retransmitted_segments=ring.retransmitted(),
+            faults=tagger.faults() if tagger else {},
+            streams=digests.results(),
+        )
+
+
+@dataclass
+class _Rank:
+    """One rank's iterations."""
+
+    job: RingJob
+    ring: Ring
+    gather: AllGather
+    buckets: list[Bucket]
+    tensors: list[torch.Tensor]
+    digests: Digests
+    contents: Contents
+    verified: int = 0
+    cpu_seconds: float = 0
+
+    def iterate(self, iteration: int, last: bool) -> float:
+        """One iteration; the seconds that its AllGather took."""
+        self._fill_own(iteration)
+        time.sleep(self.job.pause)
+        self.digests.begin(iteration)
+        tagging = self.digests.take if self.job.tag else None
+        self.ring.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        self.gather.run(self.tensors, tagging)
+        seconds = time.perf_counter() - start
+        self.cpu_seconds += time.process_time() - cpu_start
+        self.digests.hash_taken()
+        if self.job.verify == "each" or (last and self.job.verify == "last"):
+            self._verify(iteration)
+        return seconds
+
+    def _fill_own(self, iteration: int) -> None:
+        """The chunk that this rank brings; all others still hold the last iteration's contents."""
+        place = self.ring.place
+        own = chunk_sent(place.ranks, place.rank, 0)
+        for index, (bucket, tensor) in enumerate(zip(self.buckets, self.tensors, strict=True)):
+            for channel in range(place.channels):
+                where = chunk_slice(bucket.elements, place.channels, channel, place.ranks, own)
+                start, stop = where.start * bucket.itemsize, where.stop * bucket.itemsize
+                self.contents.fill(tensor, start, stop, bucket=index, iteration=iteration)
+
+    def _verify(self, iteration: int) -> None:
+        for index, tensor in enumerate(self.tensors):
+            if not self.contents.equal(tensor, bucket=index, iteration=iteration):
+                rank = self.ring.place.rank
+                raise RingError(f"rank {rank}: iteration {iteration}: bucket {index} was gathered wrongly")
+        self.verified += 1
+
+
+def sender_bytes(job: RingJob, buckets: list[Bucket], rank: int, channel: int) -> int:
+    """Bytes that a rank sends on a channel in one iteration."""
+    at = Position(rank, len(job.ips), channel, job.channels)
+    steps = [_STEPS[job.operation](bucket, at, job.slice_bytes) for bucket in buckets]
+    return sum(send.stop - send.start for one in steps for send in one.sends)
+
+
+def _place(job: RingJob, rank: int) -> RingPlace:
+    common = job.model_dump_json(include={"buckets", "channels", "ips", "iterations", "total_bytes", "seed"})
+    return RingPlace(
+        rank,
+        job.ips,
+        job.channels,
+        port=job.port,
+        incarnation=job.incarnation,
+        dscp_bit=job.dscp_bit,
+        fingerprint=hashlib.blake2b(common.encode(), digest_size=16).digest(),
+    )

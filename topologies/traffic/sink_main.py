@@ -1,0 +1,73 @@
+"""`python -m topologies.traffic.sink_main`: the sink of a lab's shadow node.
+
+Prints "ready" once all streams are connected, then "received N" as bytes come. Ctrl-C ends it with what came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+from checkmate.shadow.receive.connect import StreamError, tcp_memory_shortfall
+from topologies.traffic.config import read_config
+from topologies.traffic.sink import Sink, SinkJob
+
+
+def main() -> int:
+    """Exit status 0 where every stream brought what it should, 1 where not, 2 for a bad job file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m topologies.traffic.sink_main",
+        description=__doc__,
+        epilog="example: python -m topologies.traffic.sink_main --config sink.json --result sink-result.json",
+    )
+    parser.add_argument(
+        "--config", required=True, help='the streams, as JSON (see SinkJob); "-" is standard input'
+    )
+    parser.add_argument("--result", required=True, help="where to write the result as JSON")
+    arguments = parser.parse_args()
+    job = read_config(arguments.config, SinkJob)
+    if job is None:
+        return 2
+    if shortfall := tcp_memory_shortfall(len(job.streams), job.receive_buffer):
+        print(f"warning: {shortfall}", file=sys.stderr)
+    sink = Sink(job)
+    try:
+        return _run(sink, Path(arguments.result))
+    except (StreamError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        sink.close()
+
+
+def _run(sink: Sink, result_file: Path) -> int:
+    start = time.monotonic()
+    sink.connect()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sink.stop())
+    print(f"ready: {len(sink.streams)} streams connected in {time.monotonic() - start:.1f} s", flush=True)
+    shown = 0
+
+    def tick(total: int) -> None:
+        nonlocal shown
+        if total != shown:
+            shown = total
+            print(f"received {total}", flush=True)
+
+    result = sink.run(tick)
+    result_file.write_text(result.model_dump_json(indent=1) + "\n")
+    for stream in result.streams:
+        if stream.error:
+            name = f"boundary {stream.boundary}, channel {stream.channel}, shadow id {stream.shadow_id}"
+            print(f"{name}: {stream.error}", file=sys.stderr)
+    return 0 if result.complete else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,131 @@
+"""What was tagged against what shadow nodes read, stream by stream. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from checkmate.job.boundaries import streams
+from checkmate.job.schema import Job
+
+StreamKey = tuple[int, int, int]
+"""Boundary, channel, shadow id: what the tagging rank counts by."""
+ReadKey = tuple[int, int, int, int]
+"""The same, and the shadow node that read it."""
+SIDES = ("first", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Some bytes: how many, and their SHA-256."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRow:
+    """One shadow stream. `read` and `tagged` are `None` where a side has said nothing of it."""
+
+    boundary: int
+    channel: int
+    shadow_id: int
+    node: int
+    nic: str
+    tagged: Digest | None
+    read: Digest | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both sides have the same bytes, and some."""
+        return self.tagged is not None and self.tagged == self.read and self.tagged.nbytes > 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Every stream of a job, and what the ring took."""
+
+    rows: tuple[StreamRow, ...]
+    seconds: float
+    gathered: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether each stream was read byte for byte as it was tagged."""
+        return bool(self.rows) and all(row.equal for row in self.rows)
+
+    @property
+    def tagged(self) -> int:
+        """Bytes tagged on all streams, a stream's copies counted once."""
+        return sum(
+            {(r.boundary, r.channel, r.shadow_id): r.tagged.nbytes for r in self.rows if r.tagged}.values()
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Plain data for `--json`."""
+        return {
+            "equal": self.equal,
+            "seconds": self.seconds,
+            "gathered_bytes": self.gathered,
+            "tagged_bytes": self.tagged,
+            "streams": [asdict(row) | {"equal": row.equal} for row in self.rows],
+        }
+
+
+def compare(
+    job: Job, tagged: Mapping[StreamKey, Digest], read: Mapping[ReadKey, Digest]
+) -> tuple[StreamRow, ...]:
+    """One row for each stream that the job has, and for each that somebody read though it has it not."""
+    rows = []
+    for stream in streams(job):
+        key = (stream.boundary.number, stream.channel, stream.shadow_id)
+        nic, node = str(stream.nic.ip), stream.node.id
+        rows.append(StreamRow(*key, node, nic, tagged.get(key), read.get((*key, node))))
+    known = {(row.boundary, row.channel, row.shadow_id, row.node) for row in rows}
+    rows += [
+        StreamRow(*key, "not of this job", None, digest) for key, digest in read.items() if key not in known
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.boundary, row.channel, row.shadow_id, row.node)))
+
+
+def table(verdict: Verdict) -> Table:
+    """The verdict for people; SHA-256 by its first ten digits."""
+    shown = Table(
+        title="shadow streams",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for column in ("boundary", "ch", "shard", "node", "NIC"):
+        shown.add_column(column, no_wrap=True)
+    shown.add_column("bytes", justify="right", no_wrap=True)
+    for column in ("tagged", "read", "equal"):
+        shown.add_column(column, no_wrap=True)
+    for row in verdict.rows:
+        shown.add_row(
+            f"{row.boundary // 2} {SIDES[row.boundary % 2]}",
+            str(row.channel),
+            str(row.shadow_id),
+            str(row.node),
+            row.nic,
+            _bytes(row),
+            _short(row.tagged),
+            _short(row.read),
+            "[green]yes[/green]" if row.equal else "[bold red]NO[/bold red]",
+        )
+    return shown
+
+
+def _bytes(row: StreamRow) -> str:
+    counts: Sequence[Digest] = [digest for digest in (row.tagged, row.read) if digest is not None]
+    numbers = dict.fromkeys(f"{digest.nbytes:,}" for digest in counts)
+    return " / ".join(numbers) or "-"
+
+
+def _short(digest: Digest | None) -> str:
+    return "-" if digest is None else digest.sha256[:10]

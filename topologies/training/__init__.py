@@ -1,0 +1,1 @@
+"""Training in a lab: kills, verdicts, the demo."""

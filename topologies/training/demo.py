@@ -1,0 +1,208 @@
+"""The demo: training loses a rank to kill -9, and ends bit for bit as if nothing had happened.
+
+A small GPT trains twice with the same seed, on four ranks started by torchrun in a lab each. One run is
+undisturbed, over the same ring without tags and shadow nodes; the other is protected by Checkmate. They take
+turns, so that iteration times can be compared. `make demo` runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from topologies import lab, picture
+from topologies.describe import topology as describe
+from topologies.describe.job_files import TARGETS, Target, target_of
+from topologies.describe.topology import LabError, Topology
+from topologies.progress import StepProgress
+from topologies.signals import unwinding
+from topologies.training import consolidated, curve, report, side_by_side
+from topologies.training.job import JobPlan, TrainingJob
+from topologies.training.orders import PHASES, Kill, Phase
+from topologies.training.record import JobRecord
+from topologies.training.side_by_side import Cores
+from topologies.training.verdict import Cost, Promise, cost, promises
+
+_BLOCK: Final = 5
+_END_SECONDS: Final = 180.0
+
+
+@dataclass(frozen=True)
+class Story:
+    """What is to happen."""
+
+    topology: Topology
+    target: Target
+    iterations: int
+    kill: Kill
+    out: Path
+    on: Cores
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What came of it."""
+
+    reference: JobRecord
+    protected: JobRecord
+    promises: tuple[Promise, ...]
+    cost: Cost
+    picture: Path
+
+    @property
+    def good(self) -> bool:
+        """Whether everything promised is so."""
+        return all(promise.kept for promise in self.promises)
+
+    def data(self) -> dict[str, Any]:
+        """Plain data for `--json`."""
+        recoveries = [asdict(recovery) for recovery in self.protected.recoveries()]
+        return {
+            "good": self.good,
+            "promises": [asdict(promise) for promise in self.promises],
+            "recoveries": recoveries,
+            "cost": {"seconds": self.cost.seconds.data(), "processor": self.cost.processor.data()},
+            "losses": {"uninterrupted": self.reference.curve, "protected": self.protected.curve},
+            "picture": str(self.picture),
+        }
+
+
+def perform(story: Story, console: Console) -> Ending:
+    """The whole story; labs are removed whatever happens. `LabError` where something fails."""
+    console.print(f"lab {story.topology.name}, twice: {story.topology.title}\n", highlight=False)
+    console.print(picture.picture(story.topology) + "\n", highlight=False, soft_wrap=True)
+    with unwinding(), StepProgress(console) as steps, contextlib.ExitStack() as labs:
+        plans = {
+            "uninterrupted": JobPlan(_arguments(story), reduce="untagged", gated=True),
+            "protected": JobPlan(_arguments(story), kills=(story.kill,), gated=True),
+        }
+        reference, protected = (
+            labs.enter_context(
+                side_by_side.training_lab(
+                    story.topology, story.target, f"demo_{name}", plan, story.out / name, story.on, steps
+                )
+            )
+            for name, plan in plans.items()
+        )
+        steps(f"torchrun starts {len(story.topology.ranks)} ranks in each")
+        side_by_side.start((reference, protected))
+        _train(story, reference, protected, steps)
+        steps("checkmate consolidate, from the shadow nodes")
+        states: dict[str, object] = {
+            "the uninterrupted run": reference.state(),
+            "the protected run": protected.state(),
+            "its shadow nodes": consolidated.state(protected, story.iterations - 1),
+        }
+        records = reference.record(), protected.record()
+    return _ending(story, *records, states)
+
+
+def _arguments(story: Story) -> tuple[str, ...]:
+    return ("--iterations", str(story.iterations), *story.arguments)
+
+
+def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: StepProgress) -> None:
+    killed = story.kill.iteration
+    steps(f"both train in turns; kill -9 of rank {story.kill.rank} in iteration {killed}")
+
+    def tick(done: int) -> None:
+        loss = protected.record().curve[done - 1]
+        steps.advanced(done, story.iterations, f"iteration {done} of {story.iterations}, loss {loss:.3f}")
+
+    side_by_side.turns((reference, protected), story.iterations, _BLOCK, tick)
+    for training in (reference, protected):
+        training.finish(_END_SECONDS)
+
+
+def _ending(story: Story, reference: JobRecord, protected: JobRecord, states: dict[str, object]) -> Ending:
+    file = story.out / "losses.png"
+    curve.draw(file, reference.curve, protected.curve, protected.recoveries())
+    return Ending(
+        reference,
+        protected,
+        tuple(promises(reference, protected, story.iterations, 1, states)),
+        cost(reference, protected, story.iterations, _BLOCK),
+        file,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m topologies.training.demo",
+        description=__doc__,
+        epilog="example: python -m topologies.training.demo --kill 3:40:forward --iterations 60",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", default="softswitch", help=" or ".join(TARGETS))
+    parser.add_argument("--iterations", type=int, default=60, help="60 unless told otherwise; 20 or more")
+    parser.add_argument(
+        "--kill",
+        default="2:38:all-gather",
+        metavar="RANK:ITERATION:PHASE",
+        help=f"which rank dies, and when: {', '.join(PHASES)}",
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture and logs")
+    parser.add_argument("--json", action="store_true", help="data instead of text")
+    return parser
+
+
+def _story(chosen: argparse.Namespace) -> Story:
+    topology = describe.load("single_tor")
+    rank, _, rest = chosen.kill.partition(":")
+    iteration, _, phase = rest.partition(":")
+    ranks = len(topology.ranks)
+    if not (rank.isdigit() and iteration.isdigit() and phase in PHASES and int(rank) < ranks):
+        raise describe.BadDescription(
+            f"--kill {chosen.kill!r}: give RANK:ITERATION:PHASE, such as 2:38:all-gather; "
+            f"ranks are 0 to {ranks - 1}, phases {', '.join(PHASES)}"
+        )
+    if chosen.iterations < 4 * _BLOCK or not 0 < int(iteration) < chosen.iterations:
+        raise describe.BadDescription(
+            f"--iterations {chosen.iterations} with a kill in {iteration}: give {4 * _BLOCK} iterations or "
+            "more, and a kill after the first and before the end"
+        )
+    when: Phase = phase
+    kill = Kill(int(rank), int(iteration), when)
+    return Story(
+        topology,
+        target_of(chosen.target),
+        chosen.iterations,
+        kill,
+        chosen.out.resolve(),
+        side_by_side.cores(),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 where all is as promised, 1 where not, 2 for a bad command line."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        story = _story(chosen)
+        for name in ("demo_uninterrupted", "demo_protected"):
+            lab.down(name)  # what a demo that was killed has left
+        ending = perform(story, Console(stderr=True))
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    if chosen.json:
+        print(json.dumps(ending.data(), indent=2))
+    else:
+        report.show(ending.reference, ending.protected, ending.promises, ending.cost, Console())
+        print(f"\nloss curves: {os.path.relpath(ending.picture)}")
+    return 0 if ending.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

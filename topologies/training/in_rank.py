@@ -1,0 +1,150 @@
+"""What a lab does inside a rank: `-m topologies.training.in_rank ORDERS.json` runs a script as it is.
+
+It hooks in where the script calls `checkmate.restore` and `checkmate.protect`: it writes down when each
+iteration begins and ends, holds iterations back until the lab lets them go, kills the rank where it was told
+to, and can put another AllReduce in Checkmate's place to compare with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final
+
+import checkmate
+from topologies.training import substitutes
+from topologies.training.digest import digest
+from topologies.training.kill_points import arm
+from topologies.training.orders import PHASES, Kill, Orders, read
+
+_POLL_SECONDS: Final = 0.005
+
+
+class Driven:
+    """Hooks on one rank's training."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.rank = int(os.environ["RANK"])
+        self._orders = orders
+        self._gate = Path(orders.gate) if orders.gate else None
+        self._file = Path(orders.events, f"rank{self.rank}.events.jsonl")
+        self.attempt = self._file.read_text().count('"event": "started"') if self._file.exists() else 0
+        self.mode = ""
+        self._next = 0
+        self._began: float | None = None
+        self._used = 0.0
+        self._state: Callable[[], object] = dict
+
+    @property
+    def iteration(self) -> int:
+        """The one that began last."""
+        return self._next - 1
+
+    def note(self, event: str, **more: object) -> None:
+        """Write down that something happened now."""
+        said = {"event": event, "attempt": self.attempt, "pid": os.getpid(), "at": time.monotonic(), **more}
+        with self._file.open("a") as file:
+            print(json.dumps(said), file=file)
+
+    def install(self) -> None:
+        """Stand between the script and `checkmate`."""
+        restore: Callable[..., Any] = checkmate.restore
+        protect: Callable[..., Any] = checkmate.protect
+        if self._orders.reduce != "checkmate":
+            restore = substitutes.nothing_to_restore
+            protect = substitutes.Untagged if self._orders.reduce == "untagged" else substitutes.Unprotected
+
+        def restoring(*arguments: Any, **options: Any) -> Any:
+            self.note("group_ready")
+            restored = restore(*arguments, **options)
+            self._next = restored.iteration
+            self.note("restored", iteration=restored.iteration)
+            for kill in self._kills("restore"):
+                self._before_dying(kill)()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return restored
+
+        def protecting(ddp: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+            self._state = lambda: {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
+            protection = protect(ddp, optimizer, *arguments, **options)
+            ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
+            for kill in self._kills(*PHASES):
+                arm(kill, ddp, optimizer, lambda: self.iteration, self._before_dying(kill))
+            if self._orders.extension is not None:
+                importlib.import_module(self._orders.extension).install(self, ddp, optimizer)
+            if self._orders.cpus is not None:
+                _pin(self._orders.cpus)
+            self.note("protected")
+            return protection
+
+        checkmate.restore, checkmate.protect = restoring, protecting
+
+    def ended(self) -> None:
+        """Write down that the script is through, and a digest of what it has trained."""
+        self._note_iteration()
+        self.note("ended", digest=digest(self._state()).hex())
+
+    def _before_forward(self) -> None:
+        """The end of an iteration with all that the script does in it, and the beginning of the next."""
+        self._note_iteration()
+        while not self._may_begin():
+            time.sleep(_POLL_SECONDS)
+        self._next += 1
+        self._began, self._used = time.monotonic(), time.process_time()
+
+    def _may_begin(self) -> bool:
+        if self._gate is None:
+            return True
+        until, self.mode = self._gate.read_text().split(" ", 1)
+        return self._next < int(until)
+
+    def _note_iteration(self) -> None:
+        if self._began is not None:
+            used = time.process_time() - self._used  # by all threads
+            self.note("iteration", iteration=self.iteration, began=self._began, processor=used)
+
+    def _kills(self, *phases: str) -> list[Kill]:
+        """Those of this rank, in this start of the job."""
+        return [
+            kill
+            for kill in self._orders.kills
+            if kill.rank == self.rank and kill.attempt == self.attempt and kill.phase in phases
+        ]
+
+    def _before_dying(self, kill: Kill) -> Callable[[], None]:
+        return lambda: self.note("killed", iteration=kill.iteration, phase=kill.phase)
+
+
+def main() -> None:
+    """Run the script that the orders name as `python -m` would."""
+    orders = read(Path(sys.argv[1]).read_text())
+    driven = Driven(orders)
+    driven.note("started", process=_process_start())
+    driven.install()
+    sys.argv = [orders.module, *orders.arguments]
+    runpy.run_module(orders.module, run_name="__main__", alter_sys=True)
+    driven.ended()
+
+
+def _pin(cpus: Collection[int]) -> None:
+    """Keep this process, with all threads that it has, on these CPUs."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cpus)
+
+
+def _process_start() -> float:
+    """When this process was started, by the clock of `time.monotonic`."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = float(Path("/proc/uptime").read_text().split()[0])
+    return time.monotonic() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""A training job in a lab: shadow nodes, and a torchrun for each rank, which starts it again after a crash.
+
+with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
+    training = Training(crew, Plan(arguments=("--iterations", "20")), folder)
+    training.start_shadow_nodes()
+    training.start()
+    training.finish(seconds=100)
+    print(training.record().losses)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from topologies import torchrun
+from topologies.controller import CHECKMATE
+from topologies.crew import TEMPORARY, Crew, Member
+from topologies.describe.topology import Host, LabError
+from topologies.training.orders import Kill, Orders, Reduce
+from topologies.training.record import JobRecord, read_events, read_losses
+
+SCRIPT: Final = "examples.gpt.train"
+_SCRIPT_ERROR: Final = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+_READY_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is to be trained, and what is to go wrong. `arguments` of the script, without --out."""
+
+    arguments: tuple[str, ...] = ()
+    module: str = SCRIPT
+    reduce: Reduce = "checkmate"
+    kills: tuple[Kill, ...] = ()
+    restarts: int = 3
+    gated: bool = False
+    shadow_options: tuple[str, ...] = ()
+    extension: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class TrainingJob:
+    """One training job in a lab; what it leaves is in `folder`.
+
+    `cpus`: the CPUs that ranks may use once they are about to begin; `shadow_cpus`: those of shadow nodes.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        plan: JobPlan,
+        folder: Path,
+        *,
+        cpus: Collection[int] | None = None,
+        shadow_cpus: Collection[int] | None = None,
+    ) -> None:
+        self.crew = crew
+        self.plan = plan
+        self.folder = folder
+        self.shadows: dict[str, Member] = {}
+        self.ranks: dict[str, Member] = {}
+        self._cpus, self._shadow_cpus = cpus, shadow_cpus
+        self._gate = folder / "gate"
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in (*folder.glob("rank*.*"), folder / "final.pt"):
+            left.unlink(missing_ok=True)
+
+    def start_shadow_nodes(self, programs: Mapping[int, Sequence[str]] | None = None) -> None:
+        """Start every shadow node of the job, and wait until each serves.
+
+        `programs`: what is started in place of `checkmate` for some of them, by id.
+        """
+        for host in self.crew.lab.topology.shadow_nodes:
+            self._start_shadow_node(host, (programs or {}).get(host.number, CHECKMATE))
+        self.await_shadow_nodes()
+
+    def restart_shadow_node(self, node: int) -> None:
+        """Kill a shadow node with SIGKILL, where it runs, and start it again; wait until it serves."""
+        host = self.crew.lab.topology.host(f"shadow{node}")
+        self.crew.kill(self.shadows[host.name])
+        self._start_shadow_node(host, CHECKMATE)
+        self.await_shadow_nodes()
+
+    def await_shadow_nodes(self) -> None:
+        """Wait until each shadow node serves."""
+        self.crew.wait(
+            lambda: all("ready" in member.said() for member in self.shadows.values()),
+            "shadow nodes to serve",
+            _READY_SECONDS,
+        )
+
+    def start(self) -> None:
+        """Start the ranks. Where the plan is gated, none begins an iteration before `let` says so."""
+        self.let(0)
+        orders = Orders(
+            module=self.plan.module,
+            arguments=(*self.plan.arguments, "--out", str(self.folder)),
+            events=str(self.folder),
+            reduce=self.plan.reduce,
+            gate=str(self._gate) if self.plan.gated else None,
+            kills=self.plan.kills,
+            cpus=None if self._cpus is None else tuple(self._cpus),
+            extension=self.plan.extension,
+        )
+        file = self.folder / "orders.json"
+        file.write_text(orders.to_json())
+        topology = self.crew.lab.topology
+        for rank in topology.ranks:
+            script: list[str | Path] = ["-m", "topologies.training.in_rank", file]
+            command = torchrun.command(topology, rank, script, restarts=self.plan.restarts)
+            environment = {**torchrun.ENVIRONMENT, **self.plan.environment}
+            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
+
+    def let(self, iterations: int, mode: str = "") -> None:
+        """Let the ranks begin all iterations below this one; `mode` is the extension's."""
+        fresh = self._gate.with_name("gate.next")
+        fresh.write_text(f"{iterations} {mode}")
+        fresh.replace(self._gate)
+
+    def reached(self, iterations: int) -> bool:
+        """Whether each rank is through with all iterations below this one."""
+        return self.next_iteration() >= iterations
+
+    def next_iteration(self) -> int:
+        """The first that not all ranks are through with."""
+        return 1 + min(self._last_iteration(rank) for rank in self.crew.lab.topology.ranks)
+
+    def await_iterations(self, iterations: int, seconds: float) -> None:
+        """Wait until each rank is through with this many iterations."""
+        with self._explained():
+            self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
+
+    def await_ready(self, seconds: float) -> None:
+        """Wait until each rank is protected, and about to begin."""
+        self.crew.wait(
+            lambda: all(
+                any(e.name == "protected" for e in events) for events in self.record().events.values()
+            ),
+            "ranks to be ready",
+            seconds,
+        )
+
+    def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until the ranks have ended well."""
+        with self._explained():
+            self.crew.finish(list(self.ranks.values()), seconds, tick)
+
+    def stop(self) -> None:
+        """End ranks that still train, by SIGKILL, then the shadow nodes as Ctrl-C does."""
+        for member in self.ranks.values():
+            self.crew.kill(member)
+        for member in self.shadows.values():
+            self.crew.stop(member)
+
+    def statuses(self, node: int) -> list[dict[str, Any]]:
+        """What a shadow node has said of itself so far (`checkmate shadow --json`, once a second)."""
+        said = self.shadows[f"shadow{node}"].said().rpartition("\n")[0]
+        return [json.loads(line) for line in said.splitlines()]
+
+    def status(self, node: int) -> dict[str, Any]:
+        """What a shadow node has said last of itself."""
+        return self.statuses(node)[-1]
+
+    def keep_logs(self) -> None:
+        """Copy the lab's logs, which go with it, to `folder`: what happened is asked later."""
+        ignored = shutil.ignore_patterns(TEMPORARY)
+        shutil.copytree(self.crew.lab.directory, self.folder / "lab", dirs_exist_ok=True, ignore=ignored)
+
+    def record(self) -> JobRecord:
+        """What the ranks have written down so far."""
+        events, losses = {}, {}
+        for rank in self.crew.lab.topology.ranks:
+            events[rank.number] = read_events(_lines(self.folder / f"rank{rank.number}.events.jsonl"))
+            losses[rank.number] = read_losses(_lines(self.folder / f"rank{rank.number}.jsonl"))
+        return JobRecord(events, losses)
+
+    def state(self) -> dict[str, object]:
+        """The final parameters and optimizer state, as rank 0 saved them."""
+        file = self.folder / "final.pt"
+        if not file.exists():
+            raise LabError(f"training ended without {file}")
+        return dict(torch.load(file, weights_only=True))
+
+    def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
+        job = str(self.crew.lab.job_file)
+        argv = [*program, "shadow", job, "--id", str(host.number), "--json", *self.plan.shadow_options]
+        self.shadows[host.name] = self.crew.start(
+            host.name, host.name, argv, cpus=self._shadow_cpus, environment={"OMP_NUM_THREADS": "1"}
+        )
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A `LabError` also says with what each rank's script has failed: torchrun doesn't."""
+        try:
+            yield
+        except LabError as error:
+            said = {name: _SCRIPT_ERROR.findall(member.complaints()) for name, member in self.ranks.items()}
+            words = [f"{name} said last: {errors[-1]}" for name, errors in said.items() if errors]
+            raise LabError("; ".join([str(error), *words])) from None
+
+    def _last_iteration(self, rank: Host) -> int:
+        lines = _lines(self.folder / f"rank{rank.number}.jsonl")
+        return int(json.loads(lines[-1])["iteration"]) if lines else -1
+
+
+def _lines(file: Path) -> list[str]:
+    """Whole lines: the last may be half written."""
+    return file.read_text().splitlines(keepends=True) if file.exists() else []

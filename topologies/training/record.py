@@ -1,0 +1,236 @@
+"""What the ranks of a training job have written down, and what follows from it. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """Something that happened to a rank, by the monotonic clock; see `topologies.training.in_rank`."""
+
+    name: str
+    attempt: int
+    pid: int
+    at: float
+    more: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A rank's own loss in an iteration that it has completed."""
+
+    iteration: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An iteration of a rank: from when to when, and the seconds of processor time that it used."""
+
+    began: float
+    ended: float
+    processor: float
+
+
+@dataclass(frozen=True)
+class TimedBlock:
+    """What an iteration takes in a block: seconds, and seconds of processor time of all ranks together."""
+
+    seconds: float
+    processor: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """From a kill to the end of the next iteration that was trained; parts in seconds, in order of time."""
+
+    rank: int
+    iteration: int
+    phase: str
+    resumed_with: int
+    parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What each rank has written down, in order."""
+
+    events: Mapping[int, Sequence[RankEvent]]
+    completed: Mapping[int, Sequence[Loss]]
+
+    @cached_property
+    def losses(self) -> dict[int, dict[int, float]]:
+        """The loss of each iteration on each rank: rank, iteration. The last one where it was repeated."""
+        return {rank: {one.iteration: one.loss for one in each} for rank, each in self.completed.items()}
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """The mean loss of the iterations that all ranks have completed."""
+        common = set.intersection(*(set(each) for each in self.losses.values()))
+        ranks = self.losses.values()
+        return {one: statistics.fmean(each[one] for each in ranks) for one in sorted(common)}
+
+    @property
+    def repeated(self) -> dict[int, int]:
+        """Iterations that some rank has completed more than once, and how often at most."""
+        counts: dict[int, int] = {}
+        for each in self.completed.values():
+            seen: dict[int, int] = {}
+            for one in each:
+                seen[one.iteration] = seen.get(one.iteration, 0) + 1
+            for iteration, count in seen.items():
+                counts[iteration] = max(counts.get(iteration, 0), count)
+        return {iteration: count for iteration, count in sorted(counts.items()) if count > 1}
+
+    @property
+    def changed_when_repeated(self) -> list[tuple[int, int]]:
+        """(rank, iteration) where a repeated iteration had another loss than before."""
+        found = []
+        for rank, each in self.completed.items():
+            first: dict[int, float] = {}
+            for one in each:
+                if first.setdefault(one.iteration, one.loss) != one.loss:
+                    found.append((rank, one.iteration))
+        return found
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Each rank's digest of its final parameters and optimizer state."""
+        ends = ((rank, self._last(rank, "ended")) for rank in self.events)
+        return {rank: str(event.more["digest"]) for rank, event in ends if event}
+
+    @cached_property
+    def timed(self) -> dict[int, list[Timed]]:
+        """Each iteration on each rank, by iteration; of repeated ones the last."""
+        found: dict[int, dict[int, Timed]] = {}
+        for rank, events in self.events.items():
+            for event in events:
+                if event.name == "iteration":
+                    said = Timed(event.more["began"], event.at, event.more["processor"])
+                    found.setdefault(event.more["iteration"], {})[rank] = said
+        return {one: [ranks[rank] for rank in sorted(ranks)] for one, ranks in sorted(found.items())}
+
+    def block(self, first: int, stop: int) -> TimedBlock | None:
+        """An iteration's means over [first, stop); `None` where not all are timed on all ranks."""
+        if any(len(self.timed.get(one, [])) != len(self.events) for one in range(first, stop)):
+            return None
+        spans = zip(self.timed[first], self.timed[stop - 1], strict=True)
+        seconds = statistics.fmean(last.ended - begin.began for begin, last in spans)
+        processor = sum(rank.processor for one in range(first, stop) for rank in self.timed[one])
+        return TimedBlock(seconds / (stop - first), processor / (stop - first))
+
+    def recoveries(self, kills: Sequence[tuple[float, int, int, str]] = ()) -> list[Recovery]:
+        """For each kill that a rank noted, or that the driver tells (at, rank, iteration, phase)."""
+        noted = [
+            (event.at, rank, int(event.more["iteration"]), str(event.more["phase"]))
+            for rank, events in self.events.items()
+            for event in events
+            if event.name == "killed"
+        ]
+        found = (self._recovery(*kill) for kill in sorted([*noted, *kills]))
+        return [recovery for recovery in found if recovery is not None]
+
+    def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> Recovery | None:
+        """`None` where another kill came first."""
+        marks = {name: self._marks(name, at) for name in ("started", "group_ready", "restored", "protected")}
+        ended = [
+            next((e.at for e in events if e.name in ("iteration", "ended") and e.at > at), None)
+            for events in self.events.values()
+        ]
+        if not all(marks.values()) or None in ended:
+            return None
+        times = [
+            at,
+            max(float(event.more["process"]) for event in marks["started"]),
+            *(max(event.at for event in events) for events in marks.values()),
+            max(end for end in ended if end is not None),
+        ]
+        names = (
+            "torchrun notices, and starts processes again",
+            "Python starts, PyTorch is imported",
+            "the process group meets, the model is made",
+            "checkmate.restore",
+            "checkmate.protect",
+            "the first iteration",
+        )
+        parts = {name: end - begin for name, (begin, end) in zip(names, pairwise(times), strict=True)}
+        resumed = int(marks["restored"][0].more["iteration"])
+        return Recovery(rank, iteration, phase, resumed, parts)
+
+    def _marks(self, name: str, after: float) -> list[RankEvent]:
+        """Each rank's first such event after a time; none if a rank has none."""
+        found = [
+            next((e for e in events if e.name == name and e.at > after), None)
+            for events in self.events.values()
+        ]
+        return [event for event in found if event] if None not in found else []
+
+    def _last(self, rank: int, name: str) -> RankEvent | None:
+        return next((event for event in reversed(self.events[rank]) if event.name == name), None)
+
+
+def read_events(lines: Iterable[str]) -> list[RankEvent]:
+    """The events in a file's lines; one that is not whole is left out."""
+    found = []
+    for line in lines:
+        if line.endswith("\n"):
+            said = json.loads(line)
+            name, attempt, pid, at = (said.pop(key) for key in ("event", "attempt", "pid", "at"))
+            found.append(RankEvent(name, attempt, pid, at, said))
+    return found
+
+
+def read_losses(lines: Iterable[str]) -> list[Loss]:
+    """The losses in a file's lines; one that is not whole is left out."""
+    said = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [Loss(int(one["iteration"]), float(one["loss"])) for one in said]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean, and the 95% interval round it (Student's t)."""
+
+    mean: float
+    half: float
+    samples: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+
+def interval(samples: Sequence[float]) -> Interval:
+    """Of independent samples, two or more; `ValueError` otherwise."""
+    if len(samples) < 2:
+        raise ValueError(f"{len(samples)} samples have no interval; it takes two")
+    error = statistics.stdev(samples) / math.sqrt(len(samples))
+    return Interval(statistics.fmean(samples), _t975(len(samples) - 1) * error, len(samples))
+
+
+def _t975(freedom: int) -> float:
+    """Student's t at 97.5% (Abramowitz and Stegun 26.7.5; below 5 degrees from their table 26.10)."""
+    small = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+    if freedom in small:
+        return small[freedom]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3

@@ -1,0 +1,157 @@
+"""Two runs of one training job compared: whether they are the same, and what the one cost more. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from topologies.training.record import Interval, JobRecord, TimedBlock, interval
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Something that has to be so, whether it is, and what was seen."""
+
+    what: str
+    kept: bool
+    seen: str
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Seconds an iteration in blocks of both runs, pair by pair."""
+
+    reference: tuple[float, ...]
+    protected: tuple[float, ...]
+
+    @property
+    def difference(self) -> Interval:
+        """Seconds that the protected run takes more."""
+        return interval([b - a for a, b in zip(self.reference, self.protected, strict=True)])
+
+    @property
+    def ratio(self) -> Interval:
+        """How many times as much it takes."""
+        return interval([b / a for a, b in zip(self.reference, self.protected, strict=True)])
+
+    def data(self) -> dict[str, Any]:
+        """Plain data, with the intervals where there are pairs enough."""
+        enough = len(self.reference) > 1
+        found = {"difference": asdict(self.difference), "ratio": asdict(self.ratio)} if enough else {}
+        return {**asdict(self), **found}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What protection costs the trainers: time, and processor time of all ranks together."""
+
+    seconds: Pairs
+    processor: Pairs
+
+
+def cost(reference: JobRecord, protected: JobRecord, iterations: int, block: int) -> Cost:
+    """Of all blocks that both ran through: without the first, in which things are set up, and without the
+    last and those in which a rank died. A block's first iteration, which waits for its turn, isn't counted.
+    """
+    broken = {recovery.iteration for recovery in protected.recoveries()} | set(protected.repeated)
+    pairs: list[tuple[TimedBlock, TimedBlock]] = []
+    for first in range(block, iterations - block, block):
+        if broken.isdisjoint(range(first, first + block)):
+            ours, theirs = (run.block(first + 1, first + block) for run in (protected, reference))
+            if ours is not None and theirs is not None:
+                pairs.append((theirs, ours))
+    return Cost(
+        Pairs(tuple(a.seconds for a, _ in pairs), tuple(b.seconds for _, b in pairs)),
+        Pairs(tuple(a.processor for a, _ in pairs), tuple(b.processor for _, b in pairs)),
+    )
+
+
+def promises(
+    reference: JobRecord, protected: JobRecord, iterations: int, kills: int, states: Mapping[str, object]
+) -> list[Promise]:
+    """What Checkmate promises of a run with `kills` kills beside one without.
+
+    `states`: parameters and optimizer state at the end, by who has them.
+    """
+    return [
+        _losses(reference, protected, iterations),
+        _digests(reference, protected),
+        _states(states),
+        _repeated(protected, kills),
+        _resumed(protected, kills),
+    ]
+
+
+def _losses(reference: JobRecord, protected: JobRecord, iterations: int) -> Promise:
+    pairs = [
+        (reference.losses[rank].get(i), protected.losses.get(rank, {}).get(i))
+        for rank in reference.losses
+        for i in range(iterations)
+    ]
+    equal = sum(a is not None and a == b for a, b in pairs)
+    changed = protected.changed_when_repeated
+    again = f"; changed when repeated: {changed}" if changed else ""
+    what = "the losses of every iteration are bit-identical to the uninterrupted run's, on each rank"
+    seen = f"{equal} of {len(pairs)} ({iterations} iterations on {len(reference.losses)} ranks){again}"
+    return Promise(what, equal == len(pairs) > 0 and not changed, seen)
+
+
+def _digests(reference: JobRecord, protected: JobRecord) -> Promise:
+    found = [*reference.digests.values(), *protected.digests.values()]
+    expected = len(reference.events) + len(protected.events)
+    what = "each rank of both runs ends with the same parameters and optimizer state"
+    seen = f"{len(set(found))} digest(s) on {len(found)} of {expected} ranks: {', '.join(sorted(set(found)))}"
+    return Promise(what, len(found) == expected and len(set(found)) == 1, seen)
+
+
+def _states(states: Mapping[str, object]) -> Promise:
+    (_, one), *others = states.items()
+    unequal = {name: differences(one, other) for name, other in others}
+    what = f"parameters and optimizer state of {', '.join(states)}: torch.equal, tensor by tensor"
+    wrong = "; ".join(f"{name} differs at {', '.join(at[:3])}" for name, at in unequal.items() if at)
+    seen = wrong or f"{len(list(tensors(one)))} tensors equal"
+    return Promise(what, not wrong and bool(others) and any(True for _ in tensors(one)), seen)
+
+
+def _repeated(protected: JobRecord, kills: int) -> Promise:
+    repeated = protected.repeated
+    worst = sum(count - 1 for count in repeated.values())
+    what = "a crash repeats at most one iteration that was completed"
+    said = ", ".join(map(str, repeated)) or "none"
+    return Promise(what, worst <= kills, f"repeated: {said}, in {kills} crash(es)")
+
+
+def _resumed(protected: JobRecord, kills: int) -> Promise:
+    found = protected.recoveries()
+    what = "training resumes from the shadow nodes, not from the start"
+    seen = "; ".join(f"killed in iteration {r.iteration}, resumed with {r.resumed_with}" for r in found)
+    kept = len(found) == kills and all(r.resumed_with >= r.iteration - 1 for r in found)
+    return Promise(what, kept, seen or "no rank has resumed")
+
+
+def tensors(state: object, path: str = "") -> Sequence[tuple[str, object]]:
+    """Every leaf of a nested state, with its path."""
+    if isinstance(state, Mapping):
+        return [leaf for key in state for leaf in tensors(state[key], f"{path}.{key}".lstrip("."))]
+    if isinstance(state, list | tuple):
+        return [leaf for i, one in enumerate(state) for leaf in tensors(one, f"{path}.{i}".lstrip("."))]
+    return [(path, state)]
+
+
+def differences(one: object, other: object) -> list[str]:
+    """Where two states differ."""
+    ours, theirs = dict(tensors(one)), dict(tensors(other))
+    return [
+        key
+        for key in {**ours, **theirs}
+        if key not in ours or key not in theirs or not _equal(ours[key], theirs[key])
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
