@@ -1,6 +1,6 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-switch test test-all lint ptf p4 proto bench clean
+.PHONY: help setup demo demo-switch test test-all lint ptf p4 proto bench docs clean
 PYTHON := .venv/bin/python
 TARGET ?= softswitch
 P4_TARGET ?= bmv2
@@ -23,11 +23,12 @@ test: setup ## Lint and quick tests, under 10 minutes
 test-all: setup ## Everything: each lab on each target
 	@$(PYTHON) -m pytest
 
-lint: setup ## ruff, mypy --strict, import-linter
+lint: setup ## ruff, mypy --strict, import-linter, and the mechanical rules of English
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
+	@$(PYTHON) -m tools.prose
 
 ptf: setup ## Packet tests; TARGET=softswitch (default), bmv2 or tna; tofino with PTF_CONFIG=FILE
 	@$(PYTHON) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))
@@ -38,8 +39,13 @@ p4: setup ## Compile the data plane with p4c; P4_TARGET=bmv2 (default), tofino o
 proto: setup ## Generate checkmate/rpc's Python from its .proto
 	@$(PYTHON) -m tools.proto
 
-bench: setup ## The README's figures
+bench: setup ## Measure the figures of docs/figures.md
 	@$(PYTHON) -m benchmarks
+
+docs: setup ## The documentation as a site, in build/site; needs no network once set up
+	@$(PYTHON) -c "import furo, myst_parser" 2>/dev/null || $(PYTHON) -m pip --disable-pip-version-check --quiet \
+	  install --constraint constraints.txt --editable '.[docs]'
+	@$(PYTHON) -m tools.site build/site
 
 clean: ## Remove what set-up and runs made here
 	rm -rf .venv build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,1 +1,1 @@
-"""The README's figures, measured: `make bench`, or `python -m benchmarks NAME ...` for some."""
+"""Measurement of the figures in docs/figures.md: `make bench`, or `python -m benchmarks NAME ...`."""

@@ -1,22 +1,24 @@
-"""Measure the README's figures.
+"""Measure the figures of docs/figures.md.
 
-python -m benchmarks               all of them, in one run
-python -m benchmarks control_plane some
+python -m benchmarks                                        all of them, in one run
+python -m benchmarks control_plane                          some
+python -m benchmarks recovery --report docs/figures.md      also write them to the page
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import json
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.figures import Result, markdown, table
+from benchmarks.figures import Result, data, table
+from benchmarks.report import report
 from topologies.signals import unwinding
 
 SUITES = {
@@ -33,36 +35,34 @@ SUITES = {
     "batches": "shadow.batches",
     "recovery": "training.recovery",
 }
-"""Each suite's module."""
+"""The module of each benchmark."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("suite", nargs="*", help=f"which: {', '.join(SUITES)}; all by default")
+    parser.add_argument("suite", nargs="*", help=f"the benchmarks: {', '.join(SUITES)}; all by default")
     parser.add_argument("--json", action="store_true", help="data instead of tables")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    parser.add_argument(
+        "--report", type=Path, metavar="PAGE.md", help="also write tables, plots, and the data as PAGE.json"
+    )
     arguments = parser.parse_args()
     unknown = [name for name in arguments.suite if name not in SUITES]
     if unknown:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(SUITES)}")
+        parser.error(f"unknown benchmark {', '.join(unknown)}; known are {', '.join(SUITES)}")
     console = Console(stderr=arguments.json)
     found: dict[str, tuple[str, list[Result]]] = {}
     for name in arguments.suite or SUITES:
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")
         console.print(f"[bold]{name}[/bold] ...")
         start = time.monotonic()
-        with unwinding():  # a signal ends it as Ctrl-C does, and removes what it made
+        with unwinding():  # a signal ends it like Ctrl-C, with clean-up
             found[name] = (module.TITLE, module.measure())
         console.print(table(*found[name]))
         console.print(f"({time.monotonic() - start:.0f} s)\n")
-    if arguments.markdown:
-        arguments.markdown.write_text("\n".join(markdown(*one) for one in found.values()))
+    if arguments.report:
+        report(arguments.report, found, datetime.datetime.now(datetime.UTC).date())
     if arguments.json:
-        data = {
-            name: [{"kind": type(r).__name__, **asdict(r)} for r in results]
-            for name, (_, results) in found.items()
-        }
-        json.dump(data, sys.stdout, indent=2)
+        json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
     return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0
 
 

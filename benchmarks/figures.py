@@ -1,20 +1,21 @@
-"""A measured figure, with its spread, aim and floor; and the tables that the README shows."""
+"""Measured figures with their spread, aim and floor, and tables of them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.table import Table
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the README: `samples` of one run, all in `unit`.
+    """One figure: `samples` of one run, all in `unit`.
 
-    `floor` is what it must reach and `aim` what it should; `smaller` says which way is better.
-    Without a floor it is a report.
+    It must reach `floor` and should reach `aim`. With `smaller`, smaller values are better. A figure without
+    a floor is only reported.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the floor is reached; `None` for a report."""
+        """Whether the floor is reached; `None` without a floor."""
         if self.floor is None:
             return None
         return self.median <= self.floor if self.smaller else self.median >= self.floor
@@ -39,7 +40,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A figure that can't be measured here, and why."""
+    """A figure that cannot be measured here, with the reason."""
 
     name: str
     reason: str
@@ -49,18 +50,18 @@ Result = Figure | Skipped
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
-    """Pair by pair, so that a machine that drifts doesn't decide."""
+    """Return the ratios pair by pair, which are robust against a machine that drifts."""
     return tuple(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def number(value: float, unit: str = "") -> str:
-    """Three significant digits; large counts in full."""
+    """Return a number with three significant digits, or a large count in full."""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{text} {unit}".strip()
 
 
 def row(result: Result) -> tuple[str, str, str, str]:
-    """Name, value with spread, aim and floor, verdict."""
+    """Return name, value with spread, aim and floor, and verdict."""
     if isinstance(result, Skipped):
         return result.name, f"not measured: {result.reason}", "", "skipped"
     value = number(result.median, result.unit)
@@ -75,7 +76,7 @@ def row(result: Result) -> tuple[str, str, str, str]:
 
 
 def table(title: str, results: Sequence[Result]) -> Table:
-    """For a terminal."""
+    """Return a table for a terminal."""
     made = Table(title=title, title_justify="left")
     for column in ("figure", "median (spread)", "aim", ""):
         made.add_column(column)
@@ -85,7 +86,12 @@ def table(title: str, results: Sequence[Result]) -> Table:
 
 
 def markdown(title: str, results: Sequence[Result]) -> str:
-    """For the README."""
-    lines = [f"**{title}**", "", "| figure | median (spread) | aim | |", "| --- | --- | --- | --- |"]
+    """Return a table in Markdown."""
+    lines = [f"{title}.", "", "| figure | median (spread) | aim | |", "| --- | --- | --- | --- |"]
     lines += ["| " + " | ".join(row(result)) + " |" for result in results]
     return "\n".join(lines) + "\n"
+
+
+def data(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return the results as JSON has them."""
+    return [{"kind": type(result).__name__, **asdict(result)} for result in results]

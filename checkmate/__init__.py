@@ -1,7 +1,7 @@
-"""Checkmate: checkpoints of data-parallel training, never older than one iteration.
+"""Checkmate: per-iteration checkpoints of PyTorch DDP training.
 
-checkmate.restore(ddp, optimizer)   # resumes from the shadow nodes, if they hold anything
-checkmate.protect(ddp, optimizer)   # from here on they follow
+checkmate.restore(ddp, optimizer)   # resume from the shadow nodes, if they hold anything
+checkmate.protect(ddp, optimizer)   # have them follow from here on
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WHERE: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch takes seconds, and the command line does without it."""
+    """Import on first use, because importing torch takes seconds and most commands do not need it."""
     if name not in _WHERE:
         raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
     return getattr(import_module(_WHERE[name]), name)

@@ -1,8 +1,17 @@
-"""Words of messages that depend on a number."""
+"""Numbers in messages: plurals and sizes."""
 
 from __future__ import annotations
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """`1 stream`, `2 streams`; `many` where the plural isn't `one` with an s."""
+    """Return `1 stream` or `2 streams`; `many` is the plural if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit: `26.2 MB`."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale * 0.9995:
+            amount = nbytes / scale
+            return f"{amount:,.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
+    return f"{nbytes:.0f} B"

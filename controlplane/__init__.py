@@ -1,1 +1,1 @@
-"""Control plane: from job YAMLs to what the switches hold, and the stub TCP endpoint."""
+"""Control plane: from job files to switch entries, and the stub TCP endpoint."""

@@ -1,4 +1,4 @@
-"""The controller of one switch: keeps it as the jobs want it, and serves its stub endpoint."""
+"""The controller of one switch: installs what the jobs need, and serves the switch's stub endpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANSWERS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """What one reconciliation did."""
+    """The result of one reconciliation: updates written, entities held, seconds."""
 
     switch: str
     updates: int
@@ -40,7 +40,7 @@ class Reconciled:
 
 
 class Notes:
-    """The log of what comes to the stub, bounded: a flood may say so many lines a second, and a count."""
+    """A log of what arrives at the stub, limited to `most` lines per second and a count of the others."""
 
     def __init__(self, most: int = 10) -> None:
         self._most = most
@@ -48,6 +48,7 @@ class Notes:
         self._said = self._left_out = 0
 
     def say(self, text: str) -> None:
+        """Log a line, or count it."""
         now = time.monotonic()
         if now - self._second >= 1:
             if self._left_out:
@@ -61,7 +62,7 @@ class Notes:
 
 
 class SwitchController:
-    """Keeps one switch as a network wants it. All of it runs in one event loop."""
+    """Keeps one switch in the state that a network describes. All of it runs in one event loop."""
 
     def __init__(self, switch: Switch, network: Network) -> None:
         self.switch = switch
@@ -83,7 +84,7 @@ class SwitchController:
 
     @property
     def held(self) -> Holdings | None:
-        """What the switch is to hold, as far as the controller remembers; `None` before the first `write`."""
+        """What the switch should hold, as the controller remembers it; `None` before the first `write`."""
         return self._memory.held if self._memory is not None else None
 
     def check(self, network: Network) -> SwitchPlan:
@@ -103,7 +104,7 @@ class SwitchController:
         return plan
 
     async def open(self, *, replace: bool = False) -> None:
-        """Open a session and read what the switch holds. Writes nothing but a missing program."""
+        """Open a session and read what the switch holds. Write nothing but a missing program."""
         self.check(self.network)
         async with AsyncExitStack() as opened:
             session = await opened.enter_async_context(SwitchSession(self.switch, self.codec))
@@ -113,9 +114,9 @@ class SwitchController:
         self.session = session
 
     async def write(self, progress: Callable[[int, int], None] | None = None) -> Reconciled:
-        """After `open`: write the difference to what the jobs want.
+        """Write the difference between what `open` read and what the jobs need.
 
-        After a switch has lost its state, what the controller remembers is written back, streams included.
+        If the switch has lost its state, the controller writes back what it remembers, streams included.
         """
         start = time.monotonic()
         assert self.session is not None
@@ -139,12 +140,12 @@ class SwitchController:
         return Reconciled(self.switch.name, len(updates), len(self._read), seconds, self._loaded)
 
     async def revert(self) -> None:
-        """Take back what `write` wrote."""
+        """Undo what `write` wrote."""
         assert self.session is not None
         await self.session.write(difference(self.plan.holdings, self._read))
 
     async def connect(self, *, replace: bool = False) -> Reconciled:
-        """`open` and `write`; no session stays where one of them fails."""
+        """Do `open` and `write`. Close the session if either fails."""
         await self.open(replace=replace)
         try:
             return await self.write()
@@ -153,14 +154,14 @@ class SwitchController:
             raise
 
     async def close(self) -> None:
-        """End the session; the switch keeps what it holds."""
+        """End the session. The switch keeps its entries."""
         self.session = None
         await self._opened.aclose()
 
     async def apply(self, network: Network) -> Reconciled:
-        """Change to another set of jobs, as far as this switch is concerned.
+        """Change this switch to another set of jobs.
 
-        Where the switch is away, it is reconciled when it is back.
+        A switch that is unreachable is reconciled when it returns.
         """
         start = time.monotonic()
         written = 0
@@ -190,9 +191,9 @@ class SwitchController:
         return self._view.connected
 
     async def serve(self) -> None:
-        """Serve the stub endpoint; reconnects and reconciles when the switch went away and is back.
+        """Serve the stub endpoint. Reconnect and reconcile whenever the switch was away.
 
-        Ends only by an exception: `AnotherPrimary`, or `WrongPipeline` where another program came back.
+        Return never. Raise `AnotherPrimary`, or `WrongPipeline` if the switch returns with another program.
         """
         while True:
             try:
@@ -225,7 +226,7 @@ class SwitchController:
             for task in done:
                 if not task.cancelled():  # grpc.aio cancels what waits on a channel that is closed
                     task.result()
-            raise SwitchUnreachable(f"switch {self.switch.name} has to be read again")
+            raise SwitchUnreachable(f"switch {self.switch.name} must be read again")
         finally:
             for task in tasks:
                 task.cancel()
@@ -249,11 +250,11 @@ class SwitchController:
                         for one in batch if len(batch) > 1 else ():
                             with suppress(WriteRefused):
                                 await self._answer(session, [one])
-                await asyncio.sleep(0)  # a flood must not keep reads and reloads from their turn
+                await asyncio.sleep(0)  # a flood must not starve reads and reloads
             self._waiting.clear()
 
     async def _answer(self, session: SwitchSession, batch: Sequence[tuple[Segment, int]]) -> None:
-        """Answer segments in order; their frames go out once all their changes are on the switch."""
+        """Answer segments in order. Send the frames after all changes are on the switch."""
         assert self._memory is not None
         memory = self._memory
         changes: dict[EntryKey, Update] = {}

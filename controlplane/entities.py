@@ -1,7 +1,7 @@
-"""What a switch holds, as plain values: table entries and multicast groups.
+"""Entries of a switch as plain values: table entries and multicast groups.
 
-Pure: equal things compare equal, and nothing here knows P4Runtime's messages (`codec` does).
-Values are integers as P4Info's widths want them.
+Pure: equal entries compare equal, and only `codec` knows P4Runtime's messages.
+Values are integers of the widths in P4Info.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEATURE_OF_TABLE: Mapping[str, str] = MappingProxyType(
     }
 )
 WRITE_ORDER = ("streams", "groups", "replication", "stub", "forwarding")
-"""Nothing is replicated before there is a stream to rewrite it for, nor forwarded before it is replicated."""
+"""Replication comes after the streams that copies are rewritten for, and forwarding after replication."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TableEntry:
 
     @property
     def key(self) -> EntryKey:
-        """What makes it the same entry to a switch, whatever its action."""
+        """The entry's identity on a switch, independent of its action."""
         return (self.table, self.match, self.priority)
 
     @property
@@ -54,7 +54,7 @@ class TableEntry:
         return FEATURE_OF_TABLE[self.table]
 
     def __getitem__(self, name: str) -> int:
-        """A key field or parameter by name, exact ones only."""
+        """Return a parameter or an exact key field by name."""
         for pairs in (self.match, self.params):
             for found, value in pairs:
                 if found == name and isinstance(value, int):
@@ -83,7 +83,10 @@ class MulticastGroup:
 
     @property
     def feature(self) -> str:
-        """Flooding is forwarding: before replication it would carry segments to training alone."""
+        """The feature whose turn in `WRITE_ORDER` it has.
+
+        Flooding belongs to forwarding: before replication, it would carry segments to training alone.
+        """
         return "forwarding" if self.id == FLOOD_GROUP else "groups"
 
     def __str__(self) -> str:
@@ -98,7 +101,7 @@ Entity = TableEntry | MulticastGroup
 
 @dataclass(slots=True)
 class Holdings:
-    """All that a switch holds, or should hold."""
+    """All entries that a switch holds, or should hold."""
 
     entries: dict[EntryKey, TableEntry] = field(default_factory=dict)
     groups: dict[int, MulticastGroup] = field(default_factory=dict)
@@ -115,21 +118,21 @@ class Holdings:
         return Holdings(dict(self.entries), dict(self.groups))
 
     def put(self, entity: Entity) -> None:
-        """Add, or replace what has the same key."""
+        """Add `entity`, or replace the one with the same key."""
         if isinstance(entity, MulticastGroup):
             self.groups[entity.id] = entity
         else:
             self.entries[entity.key] = entity
 
     def drop(self, entity: Entity) -> None:
-        """Remove what has the key of `entity`, if there is one."""
+        """Remove the entity with the key of `entity`, if there is one."""
         if isinstance(entity, MulticastGroup):
             self.groups.pop(entity.id, None)
         else:
             self.entries.pop(entity.key, None)
 
     def table(self, name: str) -> list[TableEntry]:
-        """The entries of one table."""
+        """Return the entries of one table."""
         return [entry for entry in self.entries.values() if entry.table == name]
 
     def __len__(self) -> int:
@@ -137,17 +140,17 @@ class Holdings:
 
 
 def mac_number(mac: str) -> int:
-    """`02:00:00:00:00:01` as the 48-bit integer of a key."""
+    """Return a MAC address such as `02:00:00:00:00:01` as the 48-bit integer of a key."""
     return int(mac.replace(":", ""), 16)
 
 
 def mac_text(number: int) -> str:
-    """A 48-bit integer as `02:00:00:00:00:01`."""
+    """Return a 48-bit integer as `02:00:00:00:00:01`."""
     return ":".join(f"{byte:02x}" for byte in number.to_bytes(6, "big"))
 
 
 def ip_text(number: int) -> str:
-    """A 32-bit integer as a dotted quad."""
+    """Return a 32-bit integer as a dotted quad."""
     return ".".join(str(byte) for byte in number.to_bytes(4, "big"))
 
 

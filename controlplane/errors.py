@@ -1,22 +1,22 @@
-"""What can go wrong with a switch, each with the exit code that the command line ends with."""
+"""Failures of a switch, each with the exit code of the command line."""
 
 from __future__ import annotations
 
 
 class ControlError(Exception):
-    """A failure that the user is told of in one message."""
+    """A failure that is reported to the user in one message."""
 
     exit_code = 1
 
 
 class TooMuch(ControlError):
-    """A job needs more than its switches hold: bad input, so the code of bad input."""
+    """A job needs more than its switches can hold; the exit code is that of invalid input."""
 
     exit_code = 2
 
 
 class SwitchUnreachable(ControlError):
-    """Nothing answers at the switch's P4Runtime address, or it went away."""
+    """The switch's P4Runtime address does not answer, or the connection was lost."""
 
     exit_code = 3
 
@@ -34,10 +34,10 @@ class AnotherPrimary(ControlError):
 
 
 class WriteRefused(ControlError):
-    """The switch refused an update; what had been applied with it is undone."""
+    """The switch refused an update; the updates applied before it were undone."""
 
     exit_code = 6
 
 
 class Unsure(WriteRefused):
-    """A refusal after which it isn't known what the switch holds: it has to be read again."""
+    """A refusal that leaves the switch's entries unknown: they have to be read again."""

@@ -12,22 +12,22 @@ from controlplane.network import Network
 
 
 def forward(mac: str, port: int) -> TableEntry:
-    """Frames to `mac` leave by `port`."""
+    """Return the entry that sends frames to `mac` out of `port`."""
     return TableEntry("forwarding", (("mac", mac_number(mac)),), "forward", (("port", port),))
 
 
 def discard(mac: str) -> TableEntry:
-    """Frames to `mac` end here, unless a feature before forwarding took them."""
+    """Return the entry that drops frames to `mac`, unless another feature has handled them."""
     return TableEntry("forwarding", (("mac", mac_number(mac)),), "discard")
 
 
 def flood_group(ports: set[int]) -> MulticastGroup:
-    """The group of broadcast and unknown frames; the program keeps a frame from going back."""
+    """Return the group for broadcasts and unknown addresses; the program never sends a frame back."""
     return MulticastGroup(FLOOD_GROUP, frozenset((port, 0) for port in ports))
 
 
 def entries(network: Network, switch: str) -> Iterator[TableEntry | MulticastGroup]:
-    """What `switch` needs to forward between all hosts and stubs of the jobs."""
+    """Yield the entries by which `switch` forwards between all hosts and stubs of the jobs."""
     ports = set(network.tree_ports(switch))
     for host in network.hosts:
         port = network.port_towards(switch, host)
@@ -37,7 +37,7 @@ def entries(network: Network, switch: str) -> Iterator[TableEntry | MulticastGro
             ports.add(host.port)
     for name, other in network.switches.items():
         if name == switch:
-            # What the feature `stub` doesn't take, a ping for one, has no port to go to.
+            # Frames that the feature `stub` does not handle, such as a ping, have no port to leave by.
             yield discard(other.stub.mac)
         elif (port := network.port_to_switch(switch, name)) is not None:
             yield forward(other.stub.mac, port)

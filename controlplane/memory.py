@@ -1,4 +1,4 @@
-"""What a controller remembers of its switch: all that it holds, and which streams are connected."""
+"""A controller's memory of its switch: all its entries, and the connected streams."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from controlplane.reconcile import Update
 
 
 class SwitchMemory:
-    """Changed before the switch is, and changed back where the switch refuses."""
+    """The entries of a switch: changed before the switch is, and changed back if the switch refuses."""
 
     def __init__(self, held: Holdings) -> None:
         self.held = held
         self.connected = Connected(held.table("streams"))
 
     def take(self, found: Answer, changes: dict[EntryKey, Update]) -> None:
-        """Take an answer's changes, and add them to the updates that are to be written."""
+        """Apply an answer's changes, and add them to the updates that are still to be written."""
         admission = found.admission
         drops = [*(admission.drop if admission else ()), *([found.drop] if found.drop else ())]
         for entry in drops:
@@ -26,7 +26,7 @@ class SwitchMemory:
             self._change(entry.key, entry, changes)
 
     def forget(self, updates: Iterable[Update]) -> None:
-        """Take back what the switch refused."""
+        """Undo the updates that the switch refused."""
         for update in updates:
             self._set(update.new, update.old)
 

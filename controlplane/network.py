@@ -1,6 +1,6 @@
-"""The network that a set of jobs describes: switches, links, hosts, and the ways between them.
+"""The network that a set of jobs describes: switches, links, hosts, and the paths between them.
 
-Pure. Built once for a set of jobs; each feature asks it where things are.
+Pure. Built once for a set of jobs; each feature asks it for ports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from checkmate.job.schema import Attachment, Job, Nic, Rank, Switch
 
 
 class Network:
-    """Switches, links and hosts of all jobs. Jobs are taken to be checked (`checkmate.job.checks`)."""
+    """Switches, links and hosts of all jobs. The jobs have passed `checkmate.job.checks`."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
@@ -41,17 +41,17 @@ class Network:
         return tuple(stream for job in self.jobs for stream in streams(job))
 
     def links(self, switch: str) -> dict[int, str]:
-        """The switch's link ports, each with the switch at its other end."""
+        """Return the switch's link ports, each with the switch at its other end."""
         return self._links[switch]
 
     def port_towards(self, switch: str, place: Attachment) -> int | None:
-        """The port of `switch` that leads to `place`; `None` where nothing does."""
+        """Return the port of `switch` that leads to `place`, or `None` if there is none."""
         if place.switch == switch:
             return place.port
         return self.port_to_switch(switch, place.switch)
 
     def arrival_port(self, switch: str, place: Attachment) -> int | None:
-        """The port of `switch` by which frames from `place` come in, by the ways that they are sent."""
+        """Return the port of `switch` at which frames from `place` arrive, on the paths that they take."""
         here, port = place.switch, place.port
         while here != switch:
             out = self.port_to_switch(here, switch)
@@ -62,7 +62,7 @@ class Network:
         return port
 
     def port_to_switch(self, switch: str, other: str) -> int | None:
-        """The port of `switch` on a shortest way to `other`, the lowest where several are."""
+        """Return the port of `switch` on a shortest path to `other`: the lowest if there are several."""
         distance = self._distances(other)
         if switch not in distance:
             return None
@@ -89,10 +89,10 @@ class Network:
         return {}
 
     def tree_ports(self, switch: str) -> set[int]:
-        """The link ports that flooding uses: those of a spanning tree, so that a loop doesn't storm.
+        """Return the link ports that flooding uses: those of a spanning tree, to prevent broadcast storms.
 
-        The tree of each connected part hangs below its alphabetically first switch; of parallel
-        links, the one with the lowest port at the lower end carries the tree.
+        The root of each connected component's tree is its alphabetically first switch. Of parallel links,
+        the one with the lowest port at the lower end is in the tree.
         """
         root = min(self._distances(switch))
         ports = set()

@@ -1,4 +1,4 @@
-"""Jobs to what each switch should hold, checked against the target's limits. Pure."""
+"""Plans from jobs: the entries that each switch should hold, checked against the target's limits. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | _NODES_OF_CHIPS
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """What one switch should hold, and the streams that may connect to its stub."""
+    """The entries that one switch should hold, and the streams that may connect to its stub."""
 
     switch: str
     holdings: Holdings
@@ -30,7 +30,7 @@ class SwitchPlan:
     streams: Mapping[StreamKey, Stream]
 
     def usage(self) -> dict[str, int]:
-        """Entries of each table, counting every stream as connected; groups and PRE nodes."""
+        """Return the number of entries per table, with every stream connected, of groups and of PRE nodes."""
         used = Counter(entry.table for entry in self.holdings.entries.values())
         used["streams"] = len(self.streams)
         used["incarnations"] = len({key[0] for key in self.streams})
@@ -43,7 +43,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Excess:
-    """More of something than a switch holds."""
+    """A plan that needs more entries, groups or nodes than a switch holds."""
 
     switch: str
     target: str
@@ -59,9 +59,9 @@ class Excess:
 
 
 def plan_switch(network: Network, switch: str, held: Holdings) -> SwitchPlan:
-    """What `switch` should hold for the network's jobs, given what it holds.
+    """Return the plan of `switch` for the network's jobs, given its entries.
 
-    Ids (boundaries, groups) stay as `held` has them, and so do the streams connected in it.
+    Ids of boundaries and groups stay as in `held`, and so do the connected streams.
     """
     boundary_ids = replication.boundary_ids(network, switch, held)
     wanted = Holdings.of(
@@ -76,19 +76,19 @@ def plan_switch(network: Network, switch: str, held: Holdings) -> SwitchPlan:
 
 
 def plan(jobs: Sequence[Job]) -> dict[str, SwitchPlan]:
-    """What every switch of the jobs should hold, as if all were empty."""
+    """Return the plan of every switch of the jobs, given empty switches."""
     network = Network(jobs)
     return {name: plan_switch(network, name, Holdings()) for name in network.switches}
 
 
 def limits(target: str, table_sizes: Mapping[str, int]) -> dict[str, int]:
-    """How much of each thing in `SwitchPlan.usage` a switch holds: tables by P4Info, PRE by target."""
+    """Return a switch's limit for each item of `SwitchPlan.usage`: tables by P4Info, PRE by target."""
     pre = {"multicast groups": GROUPS_MAX[target], "multicast nodes": NODES_MAX[target]}
     return {**table_sizes, **pre}
 
 
 def excesses(plan: SwitchPlan, target: str, table_sizes: Mapping[str, int]) -> list[Excess]:
-    """Where a plan is larger than the switch."""
+    """Return the limits of the switch that a plan exceeds."""
     held = limits(target, table_sizes)
     return [
         Excess(plan.switch, target, f"{what} entries" if what in table_sizes else what, used, held[what])
@@ -98,5 +98,5 @@ def excesses(plan: SwitchPlan, target: str, table_sizes: Mapping[str, int]) -> l
 
 
 def empty_plan(switch: str) -> SwitchPlan:
-    """What a switch without jobs should hold: nothing."""
+    """Return the plan of a switch without jobs."""
     return SwitchPlan(switch, Holdings(), {}, {})

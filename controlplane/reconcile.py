@@ -1,7 +1,7 @@
-"""The difference between what a switch holds and what it should, in the order in which to write it. Pure.
+"""The difference between the entries that a switch holds and should hold, in writing order. Pure.
 
-Written: streams, groups, replication, stub, forwarding (flooding too) last; removed in reverse. So no moment
-opens in which a connected stream misses a segment that training receives (design, section 6).
+Entries are written in the order streams, groups, replication, stub, forwarding (with flooding), and removed
+in reverse. So a connected stream never misses a segment that training receives (design, section 6).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Update:
 
     @property
     def entity(self) -> Entity:
-        """What the change is about."""
+        """The entity that changes."""
         entity = self.new if self.new is not None else self.old
         assert entity is not None
         return entity
@@ -32,7 +32,7 @@ class Update:
         return "insert" if self.old is None else "delete" if self.new is None else "modify"
 
     def undone(self) -> Update:
-        """The change that takes this one back."""
+        """Return the change that undoes this one."""
         return Update(self.new, self.old)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Update:
 
 
 def difference(held: Holdings, wanted: Holdings) -> list[Update]:
-    """The updates that lead from `held` to `wanted`, in order."""
+    """Return the updates from `held` to `wanted`, in order."""
     puts: list[Update] = []
     drops: list[Update] = []
     for have, want in zip(_by_key(held), _by_key(wanted), strict=True):
@@ -60,9 +60,9 @@ def _by_key(holdings: Holdings) -> tuple[Mapping[object, Entity], Mapping[object
 
 
 def batches(updates: Iterable[Update], size: int) -> list[list[Update]]:
-    """Cut into batches that a switch may apply in any order within: one feature and verb each.
+    """Split updates into batches of one feature and verb each.
 
-    P4Runtime leaves the order inside a batch open (specification, section 12.2).
+    P4Runtime does not define the order within a batch (specification, section 12.2).
     """
     cut: list[list[Update]] = []
     kind = None

@@ -1,4 +1,4 @@
-"""Taking jobs off switches whose other jobs aren't at hand: what remains is worked out from what is held."""
+"""Removal of jobs from switches whose other jobs are unknown here, based on the entries of the switches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from controlplane.reconcile import difference
 
 
 def without(held: Holdings, network: Network, switch: str) -> Holdings:
-    """What `switch` should hold once the network's jobs are gone from it. Pure.
+    """Return the entries of `switch` that remain without the network's jobs. Pure.
 
-    A boundary is known by its source address, so the ids of the jobs' boundaries are read from
-    `replication`. Where no job is left, nothing is.
+    A boundary is identified by its source address, so the ids of the jobs' boundaries are read from
+    `replication`. The result is empty if no job is left.
     """
     sources = {int(b.source.ip) for job in network.jobs for b in boundaries(job)}
     ours = {entry["boundary"] for entry in held.table("replication") if entry["source"] in sources}
@@ -39,7 +39,7 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
         return Holdings()  # no host of another job is left
     if not rest.table("replication"):
         for entry in rest.table("marks"):
-            rest.drop(entry)  # nothing is tagged here any more
+            rest.drop(entry)  # no segments are tagged here any more
     used = {entry["group"] for entry in rest.table("replication")}
     ports = {host.port for host in network.hosts if host.switch == switch}
     for group in held.groups.values():
@@ -55,9 +55,9 @@ def _macs(network: Network) -> set[int]:
 
 
 async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:
-    """Take `jobs` off every switch that they name.
+    """Remove `jobs` from all of their switches.
 
-    All switches are reached before anything is written; where one refuses, the others get back what they had.
+    All switches are reached before the first write. If one refuses, the entries of the others are restored.
     """
     network = Network(jobs)
     changes: list[tuple[SwitchSession, Holdings, Holdings]] = []

@@ -1,4 +1,4 @@
-"""Feature `replication`: which segments are replicated, and to which multicast group.
+"""Feature `replication`: entries that select segments, and their multicast groups.
 
 Data plane: p4src/include/replication.p4. Packet tests: ptf_tests/replication.py.
 """
@@ -18,14 +18,14 @@ BOUNDARY_IDS = 1 << 16
 
 
 def mark(dscp_bit: int) -> TableEntry:
-    """Segments whose DSCP has this bit may be tagged."""
+    """Return the entry by which segments with this DSCP bit may be tagged."""
     return TableEntry("marks", (("dscp", (dscp_bit, dscp_bit)),), "mark", (), priority=1)
 
 
 def replicate(
     source: IPv4Address, destination: IPv4Address, shadow_id: int, channel: int, *, group: int, boundary: int
 ) -> TableEntry:
-    """Tagged segments of a boundary rank, for one shard and channel, go to `group`."""
+    """Return the entry that sends a boundary rank's tagged segments of a shard and channel to `group`."""
     return TableEntry(
         "replication",
         (
@@ -40,10 +40,10 @@ def replicate(
 
 
 def boundary_ids(network: Network, switch: str, held: Holdings) -> dict[tuple[str, int], int]:
-    """(job, boundary number) to the id that is unique on the switch.
+    """Return each boundary's id on the switch, by (job, boundary number).
 
-    A boundary keeps the id under which the switch holds it: a rank is in one DP group and sends
-    to one next rank, so its address tells which boundary an entry belongs to.
+    A boundary keeps the id that it has on the switch. A rank is in one DP group and sends to one next rank,
+    so its address identifies the boundary of an entry.
     """
     known = {entry["source"]: entry["boundary"] for entry in held.table("replication")}
     here = [b for b in _boundaries(network) if b.switch == switch]
@@ -66,7 +66,7 @@ def _boundaries(network: Network) -> Iterator[Boundary]:
 
 
 def group_contents(network: Network, switch: str) -> dict[tuple[str, int, int, int], Replicas]:
-    """(job, boundary number, shadow id, channel) to the ports of its copies, training's and shadows'."""
+    """Return the ports of training and shadow copies, by (job, boundary number, shadow id, channel)."""
     contents: dict[tuple[str, int, int, int], set[tuple[int, int]]] = {}
     for stream in network.streams:
         boundary = stream.boundary
@@ -86,7 +86,7 @@ def _port(network: Network, switch: str, place: Attachment) -> int:
 
 
 def group_ids(contents: Iterable[Replicas], held: Holdings) -> dict[Replicas, int]:
-    """An id for each distinct content: the one under which the switch holds it, else a free one."""
+    """Return a group id for each distinct content: its id on the switch if it has one, else a free one."""
     ids = {
         group.replicas: number for number, group in sorted(held.groups.items()) if number >= FIRST_JOB_GROUP
     }
@@ -107,7 +107,7 @@ def group_ids(contents: Iterable[Replicas], held: Holdings) -> dict[Replicas, in
 def entries(
     network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
 ) -> Iterator[TableEntry | MulticastGroup]:
-    """The switch's multicast groups, and what leads to them."""
+    """Yield the switch's multicast groups, and the entries that use them."""
     contents = group_contents(network, switch)
     ids = group_ids(contents.values(), held)
     for content, number in ids.items():

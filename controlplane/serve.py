@@ -1,4 +1,4 @@
-"""All switches of all jobs: apply, serve, and follow the job files as they change."""
+"""All switches of all jobs: write, serve, and follow the job files as they change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLL_SECONDS = 0.5
 
 
 class Fleet:
-    """The controllers of every switch that the jobs name."""
+    """The controllers of all switches that the jobs name."""
 
     def __init__(self) -> None:
         self.controllers: dict[str, SwitchController] = {}
@@ -31,7 +31,7 @@ class Fleet:
         replace: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> list[Reconciled]:
-        """Connect to every switch and write what is missing; all is checked before anything is written."""
+        """Connect to every switch, check all plans, and only then write what is missing."""
         self.network = Network(jobs)
         for name, switch in self.network.switches.items():
             self.controllers[name] = SwitchController(switch, self.network)
@@ -51,7 +51,7 @@ class Fleet:
         return done
 
     async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
-        """Go over to another set of jobs. Where a switch refuses, all go back and the error is raised."""
+        """Change to another set of jobs. If a switch refuses, revert all of them and raise its error."""
         network, before = Network(jobs), self.network
         for controller in self.controllers.values():
             controller.check(network)
@@ -84,7 +84,7 @@ class Fleet:
         return done
 
     async def _leave(self, name: str) -> None:
-        """A switch without jobs: emptied by now, unless it was away; nothing is served there any more."""
+        """Stop serving a switch that has no jobs any more. It is empty by now, unless it was unreachable."""
         controller = self.controllers.pop(name)
         server = self._servers.pop(name, None)
         if server is not None:
@@ -92,12 +92,12 @@ class Fleet:
             await asyncio.gather(server, return_exceptions=True)
         if controller.session is None:
             LOG.warning(
-                "switch %s is away and keeps its entries; `checkmate remove` takes them off later", name
+                "switch %s is unreachable and keeps its entries; `checkmate remove` removes them later", name
             )
         await controller.close()
 
     async def serve(self) -> None:
-        """Serve every stub endpoint until cancelled; raises what ends one of them."""
+        """Serve every stub endpoint until cancelled. Raise the error that ends one of them."""
         while True:
             for name, controller in list(self.controllers.items()):
                 if name not in self._servers:
@@ -112,7 +112,7 @@ class Fleet:
                 self._servers.pop(name).result()
 
     async def stop(self) -> None:
-        """Leave every switch as it is."""
+        """Close all sessions. Every switch keeps its entries."""
         for task in self._servers.values():
             task.cancel()
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
@@ -126,17 +126,17 @@ def _named(progress: Callable[[str, int, int], None], name: str) -> Callable[[in
 
 
 def _same_switch(controller: SwitchController, network: Network) -> None:
-    """A switch's address can't change under a running session."""
+    """Raise `SwitchUnreachable` if a switch is described differently: its session can't change."""
     wanted = network.switches.get(controller.switch.name)
     if wanted is not None and wanted != controller.switch:
         raise SwitchUnreachable(
-            f"switch {wanted.name} is described differently than when `checkmate run` began; "
-            "stop it and start it again"
+            f"switch {wanted.name} has changed in the job files since `checkmate run` began; "
+            "stop `checkmate run` and start it again"
         )
 
 
 async def follow(files: JobFiles, fleet: Fleet) -> None:
-    """Apply every change of the job files; what can't be applied is said, and changes nothing."""
+    """Apply every change of the job files. Log a change that can't be applied, and change nothing."""
     while True:
         await asyncio.sleep(POLL_SECONDS)
         if not files.changed():
@@ -147,10 +147,10 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
             jobs = files.read().require()
             done = await fleet.change(jobs)
         except JobError as error:
-            LOG.error("jobs stay as they were:\n%s", error)
+            LOG.error("the jobs are unchanged:\n%s", error)
             continue
         except ControlError as error:
-            LOG.error("jobs stay as they were: %s", error)
+            LOG.error("the jobs are unchanged: %s", error)
             continue
         now = {job.job for job in jobs}
         written = sum(report.updates for report in done)

@@ -1,4 +1,4 @@
-"""What the switches say of a job's streams: connected, packets, bytes, lost. Data for views and `--json`."""
+"""Status of a job's streams on the switches: connected, packets, bytes, lost. Data for views and `--json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StreamCount:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """One stream. `lost` counts what was replicated for it while it was not connected."""
+    """One stream. `lost` counts the copies made for it while it was not connected."""
 
     job: str
     dp_group: int
@@ -49,7 +49,7 @@ class StreamStatus:
 
 @dataclass(frozen=True, slots=True)
 class SwitchStatus:
-    """One switch: its streams, and tagged traffic by what became of it."""
+    """One switch: its streams, and tagged traffic that was not copied or lost."""
 
     switch: str
     target: str
@@ -57,16 +57,16 @@ class SwitchStatus:
     passed: dict[str, StreamCount] = field(default_factory=dict)
     losses: dict[str, StreamCount] = field(default_factory=dict)
     not_installed: tuple[str, ...] = ()
-    """Jobs that were asked for, and that the switch holds nothing of."""
+    """Requested jobs that have no entries on the switch."""
     acks_dropped: int = 0
 
     def data(self) -> dict[str, object]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         return asdict(self)
 
 
 async def read_status(session: SwitchSession, network: Network, held: Holdings | None = None) -> SwitchStatus:
-    """Ask one switch. `held` spares reading its entries again where the controller knows them."""
+    """Read one switch's status; with `held`, the switch's entries are not read again."""
     switch = session.switch
     if held is None:
         held = await session.read()
@@ -111,8 +111,10 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
 
 
 def _not_installed(network: Network, here: Collection[str], held: Holdings) -> tuple[str, ...]:
-    """The jobs that the switch replicates nothing for, of those with streams `here`; of the others, that it
-    forwards to none of their ranks.
+    """Return the jobs that are not installed on the switch.
+
+    A job with streams `here` is installed if the switch replicates for it. Another job is installed if the
+    switch forwards to one of its ranks.
     """
     sources = {entry["source"] for entry in held.table("replication")}
     macs = {entry["mac"] for entry in held.table("forwarding")}

@@ -1,4 +1,4 @@
-"""Feature `streams`: the rewrite entry of each connected stream, and who may have one.
+"""Feature `streams`: the rewrite entry of each connected stream, and the admission of streams.
 
 Data plane: p4src/include/streams.p4. Packet tests: ptf_tests/streams.py.
 """
@@ -16,7 +16,7 @@ from controlplane.entities import Holdings, TableEntry, mac_number
 from controlplane.network import Network
 
 StreamKey = tuple[int, int, int, int]
-"""(boundary id on the switch, channel, shadow id, replication id): a stream, whatever its incarnation."""
+"""(boundary id on the switch, channel, shadow id, replication id): a stream in any incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StreamConnection:
 
 
 def rewrite(key: StreamKey, incarnation: int, connection: StreamConnection, stub: Stub) -> TableEntry:
-    """Copies for `key` and `incarnation` become segments of `connection`."""
+    """Return the entry that rewrites copies for `key` and `incarnation` to segments of `connection`."""
     boundary, channel, shadow_id, replication_id = key
     return TableEntry(
         "streams",
@@ -57,12 +57,12 @@ def rewrite(key: StreamKey, incarnation: int, connection: StreamConnection, stub
 
 
 def expect(boundary: int, incarnation: int) -> TableEntry:
-    """The boundary's current incarnation: what other ones lose is counted apart."""
+    """Return the entry with a boundary's current incarnation; losses of others are counted apart."""
     return TableEntry("incarnations", (("boundary", boundary),), "expect", (("incarnation", incarnation),))
 
 
 def lose(key: StreamKey) -> TableEntry:
-    """Counts what a stream loses while it isn't connected."""
+    """Return the entry that counts a stream's losses while it is not connected."""
     boundary, channel, shadow_id, replication_id = key
     return TableEntry(
         "lost",
@@ -77,14 +77,14 @@ def lose(key: StreamKey) -> TableEntry:
 
 
 def key_of(entry: TableEntry) -> StreamKey:
-    """The stream that an entry of `streams` or `lost` belongs to."""
+    """Return the stream that an entry of `streams` or `lost` belongs to."""
     return (entry["boundary"], entry["channel"], entry["shadow_id"], entry["replication_id"])
 
 
 def streams_of(
     network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int]
 ) -> dict[StreamKey, Stream]:
-    """Every stream that `switch` may connect, by its key there."""
+    """Return every stream that may connect to `switch`, by its key there."""
     return {
         (
             boundary_id[(stream.boundary.job, stream.boundary.number)],
@@ -98,7 +98,7 @@ def streams_of(
 
 
 def belongs(entry: TableEntry, nic: Nic, stub: Stub) -> bool:
-    """Whether a rewrite still leads from the stub to that NIC."""
+    """Return whether a rewrite entry is still for this stub and NIC."""
     return (
         entry["shadow_ip"] == int(nic.ip)
         and entry["shadow_mac"] == mac_number(nic.mac)
@@ -111,7 +111,7 @@ def belongs(entry: TableEntry, nic: Nic, stub: Stub) -> bool:
 def entries(
     network: Network, switch: str, boundary_id: Mapping[tuple[str, int], int], held: Holdings
 ) -> Iterator[TableEntry]:
-    """A loss counter for each stream, and the connected ones among `held` that a job still has."""
+    """Yield a loss counter for each stream, and the connected streams in `held` that a job still has."""
     streams = streams_of(network, switch, boundary_id)
     for key in streams:
         yield lose(key)
@@ -128,7 +128,7 @@ def entries(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a valid hello asks for: entries to put, and the stream's older entries to drop."""
+    """Changes for a valid hello: entries to put, and the stream's older entries to drop."""
 
     key: StreamKey
     put: tuple[TableEntry, ...]
@@ -136,7 +136,7 @@ class Admission:
 
 
 class StreamRefused(Exception):
-    """A hello that gets a RST, and why."""
+    """A hello that is answered by a RST, with the reason."""
 
 
 def admit(
@@ -148,16 +148,24 @@ def admit(
     boundary_id: Mapping[tuple[str, int], int],
     held: Mapping[StreamKey, TableEntry],
 ) -> Admission:
-    """Whether this node and NIC may have the stream that `hello` names (design, section 4).
+    """Check that this node and NIC may have the stream that `hello` names (design, section 4).
 
-    The hello's source address tells the job. `held` has each connected stream's entry.
-    Raises `StreamRefused`.
+    Args:
+        hello: The first bytes on the connection. Its source address determines the job.
+        connection: The shadow node's end.
+        network: The jobs and where they are.
+        switch: The switch that received the hello.
+        boundary_id: Boundary ids on the switch, by (job, boundary number).
+        held: Entries of the connected streams.
+
+    Raises:
+        StreamRefused: It may not have the stream.
     """
     job = next(
         (j for j in network.jobs for n in j.shadow_nodes for nic in n.nics if nic.ip == connection.ip), None
     )
     if job is None:
-        raise StreamRefused(f"{connection.ip} is no job's shadow NIC")
+        raise StreamRefused(f"{connection.ip} is not a shadow NIC of any job")
     boundary = boundary_id.get((job.job, hello.boundary))
     if boundary is None:
         raise StreamRefused(f"job {job.job} has no boundary {hello.boundary} on {switch}")

@@ -1,7 +1,6 @@
-"""Feature `stub`: the pretended TCP server that shadow nodes connect to.
+"""Feature `stub`: entries that send the traffic of the stub TCP server to the controller.
 
-Entries that bring its traffic to the controller. Stateless up to a valid hello: what a stream's entry says
-is all that is remembered. `stub_frames` has the frames that come and those that answer them.
+`controlplane.endpoint` answers it.
 Data plane: p4src/include/stub.p4. Packet tests: ptf_tests/stub.py.
 """
 
@@ -15,11 +14,11 @@ from controlplane.network import Network
 
 
 def punt(address: IPv4Address) -> tuple[TableEntry, TableEntry]:
-    """Segments to `address`, plain ACKs apart, and ARP requests for it go to the controller."""
+    """Return the entries that send segments to `address`, except plain ACKs, and its ARP requests here."""
     key = (("address", int(address)),)
     return TableEntry("stub", key, "punt_segment"), TableEntry("stub_arp", key, "punt_arp")
 
 
 def entries(network: Network, switch: str) -> Iterator[TableEntry]:
-    """The switch's own stub."""
+    """Yield the entries of the switch's own stub."""
     yield from punt(network.switches[switch].stub.ip)

@@ -1,1 +1,1 @@
-"""Training scripts that show how Checkmate is used."""
+"""Training scripts that show how to use Checkmate."""

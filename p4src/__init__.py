@@ -1,4 +1,4 @@
-"""Where the compiled data plane lies."""
+"""Paths of the compiled data plane."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PIPE = "pipe"
 
 
 def artifacts(target: str = "bmv2") -> Path:
-    """The folder with the compiler's output for `target`; the embedded target runs BMv2's."""
+    """Return the folder with the compiler's output for `target`; the embedded target runs BMv2's."""
     return ROOT / "build" / ("bmv2" if target == "softswitch" else target)
 
 
 def sde_install() -> Path:
-    """The SDE's installation, where a Tofino's compiled program goes; `out/sde` without `SDE_INSTALL`."""
+    """Return the SDE's installation, for a Tofino's compiled program; `out/sde` without `SDE_INSTALL`."""
     installed = os.environ.get("SDE_INSTALL")
     return Path(installed) if installed else ROOT.parent / "out" / "sde"

@@ -1,9 +1,9 @@
-"""Compile the data plane with p4c, and tell whether the committed output is that of the sources.
+"""Compile the data plane with p4c, and check that the committed output is current.
 
 Usage:
     python -m p4src.compile            compile for BMv2, and the Tofino program's test bed (`make p4`)
     python -m p4src.compile tofino     compile for a Tofino, into $SDE_INSTALL or out/sde
-    python -m p4src.compile --check    exit 1 where the sources have changed since
+    python -m p4src.compile --check    exit 1 if the sources have changed since
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from p4src import ROOT, artifacts, tofino
 
 PROGRAM = "checkmate_v1model"
 HALVES = ("ingress", "egress")
-"""Of the Tofino program, each a v1model program by itself (`tna_on_v1model/`)."""
+"""Halves of the Tofino program, each a v1model program (`tna_on_v1model/`)."""
 TARGETS = ("bmv2", "tna", *tofino.ARCHITECTURES)
-"""What output is committed for. `tna` is the test bed of the Tofino program."""
+"""Targets with committed output. `tna` is the test bed of the Tofino program."""
 COMPILER = "p4c-bm2-ss"
 DIGEST = "sources.sha256"
 CPU_PORT = 510
-"""For the halves: that of every target that packet tests run on."""
+"""CPU port of the halves, as on every target of the packet tests."""
 
 
 def sources(target: str = "bmv2") -> list[Path]:
-    """The P4 files that the program for `target` is made of."""
+    """Return the P4 source files of the program for `target`."""
     own = [ROOT / f"{PROGRAM if target == 'bmv2' else tofino.PROGRAM}.p4"]
     if target == "tna":
         own += (ROOT / "tna_on_v1model").glob("*.p4")
@@ -39,7 +39,7 @@ def sources(target: str = "bmv2") -> list[Path]:
 
 
 def digest(target: str = "bmv2") -> str:
-    """SHA-256 over the names and contents of the sources, in hexadecimal."""
+    """Return the SHA-256 of names and contents of the sources, in hexadecimal."""
     total = hashlib.sha256()
     for file in sources(target):
         total.update(f"{file.relative_to(ROOT)}\0".encode())
@@ -48,7 +48,7 @@ def digest(target: str = "bmv2") -> str:
 
 
 def outputs(target: str = "bmv2") -> list[str]:
-    """The files that are committed for `target`, the digest aside."""
+    """Return the committed files for `target`, without the digest."""
     if target in tofino.ARCHITECTURES:
         return [tofino.P4INFO, tofino.SCHEMA]
     names = [PROGRAM] if target == "bmv2" else HALVES
@@ -56,7 +56,7 @@ def outputs(target: str = "bmv2") -> list[str]:
 
 
 def is_current(target: str = "bmv2") -> bool:
-    """Whether the committed output is there, and was made of these sources."""
+    """Return whether the committed output exists and matches these sources."""
     folder = artifacts(target)
     if not all((folder / name).is_file() for name in (*outputs(target), DIGEST)):
         return False
@@ -64,19 +64,19 @@ def is_current(target: str = "bmv2") -> bool:
 
 
 def write_digest(target: str) -> None:
-    """Note that the output is that of the sources as they are."""
+    """Record that the output matches the current sources."""
     (artifacts(target) / DIGEST).write_text(f"{digest(target)}\n")
 
 
 def compile_program(target: str = "bmv2") -> int:
-    """Run p4c from within the folder, so that the output has relative paths only; its exit status."""
+    """Run p4c in the folder, so that the output has only relative paths; return its exit status."""
     named = os.environ.get("P4C")
     compiler = shutil.which(os.path.abspath(named) if named and "/" in named else named or COMPILER)
     if compiler is None:
         sys.stderr.write(
-            f"{named or COMPILER} is not {'there' if named else 'on PATH'}. It is part of p4c, the reference "
-            "compiler: github.com/p4lang/p4c says how to build or install it. P4C names another path, and "
-            "P4C_16_INCLUDE_PATH the folder of core.p4 where it isn't found by itself.\n"
+            f"{named or COMPILER} is not {'found' if named else 'on PATH'}. It is part of p4c, the reference "
+            "compiler; see github.com/p4lang/p4c for its installation. P4C specifies another path, and "
+            "P4C_16_INCLUDE_PATH the folder of core.p4 if p4c does not find it.\n"
             "Nothing else needs it: the compiled program is in p4src/build.\n"
         )
         return 2
@@ -97,12 +97,12 @@ def compile_program(target: str = "bmv2") -> int:
 
 
 def _units(target: str) -> list[tuple[str, str, Sequence[str]]]:
-    """What to compile for `target`: name of the output, source, options of its own."""
+    """Return the compilations for `target`: name of the output, source, additional options."""
     if target == "bmv2":
         return [(PROGRAM, f"{PROGRAM}.p4", ())]
     folder = "tna_on_v1model"
     options = ["-I", folder, "-I", ".", f"-DCHECKMATE_CPU_PORT={CPU_PORT}"]
-    # What is for the other half or for Tofino alone is unused here by nature: no warnings of that.
+    # Code for the other half or only for Tofino is unused here: suppress warnings of that.
     options += ["--Wdisable", "--Wdisable=removed"]
     return [(half, f"{folder}/{half}.p4", options) for half in HALVES]
 
@@ -110,7 +110,7 @@ def _units(target: str) -> list[tuple[str, str, Sequence[str]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("target", nargs="?", choices=("bmv2", *tofino.ARCHITECTURES), default="bmv2")
-    parser.add_argument("--check", action="store_true", help="only say whether the output is current")
+    parser.add_argument("--check", action="store_true", help="only check whether the output is current")
     parser.add_argument(
         "--cpu-port", type=_port, metavar="PORT", help="the controller's device port; see docs/tofino.md"
     )
@@ -118,7 +118,7 @@ def main() -> int:
     if options.check:
         return _check()
     if options.cpu_port is not None and options.target == "bmv2":
-        parser.error("--cpu-port is a Tofino's; BMv2 takes its own when it starts")
+        parser.error("--cpu-port is for a Tofino; BMv2 gets its port when it starts")
     if options.target == "bmv2":
         return compile_program("bmv2") or compile_program("tna")
     status = tofino.compile_program(options.target, options.cpu_port)
@@ -129,7 +129,7 @@ def main() -> int:
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 9):
-        raise argparse.ArgumentTypeError(f"{text!r}: a device port is 0 to 511")
+        raise argparse.ArgumentTypeError(f"{text!r}: a device port is a number from 0 to 511")
     return int(text)
 
 

@@ -1,8 +1,8 @@
-"""What the program takes of a Tofino, from the logs that its compiler left.
+"""Report a Tofino's resources that the program uses, from the logs of the compiler.
 
 Usage:
     python -m p4src.report tofino            a table, after `make p4 P4_TARGET=tofino`
-    python -m p4src.report tofino --json     the same as JSON
+    python -m p4src.report tofino --json     the report as JSON
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GRESSES = ("ingress", "egress")
 
 @dataclass(frozen=True)
 class ChipReport:
-    """What a pipe has."""
+    """Resources of a pipe."""
 
     stages: int
     srams: int
@@ -31,7 +31,7 @@ class ChipReport:
     """Blocks of 512 rows of 44 bits."""
     phv_bits: int
     parser_rows: int
-    """Of each parser."""
+    """Rows of each parser."""
 
 
 CHIPS = {
@@ -42,7 +42,7 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Use:
-    """What is taken, and what there is."""
+    """Use of a resource, and its total."""
 
     what: str
     taken: int
@@ -54,7 +54,12 @@ class Use:
 
 
 def read(target: str) -> list[Use]:
-    """The report; `OSError`, `ValueError` or `LookupError` where logs are missing, or of another compiler."""
+    """Return the report.
+
+    Raises:
+        OSError: Logs are missing.
+        ValueError: Logs are of another compiler; also `LookupError`.
+    """
     folder, chip = tofino.output_folder(target) / PIPE / "logs", CHIPS[target]
     resources = json.loads((folder / "resources.json").read_text())["resources"]
     containers = json.loads((folder / "phv.json").read_text())["containers"]
@@ -77,7 +82,7 @@ def read(target: str) -> list[Use]:
 
 
 def _last(pattern: str, text: str) -> int:
-    """The number that the last of several rounds of table placement came to."""
+    """Return the number of the last round of table placement."""
     found = re.findall(pattern, text)
     if not found:
         raise ValueError(f"table_summary.log has no line like {pattern!r}")
@@ -85,7 +90,7 @@ def _last(pattern: str, text: str) -> int:
 
 
 def _bits(container: dict[str, Any]) -> int:
-    """How many bits of a container the match-action stages hold; what only passes by is in others."""
+    """Return the number of bits of a container in match-action stages; others are not processed there."""
     if container["container_type"] == "tagalong":
         return 0
     spans = [each["slice_info"] for each in container["slices"]]
@@ -95,14 +100,14 @@ def _bits(container: dict[str, Any]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("target", choices=sorted(CHIPS))
-    parser.add_argument("--json", action="store_true", help="as JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args()
     try:
         uses = read(options.target)
     except (OSError, ValueError, LookupError, TypeError) as error:
         logs = Path(getattr(error, "filename", None) or tofino.output_folder(options.target))
         sys.stderr.write(
-            f"{logs}: not the logs of a whole compilation ({error}); "
+            f"{logs}: not the logs of a complete compilation ({error}); "
             f"run `make p4 P4_TARGET={options.target}`\n"
         )
         return 2

@@ -1,4 +1,4 @@
-"""Compile the data plane with a Tofino compiler, and put its output where the SDE looks for it."""
+"""Compile the data plane with a Tofino compiler, and write the output to the SDE's folders."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from p4src import PIPE, ROOT, artifacts, sde_install
 PROGRAM = "checkmate_tna"
 ARCHITECTURES = {"tofino": "tna", "tofino2": "t2na"}
 CPU_PORTS = {"tofino": 192, "tofino2": 0}
-"""Device ports of the controller's port that checkmate_tna.p4 takes by itself."""
+"""The controller's device ports, the defaults of checkmate_tna.p4."""
 CPU_PORT_NOTE = "cpu_port"
-"""A file beside the schema: the port that the program was compiled for."""
+"""A file beside the schema, with the port that the program was compiled for."""
 DRIVERS = ("bf-p4c", "p4c")
 """Names of the compiler's driver: in Intel's SDE, and in open-p4studio or built from p4c."""
 P4INFO = f"{PROGRAM}.p4info.txtpb"
 SCHEMA = f"{PROGRAM}.bf-rt.json"
 PIPES = 4
-"""At most; a chip that has fewer leaves the others out."""
+"""The maximum; chips with fewer pipes ignore the others."""
 _P4INFO = "p4info.txt"
-"""Every compiler knows this ending; `.txtpb` is of 2024."""
+"""Every compiler supports this suffix; `.txtpb` dates from 2024."""
 _SELECTED = ("0x0800", "0x0101080a", "0xfd10c4ec")
-"""What the parser selects, as the assembly has it: IPv4, timestamps, the tag."""
+"""Values that the parser selects on, as in the assembly: IPv4, timestamps, the tag."""
 _PCIE = "/sys/devices/pci0000:00/0000:00:03.0/0000:05:00.0"
 _FIRMWARE = "share/tofino_sds_fw/avago/firmware"
 _MISSING = """\
 No p4c with a Tofino backend: neither bf-p4c nor p4c on PATH lists {target} (`p4c --target-help`).
 It comes with an SDE (9.7 or later, `$SDE_INSTALL/bin`), with open-p4studio (github.com/p4lang/open-p4studio),
-or from p4c itself (github.com/p4lang/p4c, cmake -DENABLE_TOFINO=ON). P4C_TOFINO names another path.
-Nothing but loading a Tofino needs it: what the control plane reads is in p4src/build/{target}.
+or from p4c itself (github.com/p4lang/p4c, cmake -DENABLE_TOFINO=ON). P4C_TOFINO specifies another path.
+Only loading a Tofino needs it: the files for the control plane are in p4src/build/{target}.
 """
 
 
@@ -43,17 +43,17 @@ def _place(target: str) -> Path:
 
 
 def output_folder(target: str) -> Path:
-    """BF-RT schema, and in a folder for each pipeline context.json, binary and logs."""
+    """Return the folder with the BF-RT schema, and with context.json, binary and logs of each pipeline."""
     return sde_install().absolute() / _place(target)
 
 
 def configuration(target: str, sde: Path | None = None) -> Path:
-    """What `bf_switchd --conf-file` reads; its paths are relative to the SDE's root."""
+    """Return the file for `bf_switchd --conf-file`; its paths are relative to the SDE's root."""
     return (sde or sde_install().absolute()) / "share" / "p4" / "targets" / target / f"{PROGRAM}.conf"
 
 
 def driver(target: str) -> str | None:
-    """The driver of a compiler that knows `target`: `P4C_TOFINO`, or one on PATH or in the SDE."""
+    """Return the driver of a compiler for `target`: `P4C_TOFINO`, or one on PATH or in the SDE."""
     if named := os.environ.get("P4C_TOFINO"):
         return shutil.which(os.path.abspath(named))
     places = os.pathsep.join((os.environ.get("PATH", ""), str(sde_install() / "bin")))
@@ -66,9 +66,9 @@ def driver(target: str) -> str | None:
 
 
 def compile_program(target: str, cpu_port: int | None = None) -> int:
-    """Compile for `target`; the exit status. `cpu_port` is the device port where it isn't the usual one.
+    """Compile for `target`, with the default or another CPU port, and return the exit status.
 
-    What is committed is replaced once all is made. The drivers clean up where they write, P4Info included.
+    Committed files are replaced only at the end, because the drivers delete files in their output folder.
     """
     folder, committed, compiler = output_folder(target), artifacts(target), driver(target)
     if wrong := _refused(target, folder, compiler):
@@ -79,7 +79,7 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
         for each in (folder, committed, configuration(target).parent):
             each.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.stderr.write(f"{error.filename}: {error.strerror}; SDE_INSTALL names where the output goes\n")
+        sys.stderr.write(f"{error.filename}: {error.strerror}; SDE_INSTALL specifies the output folder\n")
         return 2
     command = [str(compiler), "--std", "p4-16", "--target", target, "--arch", ARCHITECTURES[target]]
     command += ["-g", "-o", str(folder), "--bf-rt-schema", str(folder / "bf-rt.json")]
@@ -103,32 +103,30 @@ def compile_program(target: str, cpu_port: int | None = None) -> int:
 def _refused(target: str, folder: Path, compiler: str | None) -> str | None:
     if compiler is None:
         if named := os.environ.get("P4C_TOFINO"):
-            return (
-                f"P4C_TOFINO={named}: no such program; it names the driver of a p4c with a Tofino backend\n"
-            )
+            return f"P4C_TOFINO={named}: not found; it must be the driver of a p4c with a Tofino backend\n"
         return _MISSING.format(target=target)
     if found := [path for path in (folder, ROOT) if any(map(str.isspace, str(path)))]:
-        return f"{found[0]}: p4c's driver takes no spaces in paths, and would clean up elsewhere\n"
+        return f"{found[0]}: p4c's driver does not support spaces in paths, and would delete other files\n"
     return None
 
 
 def _wrong_output(folder: Path, target: str) -> str | None:
-    """What a compiler that ended well has left out."""
+    """Return an error if a compiler that exited with 0 has not written everything."""
     pipe = (f"{target}.bin", "context.json", f"{PROGRAM}.bfa")
     for name in (_P4INFO, "bf-rt.json", *(f"{PIPE}/{each}" for each in pipe)):
         if not (folder / name).is_file():
-            return f"ended well, but hasn't written {folder / name}"
+            return f"exited with 0, but has not written {folder / name}"
     assembly = (folder / PIPE / f"{PROGRAM}.bfa").read_text()
     if lost := [value for value in _SELECTED if f" {value}:" not in assembly]:
         return (
-            f"the parser doesn't select {', '.join(lost)}: p4c from 1.2.5.11 on lost them (p4lang/p4c issue "
+            f"the parser does not select {', '.join(lost)}: p4c since 1.2.5.11 loses them (p4lang/p4c issue "
             "5752), until pull request 5753"
         )
     return None
 
 
 def configured(target: str) -> dict[str, Any]:
-    """What `bf_switchd` reads, with paths as it wants them. Written here, since not every driver does."""
+    """Return the configuration of `bf_switchd`, which not every driver writes."""
     folder = _place(target)
     pipeline = {
         "p4_pipeline_name": PIPE,

@@ -1,1 +1,1 @@
-"""PTF suites: the same packets and expectations on every target."""
+"""PTF suites with the same packets and expectations on every target."""

@@ -29,7 +29,7 @@ SUITES = ("forwarding", "replication", "streams", "stub")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 all passed, 1 some failed, 2 the tests couldn't be run."""
+    """Return the exit status: 0 if all tests passed, 1 if some failed, 2 if they could not run."""
     options = _parser().parse_args(arguments)
     logging.getLogger("scapy").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, _terminate)
@@ -54,23 +54,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _config(target: str | None, file: Path | None) -> StandingConfig | None:
-    """The file of a switch that is up, which has to be of the target that is asked for."""
+    """Return the configuration of a running switch, which must be of the requested target."""
     if file is None:
         if target in targets.STANDING:
             raise TargetError(
-                f"a {target} isn't started here: name the file that says where one is, with --config FILE "
+                f"a {target} cannot be started here: specify a running one with --config FILE "
                 f"(make ptf TARGET={target} PTF_CONFIG=FILE; docs/tofino.md)"
             )
         return None
     config = read_config(file)
     if target not in (None, config.target):
-        raise ConfigError(f"{file}: target: is {config.target}, and {target} is asked for")
+        raise ConfigError(f"{file}: target: is {config.target}, but {target} was requested")
     return config
 
 
 def run(where: StandingConfig | str, suites: Sequence[str], teller: Teller) -> list[SuiteRow]:
-    """Run suites on a target, in a network namespace that this process enters for good; or as a file says."""
-    # Imported late: nobody should wait for them to read --help; and PTF greets on stdout.
+    """Run suites on a target in a network namespace, which this process enters, or on a running switch."""
+    # Imported late, because they are slow for --help, and PTF prints to stdout.
     with contextlib.redirect_stdout(io.StringIO()):
         from ptf_tests.base import SwitchTest  # noqa: PLC0415
         from ptf_tests.stage.lab import NamespaceStage  # noqa: PLC0415
@@ -99,14 +99,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds = (*targets.TARGETS, *targets.STANDING)
     parser.add_argument("--target", choices=kinds, help="default: softswitch, or the file's")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a switch that is up, as this YAML says")
     parser.add_argument(
-        "--suite", choices=SUITES, action="append", help="only this one; may be given more than once"
+        "--config", type=Path, metavar="FILE", help="a running switch, described by this YAML file"
     )
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="a line for each test, not only for those that fail"
+        "--suite", choices=SUITES, action="append", help="run only this suite; may be repeated"
     )
-    parser.add_argument("--json", action="store_true", help="results as JSON instead of text")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print a line for each test, not only for failed ones"
+    )
+    parser.add_argument("--json", action="store_true", help="print results as JSON instead of text")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""What every test stands on: a switch that holds nothing but what the test gives it, and a fence.
+"""Base of all tests: a switch with only the test's entries, and fences.
 
-A frame that must *not* come out can't be waited for. So each exchange ends with fence frames, which follow
-the test's own through every queue: what has come out of a port before its fence is all that will.
+A test cannot wait for a frame that must *not* be sent. So each exchange ends with fence frames, which follow
+the test's own frames through every queue: no frame can arrive at a port after its fence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from ptf_tests.packets import (
     PORTS,
     STUB,
     TRAINER_IP,
+    TRAINER_PORT,
     Shadow,
+    TaggedSegment,
     compare,
+    expected_copy,
     stream_key,
 )
 from ptf_tests.stage.lab import Stage
@@ -43,14 +46,14 @@ from ptf_tests.switch import CounterValue, PtfSwitch, Punted
 _FENCE_IP = IPv4Address("192.0.2.254")
 _FENCE_SECONDS = 5.0
 _SHORTEST = 60
-"""Bytes of Ethernet's shortest frame, without its check sequence."""
+"""Bytes of Ethernet's shortest frame, without its frame check sequence."""
 _BURST = 16
-"""Frames between two fences: BMv2 drops silently what overfills its egress queues, 64 packets deep."""
+"""Frames between two fences: BMv2's egress queues of 64 packets overflow silently."""
 _numbers = itertools.count(1)
 
 
 class SwitchTest(BaseTest):  # type: ignore[misc]
-    """A test with the one switch under test; it starts with a flood group of all ports."""
+    """A test with one switch, which starts with a flood group of all ports."""
 
     lab: ClassVar[Stage]
     switch: ClassVar[PtfSwitch]
@@ -81,7 +84,7 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         out: Mapping[int, bytes | Sequence[bytes]],
         punted: Sequence[Punted] = (),
     ) -> None:
-        """Send frames into a port; exactly `out` must come out, byte for byte, and `punted` be punted."""
+        """Send frames into a port; check that exactly `out` is sent, byte for byte, and `punted` punted."""
         port, frames = sent
         received, packet_ins = self.exchange(port, _listed(frames))
         for where in PORTS:
@@ -95,11 +98,11 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         )
 
     def _as_seen(self, frames: Sequence[bytes]) -> list[bytes]:
-        """What can be compared of frames: on hardware, short ones may have been padded or not."""
+        """Return the comparable part of frames: hardware may pad short ones."""
         return [frame.ljust(_SHORTEST, b"\0") if self.lab.hardware else frame for frame in frames]
 
     def exchange(self, port: int, frames: Sequence[bytes]) -> tuple[dict[int, list[bytes]], list[Punted]]:
-        """Send frames into a port, and return all that comes out: by port, and to the controller."""
+        """Send frames into a port, and return all outputs: by port, and to the controller."""
         received: dict[int, list[bytes]] = {where: [] for where in PORTS}
         punted: list[Punted] = []
         for start in range(0, max(len(frames), 1), _BURST):
@@ -112,9 +115,9 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         return received, punted
 
     def drain(self, port: int) -> tuple[dict[int, list[bytes]], list[Punted]]:
-        """All that comes of what was sent into `port` before."""
+        """Return all outputs of the frames sent into `port` before."""
         received: dict[int, list[bytes]] = {where: [] for where in PORTS}
-        # Flooding spares the port that a fence came in by, so a second one comes in by another.
+        # Flooding omits the ingress port of a fence, so a second fence enters by another port.
         for origin in (port, PORTS[0] if port != PORTS[0] else PORTS[1]):
             fence = _fence(BROADCAST, IPv4Address(f"198.51.100.{next(_numbers) % 250}"))
             send_packet(self, origin, fence)
@@ -130,7 +133,7 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         while True:
             result = dp_poll(self, port_number=port, timeout=_FENCE_SECONDS)
             if isinstance(result, self.dataplane.PollFailure):
-                self.fail(f"port {port}: no fence frame; the switch has stopped or doesn't flood")
+                self.fail(f"port {port}: no fence frame; the switch has stopped or does not flood")
             if result.packet == fence:
                 return frames
             frames.append(result.packet)
@@ -142,23 +145,23 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         while True:
             punted = self.switch.punted(_FENCE_SECONDS)
             if punted is None:
-                raise self.failureException("no fence frame by packet-in; the switch doesn't punt")
+                raise self.failureException("no fence frame by packet-in; the switch does not punt")
             if punted.frame == fence:
                 return frames
             frames.append(punted)
 
     def check_packet_out(self, port: int, frame: bytes) -> None:
-        """The controller sends a frame out of `port`: it must come out there as it is, and nowhere else."""
+        """Send a frame by packet-out; check that it leaves `port` unchanged, and no other port."""
         self.switch.packet_out(port, frame)
         result = dp_poll(self, port_number=port, timeout=_FENCE_SECONDS)
-        self.assertIsInstance(result, self.dataplane.PollSuccess, f"nothing came out of port {port}")
+        self.assertIsInstance(result, self.dataplane.PollSuccess, f"port {port} sent nothing")
         wrong = compare(self._as_seen([frame]), self._as_seen([result.packet]))
         self.assertEqual("", wrong, f"port {port}: {wrong}")
         self.check((PORTS[0], ()), {})
 
     @contextmanager
     def counts(self, counter: str, *added: CounterValue) -> Iterator[None]:
-        """What happens inside must add exactly this to the cells of an indexed counter."""
+        """Check that the block adds exactly this to the cells of an indexed counter."""
         before = self.switch.counts(counter)
         yield
         after = self.switch.counts(counter)
@@ -166,13 +169,13 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
         self._check_counts(added, grown, f"counter {counter}")
 
     def check_count(self, entry: TableEntry, *frames: bytes) -> None:
-        """An entry's direct counter must have counted exactly these frames."""
+        """Check that an entry's direct counter has counted exactly these frames."""
         self._check_counts([count(*frames)], [self.switch.direct_count(entry)], str(entry))
 
     def _check_counts(
         self, expected: Sequence[CounterValue], found: Sequence[CounterValue], what: str
     ) -> None:
-        """A chip's bytes are others than the frame's: there, packets alone."""
+        """Compare counters; only packets on a chip, whose bytes are not those of the frame."""
         if self.lab.hardware:
             packets = [[each.packets for each in counts] for counts in (expected, found)]
             self.assertEqual(*packets, what)
@@ -188,7 +191,7 @@ class TaggedTest(SwitchTest):
         self.put(mark(DSCP_BIT), forward(PEER_MAC, PEER_PORT))
 
     def replicate(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> TableEntry:
-        """Copies for these holders, the first one being holder 1. No stream is connected by this."""
+        """Replicate to these holders, starting with holder 1, without connecting their streams."""
         copies = {(shadow.switch_port, holder) for holder, shadow in enumerate(shadows, 1)}
         entry = replicate(TRAINER_IP, PEER_IP, shadow_id, channel, group=group, boundary=BOUNDARY)
         self.put(MulticastGroup(group, frozenset({(PEER_PORT, 0), *copies})), entry)
@@ -204,14 +207,26 @@ class TaggedTest(SwitchTest):
         return entry
 
     def protect(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> TableEntry:
-        """Copies for these holders, all connected in incarnation 1; returns the entry of `replication`."""
+        """Replicate to these holders, connected in incarnation 1; return the entry of `replication`."""
         for holder, shadow in enumerate(shadows, 1):
             self.connect(shadow, holder=holder, shadow_id=shadow_id, channel=channel)
         return self.replicate(*shadows, shadow_id=shadow_id, channel=channel, group=group)
 
 
+class StreamTest(TaggedTest):
+    """A test of shadow copies, beside the training copy."""
+
+    def check_copy(self, segment: TaggedSegment, shadow: Shadow, sequence: int) -> None:
+        """Check that the training copy is unchanged, and the shadow copy is at `sequence` of the stream."""
+        self.check_copies(segment, {shadow: sequence})
+
+    def check_copies(self, segment: TaggedSegment, sequences: dict[Shadow, int]) -> None:
+        copies = {s.switch_port: expected_copy(segment, s, at) for s, at in sequences.items()}
+        self.check((TRAINER_PORT, segment.frame()), {PEER_PORT: segment.frame(), **copies})
+
+
 def count(*frames: bytes) -> CounterValue:
-    """What a counter says of frames, each with the length that it came in with."""
+    """Return a counter's value for frames, each with its received length."""
     return CounterValue(len(frames), sum(len(frame) for frame in frames))
 
 

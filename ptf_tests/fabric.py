@@ -1,4 +1,4 @@
-"""Three switches in loops, and jobs that lie on them: the stage of "a loop doesn't storm".
+"""Three switches in loops, and jobs on them, for the tests of broadcast storms.
 
 s1 === s2      two parallel links (3-3, 4-4)
   \\    /       s1.5 - s3.3, s2.5 - s3.4; hosts at ports 1 and 2 of each
@@ -21,7 +21,7 @@ Place = tuple[int, int]
 
 
 def interface_pairs() -> Iterator[tuple[str, str]]:
-    """The veth pairs of links and hosts."""
+    """Yield the veth pairs of links and hosts."""
     for one, other in LINKS:
         yield _interface(one), _interface(other)
     for switch, port, interface in host_interfaces():
@@ -29,19 +29,19 @@ def interface_pairs() -> Iterator[tuple[str, str]]:
 
 
 def host_interfaces() -> Iterator[tuple[int, int, str]]:
-    """(switch, port, the host's interface)."""
+    """Yield (switch, port, the host's interface)."""
     for switch in SWITCHES:
         for port in HOST_PORTS:
             yield switch, port, f"h{switch}p{port}"
 
 
 def link_interfaces() -> list[str]:
-    """Both ends of every link."""
+    """Return the interfaces of both ends of every link."""
     return [_interface(end) for link in LINKS for end in link]
 
 
 def switch_ports() -> dict[int, dict[int, str]]:
-    """Each switch's ports and their interfaces."""
+    """Return each switch's ports and their interfaces."""
     ends = [end for link in LINKS for end in link] + [(s, p) for s in SWITCHES for p in HOST_PORTS]
     return {s: {port: _interface((s, port)) for switch, port in ends if switch == s} for s in SWITCHES}
 
@@ -51,12 +51,12 @@ def _interface(place: Place) -> str:
 
 
 def mac(place: Place) -> str:
-    """Of the host there."""
+    """Return the MAC address of the host at a place."""
     return f"02:00:00:02:{place[0]:02x}:{place[1]:02x}"
 
 
 def job(ranks: list[Place], shadow: Place, links: tuple[tuple[Place, Place], ...]) -> Job:
-    """A job of one DP group whose ranks, in ring order, and shadow NIC are at these places."""
+    """Return a job of one DP group whose ranks, in ring order, and shadow NIC are at these places."""
     used = sorted({switch for link in links for switch, _ in link})
     return Job(
         job="loop",

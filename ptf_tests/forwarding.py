@@ -1,4 +1,4 @@
-"""Feature `forwarding`: destination MAC to port; broadcast and unknown to the flood group, never back."""
+"""Feature `forwarding`: known destinations to their port, all others to the flood group, and never back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST, OTHER, STRANGER = "02:00:00:00:00:0a", "02:00:00:00:00:0b", "02:00:00:00:0
 
 
 def frame(to: str = HOST, *layers: Packet) -> bytes:
-    """An Ethernet frame; UDP over IPv4 unless told otherwise."""
+    """Return an Ethernet frame; the default is UDP over IPv4."""
     inside: Packet = IP(src="10.9.0.1", dst="10.9.0.2") / UDP(sport=1, dport=2) / Raw(payload(100))
     if layers:
         inside = layers[0]
@@ -106,7 +106,7 @@ class Flooding(SwitchTest):
         self.check((1, ()), {})
 
     def _answers(self, port: int, sent: bytes, at: tuple[int, ...]) -> dict[int, list[bytes]]:
-        """Without the fence, which needs every port flooded; `check` sees later whatever else came out."""
+        """Return the outputs without a fence, which would need every port; `check` sees others later."""
         send_packet(self, port, sent)
         return {where: [dp_poll(self, port_number=where, timeout=5.0).packet] for where in at}
 
@@ -177,7 +177,7 @@ class Frames(SwitchTest):
 
 
 class Loops(BaseTest):  # type: ignore[misc]
-    """Three switches, with what `controlplane.plan` gives each for a job on them."""
+    """Three switches, with the entries of `controlplane.plan` for a job on them."""
 
     switches: ClassVar[dict[str, PtfSwitch]]
 
@@ -202,7 +202,7 @@ class Loops(BaseTest):  # type: ignore[misc]
                 switch.reconcile(plans[name].holdings)
 
     def _broadcasts(self, hosts: list[fabric.Place], tree_links: int) -> None:
-        """From each host once: each other host gets it once, and each link of the tree carries it once."""
+        """Check broadcasts from each host: every other host and every link of the tree gets them once."""
         for origin in hosts:
             for to in (BROADCAST, STRANGER):
                 before = sum(frames_sent(fabric.link_interfaces()).values())
@@ -211,7 +211,7 @@ class Loops(BaseTest):  # type: ignore[misc]
                 for host in hosts:
                     if host != origin:
                         self.assertEqual(sent, self._next(host, 5.0), f"from {origin} to {host}")
-                time.sleep(0.1)  # in which a storm would make thousands
+                time.sleep(0.1)  # a storm would send thousands meanwhile
                 carried = sum(frames_sent(fabric.link_interfaces()).values()) - before
                 self.assertEqual(tree_links, carried, f"frames on links for one from {origin} to {to}")
                 for switch, port, _ in fabric.host_interfaces():
@@ -222,7 +222,7 @@ class Loops(BaseTest):  # type: ignore[misc]
         return None if isinstance(result, self.dataplane.PollFailure) else bytes(result.packet)
 
     def _unicast(self, hosts: list[fabric.Place]) -> None:
-        """Between any two hosts, once, and nowhere else."""
+        """Check that unicast between any two hosts arrives once, and nowhere else."""
         for origin in hosts:
             for host in hosts:
                 if host == origin:
@@ -263,7 +263,7 @@ class Loops(BaseTest):  # type: ignore[misc]
         self.assertGreater(carried, 20)
 
     def _calm(self) -> None:
-        """Wait until the links carry nothing more."""
+        """Wait until there is no more traffic on the links."""
         carried = -1
         while (now := sum(frames_sent(fabric.link_interfaces()).values())) != carried:
             carried = now

@@ -1,7 +1,7 @@
-"""What is sent, and what must come out: stated in scapy, independently of the P4 program.
+"""Sent and expected packets, in scapy, independent of the P4 program.
 
-`tagged_segment` writes the TCP options out byte by byte; `expected_copy` builds the shadow copy field by
-field, and scapy computes its checksums.
+`tagged_segment` writes the TCP options byte by byte. `expected_copy` builds the shadow copy field by field,
+and scapy computes its checksums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from controlplane.streams import StreamConnection, StreamKey
 TRAINER_PORT, PEER_PORT = 1, 2
 SHADOW_PORTS = tuple(range(3, 19))
 PORTS = (TRAINER_PORT, PEER_PORT, *SHADOW_PORTS)
-"""The switch's ports: a boundary rank, the rank that it sends to, and sixteen shadow NICs."""
+"""The switch's ports: a boundary rank, the next rank, and sixteen shadow NICs."""
 
 TRAINER_IP, PEER_IP = IPv4Address("10.0.0.1"), IPv4Address("10.0.0.2")
 TRAINER_MAC, PEER_MAC = "02:00:00:00:00:01", "02:00:00:00:00:02"
@@ -34,7 +34,7 @@ BROADCAST = "ff:ff:ff:ff:ff:ff"
 def tag(
     sequence: int = 0, anchor: int = 0, shadow_id: int = 0, channel: int = 0, incarnation: int = 1
 ) -> bytes:
-    """The tag option (design, section 2)."""
+    """Return the tag option (design, section 2)."""
     return (
         bytes([253, 16, 0xC4, 0xEC])
         + sequence.to_bytes(4, "big")
@@ -52,7 +52,7 @@ SACK = bytes([1, 1, 5, 10]) + bytes.fromhex("00001000 00002000")
 
 @dataclass(frozen=True)
 class TaggedSegment:
-    """A segment of the training connection, as the boundary rank sends it."""
+    """A segment of the training connection, from the boundary rank."""
 
     options: bytes = b""
     payload: bytes = b"gradient"
@@ -73,10 +73,10 @@ class TaggedSegment:
     destination_port: int = 50000
     destination_mac: str = PEER_MAC
     data_offset: int | None = None
-    """In words; the true one where left out."""
+    """In words; correct by default."""
 
     def packet(self) -> Ether:
-        """In scapy; whoever changes it further must let checksums be computed again."""
+        """Return it in scapy; after changes, checksums must be computed again."""
         offset = 5 + len(self.options) // 4 if self.data_offset is None else self.data_offset
         return (
             Ether(dst=self.destination_mac, src=TRAINER_MAC)
@@ -108,7 +108,7 @@ class TaggedSegment:
 
 
 def tagged_segment(option: bytes, *, timestamps: bool = False, **fields: object) -> TaggedSegment:
-    """A segment whose option block is exactly the tag, or timestamps and the tag."""
+    """Return a segment whose options are exactly the tag, or timestamps and the tag."""
     return replace(TaggedSegment(), options=(TIMESTAMPS if timestamps else b"") + option, **fields)  # type: ignore[arg-type]
 
 
@@ -137,17 +137,17 @@ class Shadow:
         return 33000 + self.number
 
     def connection(self) -> StreamConnection:
-        """As the controller knows it."""
+        """Return the controller's view of it."""
         return StreamConnection(self.ip, self.mac, self.tcp_port, self.isn, self.base)
 
 
 def expected_copy(segment: TaggedSegment, shadow: Shadow, sequence: int) -> bytes:
-    """The shadow copy of a tagged segment, at `sequence` of the stream (design, section 4)."""
+    """Return the shadow copy of a tagged segment, at `sequence` of the stream (design, section 4)."""
     return bytes(copy_packet(segment, shadow, sequence))
 
 
 def copy_packet(segment: TaggedSegment, shadow: Shadow, sequence: int) -> Ether:
-    """`expected_copy` in scapy, checksums still to be computed."""
+    """Return `expected_copy` in scapy, before checksums are computed."""
     return (
         Ether(dst=shadow.mac, src=STUB.mac)
         / IP(
@@ -174,23 +174,23 @@ def copy_packet(segment: TaggedSegment, shadow: Shadow, sequence: int) -> Ether:
 
 
 def stream_key(shadow_id: int = 0, channel: int = 0, holder: int = 1) -> StreamKey:
-    """A stream of the one boundary that the tests have."""
+    """Return a stream of the tests' only boundary."""
     return (BOUNDARY, channel, shadow_id, holder)
 
 
 def payload(length: int, seed: int = 1) -> bytes:
-    """Bytes that differ from place to place."""
+    """Return bytes that differ between positions."""
     return bytes((seed + i * 7 + (i >> 8)) % 256 for i in range(length))
 
 
 def describe(frame: bytes) -> str:
-    """A frame field by field, and as hexadecimal digits (the first 128 bytes)."""
+    """Return a frame field by field, and as hexadecimal digits (the first 128 bytes)."""
     shown = str(Ether(frame).show(dump=True))
     return f"{shown}{len(frame)} bytes: {frame[:128].hex(' ', 2)}\n"
 
 
 def compare(expected: Sequence[bytes], received: Sequence[bytes]) -> str:
-    """Empty where the frames are equal; else what differs, field by field."""
+    """Return the differences between frames, field by field; empty if they are equal."""
     if list(expected) == list(received):
         return ""
     lines = [f"{len(expected)} frames expected, {len(received)} received"]

@@ -1,29 +1,21 @@
-"""Feature `replication`: a tagged segment's addresses, shadow id and channel to its multicast group."""
+"""Feature `replication`: the multicast group of tagged segments by addresses, shadow id and channel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from ipaddress import IPv4Address
 
-from scapy.layers.inet import IP, TCP, UDP
-from scapy.layers.inet6 import IPv6
-from scapy.layers.l2 import Dot1Q, Ether
-from scapy.packet import Packet, Raw
-
 from controlplane.entities import MulticastGroup, TableEntry
 from controlplane.replication import mark, replicate
 from controlplane.streams import rewrite
-from ptf_tests.base import TaggedTest, count
+from ptf_tests.base import TaggedTest
+from ptf_tests.not_replicated import Passed
 from ptf_tests.packets import (
     BOUNDARY,
     PEER_IP,
-    PEER_MAC,
     PEER_PORT,
-    SACK,
     STUB,
-    TIMESTAMPS,
     TRAINER_IP,
-    TRAINER_MAC,
     TRAINER_PORT,
     Shadow,
     TaggedSegment,
@@ -33,6 +25,8 @@ from ptf_tests.packets import (
     tagged_segment,
 )
 from ptf_tests.switch import CounterValue
+
+__all__ = ["Groups", "Passed", "Replicated"]
 
 SHADOW = Shadow(0)
 TAGGED = tagged_segment(tag(sequence=5000))
@@ -57,21 +51,21 @@ class Replicated(TaggedTest):
         self.check_count(entry, sent)
 
     def test_from_anywhere(self) -> None:
-        """the port that a tagged segment comes in by doesn't matter"""
+        """the ingress port of a tagged segment does not matter"""
         self.protect(SHADOW)
         sent = replace(TAGGED, sequence=0).frame()
         copy = expected_copy(TAGGED, SHADOW, sequence=5000)
         self.check((9, sent), {PEER_PORT: sent, SHADOW.switch_port: copy})
 
     def test_not_by_mac(self) -> None:
-        """copies go by the group alone: an unknown destination MAC doesn't flood them"""
+        """only the group determines copies: an unknown destination MAC does not flood them"""
         self.protect(SHADOW)
         segment = replace(TAGGED, sequence=0, destination_mac="02:00:00:00:00:99")
         copy = expected_copy(segment, SHADOW, sequence=5000)
         self.check((TRAINER_PORT, segment.frame()), {PEER_PORT: segment.frame(), SHADOW.switch_port: copy})
 
     def test_dscp(self) -> None:
-        """the other bits of DSCP and ECN don't matter"""
+        """the other bits of DSCP and ECN do not matter"""
         self.protect(SHADOW)
         for dscp, ecn in ((0x20, 0), (0x20, 3), (0x2E, 1), (0x3F, 2)):
             segment = replace(TAGGED, sequence=0, dscp=dscp, ecn=ecn)
@@ -92,7 +86,7 @@ class Replicated(TaggedTest):
 
 class Groups(TaggedTest):
     def test_shadow_ids_and_channels(self) -> None:
-        """each of 16 shadow ids and 8 channels has a group of its own"""
+        """each of 16 shadow ids and 8 channels has its own group"""
         sent: list[bytes] = []
         out: dict[int, list[bytes]] = {PEER_PORT: sent}
         entries: list[tuple[TableEntry, bytes]] = []
@@ -139,7 +133,7 @@ class Groups(TaggedTest):
         self.check_count(entry, frame)
 
     def test_shared_group(self) -> None:
-        """two boundaries that share a group keep their streams apart"""
+        """two boundaries that share a group have separate streams"""
         other = Shadow(0, isn=77)
         source = IPv4Address("10.0.0.7")
         self.protect(SHADOW)
@@ -160,7 +154,7 @@ class Groups(TaggedTest):
         )
 
     def test_same_port(self) -> None:
-        """a training copy and two shadow copies that leave by one port, a link for one"""
+        """a training copy and two shadow copies that leave by one port, such as a link"""
         first, second = Shadow(0, isn=1), Shadow(1, isn=2)
         self.put(
             rewrite((BOUNDARY, 0, 0, 1), 1, first.connection(), STUB),
@@ -171,155 +165,7 @@ class Groups(TaggedTest):
         segment = replace(TAGGED, sequence=0)
         received, punted = self.exchange(TRAINER_PORT, [segment.frame()])
         copies = [expected_copy(segment, shadow, sequence=5000) for shadow in (first, second)]
-        # In which order a group's copies leave by one port is the target's affair.
+        # The order of a group's copies at one port depends on the target.
         self.assertEqual(sorted([segment.frame(), *copies]), sorted(received.pop(PEER_PORT)))
         self.assertEqual([], punted)
         self.assertFalse(any(received.values()), received)
-
-
-class Passed(TaggedTest):
-    """What must not be replicated is forwarded as it is, and counted where it has the tag's DSCP bit."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.entry = self.protect(SHADOW)
-
-    def _passes(self, *frames: bytes, without_tag: bool = False, without_entry: bool = False) -> None:
-        nothing, all_of_them = CounterValue(), count(*frames)
-        counted = (all_of_them if without_tag else nothing, all_of_them if without_entry else nothing)
-        with self.counts("passed", *counted):
-            self.check((TRAINER_PORT, frames), {PEER_PORT: frames})
-        self.check_count(self.entry)
-        # The control: one step away from each of them is a segment that is replicated.
-        segment = replace(TAGGED, sequence=0)
-        copy = expected_copy(segment, SHADOW, sequence=5000)
-        self.check((TRAINER_PORT, segment.frame()), {PEER_PORT: segment.frame(), SHADOW.switch_port: copy})
-
-    def test_dscp_without_option(self) -> None:
-        """DSCP without the option"""
-        without = [replace(TAGGED, options=options) for options in (b"", TIMESTAMPS, SACK)]
-        self._passes(*(segment.frame() for segment in without), without_tag=True)
-
-    def test_option_without_dscp(self) -> None:
-        """the option without DSCP"""
-        self._passes(*(replace(TAGGED, dscp=dscp).frame() for dscp in (0, 0x1F, 0x08)))
-
-    def test_other_exid(self) -> None:
-        """another ExID"""
-        others = [b"\xfd\x10" + exid + tag()[4:] for exid in (b"\xc4\xed", b"\x00\x00", b"\xec\xc4")]
-        frames = [replace(TAGGED, options=option).frame() for option in others]
-        frames += [replace(TAGGED, options=TIMESTAMPS + option).frame() for option in others]
-        self._passes(*frames, without_tag=True)
-
-    def test_other_kind_or_length(self) -> None:
-        """another option kind, or another length"""
-        others = [b"\xfe\x10" + tag()[2:], b"\xfd\x0f" + tag()[2:], b"\xfd\x11" + tag()[2:]]
-        self._passes(*(replace(TAGGED, options=option).frame() for option in others), without_tag=True)
-
-    def test_unknown_source(self) -> None:
-        """an unknown source"""
-        segment = replace(TAGGED, source=IPv4Address("10.0.0.3"))
-        self._passes(segment.frame(), without_entry=True)
-
-    def test_unknown_destination(self) -> None:
-        """an unknown destination"""
-        segment = replace(TAGGED, destination=IPv4Address("10.0.0.3"))
-        self._passes(segment.frame(), without_entry=True)
-
-    def test_unknown_shadow_id(self) -> None:
-        """an unknown shadow id"""
-        others = [replace(TAGGED, options=tag(shadow_id=shadow_id)) for shadow_id in (1, 256, 65535)]
-        self._passes(*(segment.frame() for segment in others), without_entry=True)
-
-    def test_unknown_channel(self) -> None:
-        """an unknown channel"""
-        others = [replace(TAGGED, options=tag(channel=channel)) for channel in (1, 255)]
-        self._passes(*(segment.frame() for segment in others), without_entry=True)
-
-    def test_no_payload(self) -> None:
-        """no payload: an ACK that carries the tag, also with Ethernet padding"""
-        bare = replace(TAGGED, payload=b"").frame()
-        self._passes(bare, bare + bytes(4), without_tag=True)
-
-    def test_fragment(self) -> None:
-        """fragments: the first, and a later one"""
-        first, later = TAGGED.packet(), TAGGED.packet()
-        first[IP].flags = "MF"
-        later[IP].flags = 0
-        later[IP].frag = 100
-        self._passes(bytes(first), bytes(later), without_tag=True)
-
-    def test_ip_options(self) -> None:
-        """IP options"""
-        packet = TAGGED.packet()
-        packet[IP].options = [(bytes([1, 1, 1, 0]))]
-        # To a parser that takes the IP header for 20 bytes long, this one's words stand where a tag would.
-        shifted = replace(
-            TAGGED, acknowledgement=0x9000_0000, urgent_pointer=0xC4EC, options=tag()[4:]
-        ).packet()
-        shifted[IP].options = packet[IP].options
-        shifted[TCP].chksum = 0xFD10
-        sent = [bytes(packet), bytes(shifted)]
-        self.assertEqual([0x46, 0x46], [frame[14] for frame in sent])
-        self.assertEqual(tag(), sent[1][54:70])
-        self._passes(*sent, without_tag=True)
-
-    def test_sack_before_tag(self) -> None:
-        """SACK before the tag"""
-        blocks = [SACK + tag(), TIMESTAMPS + SACK + tag()[:12]]
-        self._passes(*(replace(TAGGED, options=block).frame() for block in blocks), without_tag=True)
-
-    def test_other_layouts(self) -> None:
-        """the tag before timestamps, behind NOPs, or followed by more options"""
-        blocks = [
-            tag() + TIMESTAMPS,
-            bytes([1, 1, 1, 1]) + tag(),
-            tag() + bytes([1, 1, 1, 1]),
-            tag() + tag(),
-            TIMESTAMPS + tag() + bytes([1, 1, 1, 1]),
-        ]
-        self._passes(*(replace(TAGGED, options=block).frame() for block in blocks), without_tag=True)
-
-    def test_lying_offset(self) -> None:
-        """a data offset that lies: other than the options are long"""
-        long = replace(TAGGED, payload=payload(200))
-        after = replace(long, options=TIMESTAMPS + tag())
-        lies = [replace(long, data_offset=words) for words in (0, 4, 5, 8, 10, 12, 15)]
-        lies += [replace(after, data_offset=words) for words in (5, 9, 11, 13, 15)]
-        self._passes(*(segment.frame() for segment in lies), without_tag=True)
-
-    def test_offset_beyond_end(self) -> None:
-        """a data offset that points beyond the end of the datagram or of the frame"""
-        sent = []
-        for options in (b"", tag()[:4], tag()[:15]):
-            sent.append(replace(TAGGED, options=options, payload=b"", data_offset=9).frame())
-        after = TIMESTAMPS + tag()
-        for length in (0, 3, 4, 11, 12, 15, 27):
-            sent.append(replace(TAGGED, options=after[:length], payload=b"", data_offset=12).frame())
-        # The frame goes on behind the datagram: what looks like a tag and a payload isn't part of it.
-        for length in (0, 19, 20, 40, 56):
-            outside = TAGGED.packet()
-            outside[IP].len = length
-            sent.append(bytes(outside))
-        self._passes(*sent, without_tag=True)
-
-    def test_cut_off(self) -> None:
-        """the frame ends before the datagram does: inside the option"""
-        whole = TAGGED.frame()
-        self._passes(*(whole[:length] for length in (54, 56, 58, 62, 69)), without_tag=True)
-
-    def test_other_protocols(self) -> None:
-        """UDP and a broken IP header with DSCP; VLAN and IPv6, which have no DSCP that counts"""
-        udp = IP(src=str(TRAINER_IP), dst=str(PEER_IP), tos=0x80) / UDP() / Raw(tag() * 3)
-        version = TAGGED.packet()
-        version[IP].version = 5
-        self._passes(self._to_peer(udp), bytes(version), without_tag=True)
-
-    def test_not_ipv4(self) -> None:
-        """a tagged segment inside VLAN, and one over IPv6"""
-        over_ipv6 = IPv6(src="fd00::1", dst="fd00::2", tc=0x80) / TCP(dataofs=9) / Raw(tag() + b"payload")
-        in_vlan = Dot1Q(vlan=3) / TAGGED.packet()[IP]
-        self._passes(self._to_peer(over_ipv6), self._to_peer(in_vlan))
-
-    def _to_peer(self, inside: Packet) -> bytes:
-        return bytes(Ether(dst=PEER_MAC, src=TRAINER_MAC) / inside)

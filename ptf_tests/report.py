@@ -1,4 +1,4 @@
-"""What became of the tests: as data, and told while they run - a line a suite, and whatever failed."""
+"""Results of the tests: as data, and as a report with a line per suite and all failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOURS = {"passed": "green", "failed": "red", "skipped": "yellow"}
 
 @dataclass
 class SuiteRow:
-    """A test and what became of it: `passed`, `failed` or `skipped`, and why."""
+    """The result of a test: `passed`, `failed` or `skipped`, and the reason."""
 
     suite: str
     test: str
@@ -27,7 +27,7 @@ class SuiteRow:
 
 
 class Rows(unittest.TestResult):
-    """Collects a row for each test of a suite, and tells `ended` of each."""
+    """A row for each test of a suite; `ended` is called with each."""
 
     def __init__(self, suite: str, ended: Callable[[SuiteRow], None] = lambda _: None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Rows(unittest.TestResult):
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         self._began = time.monotonic()
-        name = test.id().split(".", 2)[2]
+        name = ".".join(test.id().split(".")[-2:])  # class and method
         self.rows.append(SuiteRow(self._suite, name, test.shortDescription() or "", "passed", 0.0))
 
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -61,7 +61,7 @@ class Rows(unittest.TestResult):
         why = self._exc_info_to_string(err, test)  # type: ignore[attr-defined]
         if isinstance(test, unittest.TestCase):
             self._note("failed", why)
-        else:  # setUpClass, for one, of which no test begins
+        else:  # such as an error in setUpClass, before any test
             self.rows.append(SuiteRow(self._suite, str(test), "", "failed", 0.0, why.strip()))
             self._ended(self.rows[-1])
 
@@ -76,25 +76,25 @@ class Rows(unittest.TestResult):
 
 
 class Teller:
-    """Tells of suites as they run: a line each, with whatever didn't pass below; `verbose`: every test.
+    """The report of running suites: a line each, with all tests that did not pass; with `verbose`, all tests.
 
-    On a terminal, how far the suite is is shown meanwhile.
+    On a terminal, it shows the progress of the current suite.
     """
 
     def __init__(self, out: Console, err: Console, *, verbose: bool = False) -> None:
         self._out = out
         self._verbose = verbose
-        # One console has both where both are a terminal, or they would overwrite each other.
+        # If both are a terminal, one console has both; otherwise they would overwrite each other.
         self._status = (out if out.is_terminal and not out.quiet else err).status("starting the switch")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Show what goes on until the block ends."""
+        """Show the progress until the block ends."""
         with self._status:
             yield
 
     def suite(self, name: str, tests: unittest.TestSuite) -> list[SuiteRow]:
-        """Run a suite; its rows."""
+        """Run a suite; return its rows."""
         total = tests.countTestCases()
         self._status.update(f"{name}: 0 of {total} tests")
 
@@ -112,19 +112,19 @@ class Teller:
         return result.rows
 
     def end(self, target: str, rows: Sequence[SuiteRow]) -> None:
-        """The last line: all of it in a few numbers."""
+        """Print the summary."""
         self._out.print(f"{target}: {summary(rows)} in {sum(row.seconds for row in rows):.1f} s")
 
 
 def suite_line(suite: str, rows: Sequence[SuiteRow]) -> str:
-    """A suite in one line, in rich's markup: `replication  25 passed, 0 failed  4.1 s`."""
+    """Return a suite in one line, in rich's markup: `replication  25 passed, 0 failed  4.1 s`."""
     colour = "red" if any(row.outcome == "failed" for row in rows) else "green"
     seconds = sum(row.seconds for row in rows)
     return f"{suite:<12} [{colour}]{summary(rows)}[/]  {seconds:.1f} s"
 
 
 def summary(rows: Sequence[SuiteRow]) -> str:
-    """Such as `57 passed, 0 failed`."""
+    """Return a summary such as `57 passed, 0 failed`."""
     counted = {o: sum(row.outcome == o for row in rows) for o in ("passed", "failed", "skipped")}
     skipped = f", {counted['skipped']} skipped" if counted["skipped"] else ""
     return f"{counted['passed']} passed, {counted['failed']} failed{skipped}"
@@ -140,5 +140,5 @@ def _indented(why: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text in which rich sees no markup."""
+    """Return text without rich markup."""
     return text.replace("[", r"\[")

@@ -8,15 +8,14 @@ from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import Ether
 
 from controlplane.streams import expect, lose, rewrite
-from ptf_tests.base import TaggedTest, count
+from ptf_tests.base import StreamTest, count
+from ptf_tests.checksums import Checksums
 from ptf_tests.packets import (
     BOUNDARY,
     PEER_PORT,
     STUB,
     TRAINER_PORT,
     Shadow,
-    TaggedSegment,
-    copy_packet,
     expected_copy,
     payload,
     stream_key,
@@ -25,19 +24,11 @@ from ptf_tests.packets import (
 )
 from ptf_tests.switch import CounterValue
 
+__all__ = ["Checksums", "Incarnations", "NotConnected", "Rewrite", "Sequence", "TrainingTraffic"]
+
 SHADOW = Shadow(0)
 TAGGED = tagged_segment(tag(), sequence=0, payload=payload(200))
 TOP = 2**32
-
-
-class StreamTest(TaggedTest):
-    def check_copy(self, segment: TaggedSegment, shadow: Shadow, sequence: int) -> None:
-        """The training copy must leave as it came, and the shadow copy at `sequence` of the stream."""
-        self.check_copies(segment, {shadow: sequence})
-
-    def check_copies(self, segment: TaggedSegment, sequences: dict[Shadow, int]) -> None:
-        copies = {s.switch_port: expected_copy(segment, s, at) for s, at in sequences.items()}
-        self.check((TRAINER_PORT, segment.frame()), {PEER_PORT: segment.frame(), **copies})
 
 
 class Sequence(StreamTest):
@@ -60,7 +51,7 @@ class Sequence(StreamTest):
                 self.check_copy(segment, SHADOW, expected)
 
     def test_base(self) -> None:
-        """a stream joined at a base begins at 0 there, also across the wrap"""
+        """a stream that is joined at a base begins at 0 there, also across the wrap"""
         for base, sequence, expected in (
             (1, 1, 0),
             (5_000_000, 5_000_000, 0),
@@ -78,7 +69,7 @@ class Sequence(StreamTest):
                 self.drop(groups, entry, self.switch.holdings().groups[2])
 
     def test_chunk(self) -> None:
-        """one option for a whole chunk: each of its segments lands in its place, across the wrap of both"""
+        """one option for a whole chunk: each of its segments has its own position, across the wrap of both"""
         self.protect(SHADOW)
         sequence, anchor = TOP - 30_000, TOP - 10_000
         sent, copies = [], []
@@ -91,7 +82,7 @@ class Sequence(StreamTest):
         self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copies})
 
     def test_retransmission(self) -> None:
-        """a retransmission, cut otherwise and with new timestamps, maps to the same bytes of the stream"""
+        """a retransmission, segmented differently and with new timestamps, maps to the same bytes"""
         self.protect(SHADOW)
         data = payload(3000)
         for start, end in ((0, 1448), (1448, 2896), (0, 3000), (700, 2000)):
@@ -102,7 +93,7 @@ class Sequence(StreamTest):
 
 class Incarnations(StreamTest):
     def test_side_by_side(self) -> None:
-        """two incarnations side by side, each with its own connection"""
+        """two concurrent incarnations, each with its own connection"""
         old, new = Shadow(0, isn=100), Shadow(0, isn=999_999, base=4000)
         self.put(expect(BOUNDARY, 2))
         entries = [self.connect(old, incarnation=1), self.connect(new, incarnation=2)]
@@ -114,7 +105,7 @@ class Incarnations(StreamTest):
             self.check_count(entry, segment.frame())
 
     def test_any_number(self) -> None:
-        """incarnations are compared for equality only: 0 and 255 are as good as others"""
+        """incarnations are compared only for equality: 0 and 255 are not special"""
         self.replicate(SHADOW)
         self.connect(SHADOW, incarnation=0)
         self.connect(Shadow(0, isn=5), incarnation=255)
@@ -124,7 +115,7 @@ class Incarnations(StreamTest):
 
 class Rewrite(StreamTest):
     def test_fields(self) -> None:
-        """addresses, ports, acknowledgement and window are the stream's; TTL, id and DF as they came"""
+        """addresses, ports, acknowledgement and window are the stream's; TTL, id and DF are unchanged"""
         for isn, expected in ((0, 17), (0x8000_0000, 0x8000_0011), (TOP - 1, 16), (TOP - 17, 0)):
             shadow = Shadow(5, isn=isn)
             with self.subTest(isn=isn):
@@ -136,7 +127,7 @@ class Rewrite(StreamTest):
                 self.drop(group, entry, self.switch.holdings().groups[2])
 
     def test_flags(self) -> None:
-        """ACK is set, PSH as it came, and every other flag, the urgent pointer and reserved bits cleared"""
+        """ACK is set, PSH unchanged, and other flags, the urgent pointer and reserved bits are cleared"""
         self.protect(SHADOW)
         for flags in ("A", "PA", "", "P", "UA", "ECA", "FPA", "SA", "RA", "NA", "FSRPAUECN"):
             with self.subTest(flags=flags):
@@ -144,14 +135,14 @@ class Rewrite(StreamTest):
                 self.check_copy(segment, SHADOW, 0)
 
     def test_dscp(self) -> None:
-        """DSCP and ECN as they came"""
+        """DSCP and ECN are unchanged"""
         self.protect(SHADOW)
         for dscp in (0x20, 0x21, 0x2E, 0x3F):
             for ecn in range(4):
                 self.check_copy(replace(TAGGED, dscp=dscp, ecn=ecn), SHADOW, 0)
 
     def test_options(self) -> None:
-        """all options gone, lengths and checksums right, for payloads of 1 to 8,900 bytes"""
+        """options are removed, lengths and checksums correct, for payloads of 1 to 8,900 bytes"""
         self.protect(SHADOW)
         for length in (1, 2, 3, 5, 16, 17, 536, 1447, 1448, 8900):
             for timestamps in (False, True):
@@ -162,7 +153,7 @@ class Rewrite(StreamTest):
                     self.check_copy(segment, SHADOW, 77)
 
     def test_trailer(self) -> None:
-        """bytes behind the datagram stay behind it, and count for nothing"""
+        """bytes after the datagram stay after it, and have no effect"""
         self.protect(SHADOW)
         trailer = b"\xde\xad\xbe\xef\x01"
         sent = TAGGED.frame() + trailer
@@ -170,7 +161,7 @@ class Rewrite(StreamTest):
         self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copy})
 
     def test_holders(self) -> None:
-        """two holders: each copy in the stream of its own"""
+        """two holders: each copy is in its own stream"""
         first, second = Shadow(0, isn=11), Shadow(7, isn=22, base=1000)
         self.protect(first, second)
         self.check_copies(replace(TAGGED, options=tag(sequence=1500)), {first: 1500, second: 500})
@@ -185,7 +176,7 @@ class Rewrite(StreamTest):
             self.check_copy(replace(TAGGED, options=option), shadow, 100)
 
     def test_replaced(self) -> None:
-        """a new connection for a stream takes over from the next segment on"""
+        """a new connection for a stream is used from the next segment on"""
         entry = self.connect(SHADOW)
         self.replicate(SHADOW)
         self.check_copy(TAGGED, SHADOW, 0)
@@ -194,7 +185,7 @@ class Rewrite(StreamTest):
         self.check_copy(replace(TAGGED, options=tag(sequence=200)), newer, 100)
 
     def test_counted(self) -> None:
-        """each stream counts its packets and bytes, with the length that they came in with"""
+        """each stream counts its packets and bytes, with their received length"""
         first, second = Shadow(0), Shadow(1)
         entries = [self.connect(first, holder=1), self.connect(second, holder=2)]
         group = self.replicate(first, second)
@@ -206,7 +197,7 @@ class Rewrite(StreamTest):
 
 class TrainingTraffic(StreamTest):
     def test_untouched(self) -> None:
-        """the training copy leaves byte for byte as it came, whatever its checksums and fields say"""
+        """the training copy is unchanged, byte for byte, for any checksums and fields"""
         shadow = Shadow(0)
         self.protect(shadow)
         for timestamps in (False, True):
@@ -227,102 +218,6 @@ class TrainingTraffic(StreamTest):
                 self.assertEqual(1, len(received[shadow.switch_port]))
 
 
-class Checksums(StreamTest):
-    def test_zero(self) -> None:
-        """checksums that come out as zero, in the copy or before"""
-        self.protect(SHADOW)
-        fields = {"payload": payload(198) + bytes(2), "identification": 0}
-        plain = replace(TAGGED, **fields)  # type: ignore[arg-type]
-        for packet in (plain.packet(), copy_packet(plain, SHADOW, 0)):
-            built = Ether(bytes(packet))
-            # What the checksum is without a word, that word brings down to zero.
-            segment = replace(
-                plain,
-                payload=payload(198) + built[TCP].chksum.to_bytes(2, "big"),
-                identification=built[IP].chksum,
-            )
-            both = Ether(segment.frame()), Ether(expected_copy(segment, SHADOW, 0))
-            self.assertIn((0, 0), [(each[IP].chksum, each[TCP].chksum) for each in both])
-            self.check_copy(segment, SHADOW, 0)
-
-    def test_many(self) -> None:
-        """checksums are right for 64 segments that differ in every field"""
-        self.protect(SHADOW)
-        sent, copies = [], []
-        for number in range(64):
-            mixed = number * 2654435761 % TOP
-            segment = tagged_segment(
-                tag(sequence=mixed, anchor=mixed * 3 % TOP),
-                timestamps=bool(number & 1),
-                sequence=mixed * 5 % TOP,
-                acknowledgement=mixed * 7 % TOP,
-                source_port=mixed & 0xFFFF,
-                destination_port=mixed >> 16,
-                window=mixed * 11 & 0xFFFF,
-                identification=mixed * 13 & 0xFFFF,
-                ttl=number + 1,
-                payload=payload(number * 3 + 1, seed=number),
-            )
-            sent.append(segment.frame())
-            copies.append(expected_copy(segment, SHADOW, (mixed + mixed * 5 - mixed * 3) % TOP))
-        self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copies})
-
-    def test_damage_stays(self) -> None:
-        """a segment damaged on its way has a copy whose checksum is wrong by just as much"""
-        self.protect(SHADOW)
-        frame = bytearray(TAGGED.frame())
-        frame[-20] ^= 0x40
-        damaged = replace(TAGGED, payload=bytes(frame[-len(TAGGED.payload) :]))
-        sent, right = Ether(bytes(frame)), Ether(damaged.frame())
-        copy = copy_packet(damaged, SHADOW, 0)
-        right_copy = Ether(bytes(copy))[TCP].chksum
-        # Ones' complement (RFC 1071): the difference is that of the sums, and the pseudo header cancels out.
-        copy[TCP].chksum = (right_copy + sent[TCP].chksum - right[TCP].chksum) % 0xFFFF
-        self.assertNotEqual(right_copy, copy[TCP].chksum)
-        self.check((TRAINER_PORT, bytes(frame)), {PEER_PORT: bytes(frame), SHADOW.switch_port: bytes(copy)})
-
-    def test_damage_anywhere(self) -> None:
-        """a bit flipped in any field of the TCP header, the options or the payload is never laundered"""
-        self.protect(SHADOW)
-        whole = tagged_segment(tag(sequence=99, anchor=55), timestamps=True, payload=payload(60)).frame()
-        tcp = 34
-        fields = {
-            "ports": (0, 3), "sequence": (4, 7), "acknowledgement": (8, 11), "flags": (13, 13),
-            "window": (14, 15), "checksum": (16, 17), "urgent pointer": (18, 19),
-            "timestamps": (24, 31), "tag's sequence": (36, 39), "tag's anchor": (40, 43),
-            "payload": (48, 107),
-        }  # fmt: skip
-        for name, ends in fields.items():
-            for place in ends:
-                with self.subTest(name, place=place):
-                    frame = bytearray(whole)
-                    frame[tcp + place] ^= 0x08
-                    copy = self._copy_of(bytes(frame))
-                    self.assertNotEqual(_recomputed(copy)[TCP].chksum, copy[TCP].chksum)
-
-    def test_damaged_ip_header(self) -> None:
-        """a bit flipped in the IP header leaves the copy's header checksum wrong"""
-        self.protect(SHADOW)
-        for place in (15, 18, 20, 22, 24, 25):  # ECN, identification, DF, TTL, checksum
-            with self.subTest(place=place):
-                frame = bytearray(TAGGED.frame())
-                frame[place] ^= 0x02 if place != 20 else 0x40
-                copy = self._copy_of(bytes(frame))
-                self.assertNotEqual(_recomputed(copy)[IP].chksum, copy[IP].chksum)
-
-    def _copy_of(self, frame: bytes) -> Ether:
-        received, _ = self.exchange(TRAINER_PORT, [frame])
-        self.assertEqual([frame], received[PEER_PORT])
-        (copy,) = received[SHADOW.switch_port]
-        return Ether(copy)
-
-
-def _recomputed(packet: Ether) -> Ether:
-    again = packet.copy()
-    del again[IP].chksum, again[TCP].chksum
-    return Ether(bytes(again))
-
-
 class NotConnected(StreamTest):
     def setUp(self) -> None:
         super().setUp()
@@ -337,7 +232,7 @@ class NotConnected(StreamTest):
             self.check((TRAINER_PORT, self.frame), {PEER_PORT: self.frame, **(copies or {})})
 
     def test_before_any_hello(self) -> None:
-        """no stream connected, none expected: training gets its segment, the loss is counted by stream"""
+        """no stream connected or expected: training gets its segment, the loss is counted by stream"""
         entry = self.replicate(SHADOW)
         self._loses((count(self.frame), CounterValue()))
         self.check_count(self.lost[0], self.frame)
@@ -352,7 +247,7 @@ class NotConnected(StreamTest):
         self.check_count(self.lost[0], self.frame)
 
     def test_old_incarnation(self) -> None:
-        """another incarnation than the current one: counted apart, and not against the stream"""
+        """not the current incarnation: counted separately, and not for the stream"""
         self.put(expect(BOUNDARY, 2))
         self.replicate(SHADOW)
         self.connect(SHADOW, incarnation=2)
@@ -360,7 +255,7 @@ class NotConnected(StreamTest):
         self.check_count(self.lost[0])
 
     def test_one_of_two_holders(self) -> None:
-        """one of two holders connected: it gets its copy, the other one's is lost"""
+        """one of two holders connected: it gets its copy, the other copy is lost"""
         second = Shadow(7)
         self.replicate(SHADOW, second)
         self.connect(second, holder=2)
@@ -377,13 +272,13 @@ class NotConnected(StreamTest):
             self.check_count(entry, self.frame)
 
     def test_without_counter_entry(self) -> None:
-        """a loss that no entry of `lost` counts is still in the sum"""
+        """a loss without an entry of `lost` is still in the total"""
         self.drop(*self.lost)
         self.replicate(SHADOW)
         self._loses((count(self.frame), CounterValue()))
 
     def test_disconnected(self) -> None:
-        """a stream that goes away loses from then on, and nothing before"""
+        """a stream has losses only after its disconnection"""
         entry = self.connect(SHADOW)
         self.replicate(SHADOW)
         copy = expected_copy(TAGGED, SHADOW, 0)

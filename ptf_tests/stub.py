@@ -1,4 +1,4 @@
-"""Feature `stub`: what reaches the stub's address goes to the controller, except plain ACKs."""
+"""Feature `stub`: traffic to the stub's address goes to the controller, except plain ACKs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SYN_OPTIONS = [("MSS", 1460), ("SAckOK", b""), ("Timestamp", (1, 0)), ("NOP", No
 
 
 def segment(flags: str, data: bytes = b"", shadow: Shadow = SHADOW, **fields: Any) -> bytes:
-    """From a shadow node to the stub."""
+    """Return a segment from a shadow node to the stub."""
     tcp = TCP(flags=flags, **{"sport": shadow.tcp_port, "dport": STUB.port, "seq": shadow.isn, **fields})
     packet = Ether(dst=STUB.mac, src=shadow.mac) / IP(src=str(shadow.ip), dst=str(STUB.ip)) / tcp
     return bytes(packet / Raw(data) if data else packet)
 
 
 def arp(op: int, asked: str, to: str = BROADCAST, shadow: Shadow = SHADOW) -> bytes:
-    """From a shadow node."""
+    """Return an ARP frame from a shadow node."""
     return bytes(
         Ether(dst=to, src=shadow.mac) / ARP(op=op, hwsrc=shadow.mac, psrc=str(shadow.ip), pdst=asked)
     )
@@ -56,7 +56,7 @@ class StubTest(SwitchTest):
         self.put(self.segments, self.requests, discard(STUB.mac))
 
     def punts(self, *frames: bytes, port: int = SHADOW.switch_port) -> None:
-        """The controller must get the frames as they are, with the port they came in by; nobody else."""
+        """Check that only the controller gets the frames, unchanged and with their ingress port."""
         with self.counts("plain_acks", CounterValue()):
             self.check((port, frames), {}, [Punted(frame, port) for frame in frames])
 
@@ -103,7 +103,7 @@ class ToController(StubTest):
         self.check_count(self.requests, *frames)
 
     def test_ingress_port(self) -> None:
-        """each with the port it came in by"""
+        """each with its ingress port"""
         for number, port in enumerate(SHADOW_PORTS):
             self.punts(segment("S", shadow=Shadow(number)), port=port)
         self.punts(arp(1, str(STUB.ip)), port=1)
@@ -114,7 +114,7 @@ class ToController(StubTest):
         self.punts(segment("S", dport=22), segment("PA", b"GET /", dport=80))
 
     def test_any_mac(self) -> None:
-        """segments to the stub's address go to the controller whatever their MAC says"""
+        """segments to the stub's address go to the controller with any MAC"""
         frame = bytearray(segment("S"))
         frame[:6] = bytes.fromhex("02000000aaaa")
         self.punts(bytes(frame))
@@ -143,13 +143,13 @@ class PlainAcks(StubTest):
             self.check((SHADOW.switch_port, frames), {})
 
     def test_padded(self) -> None:
-        """Ethernet padding is no payload"""
+        """Ethernet padding is not payload"""
         frames = [segment("A") + bytes(6), segment("A") + b"\xff" * 6]
         with self.counts("plain_acks", count(*frames)):
             self.check((SHADOW.switch_port, frames), {})
 
     def test_lying_offset(self) -> None:
-        """a data offset beyond the segment's end leaves no payload"""
+        """a segment with a data offset beyond its end has no payload"""
         frames = [segment("A", dataofs=15), segment("A", b"abc", dataofs=6)]
         with self.counts("plain_acks", count(*frames)):
             self.check((SHADOW.switch_port, frames), {})
@@ -168,14 +168,14 @@ class Elsewhere(StubTest):
         self.floods(arp(1, "10.0.1.2"), arp(1, "10.0.255.2"), arp(1, str(SHADOW.ip)))
 
     def test_arp_reply(self) -> None:
-        """ARP replies are not the stub's, not even with its address: by their MAC"""
+        """ARP replies are forwarded by their MAC, even with the stub's address"""
         self.put(forward(PEER_MAC, PEER_PORT))
         reply = arp(2, str(STUB.ip), to=PEER_MAC)
         self.check((SHADOW.switch_port, reply), {PEER_PORT: reply})
         self.floods(arp(2, str(STUB.ip)))
 
     def test_not_tcp(self) -> None:
-        """ping, UDP, fragments and IP options to the stub's address: by their MAC, which leads nowhere"""
+        """ping, UDP, fragments and IP options to the stub's address are forwarded by MAC, and discarded"""
         ip = IP(src=str(SHADOW.ip), dst=str(STUB.ip))
         ether = Ether(dst=STUB.mac, src=SHADOW.mac)
         fragment = Ether(segment("S"))
@@ -189,7 +189,7 @@ class Elsewhere(StubTest):
             self.check((SHADOW.switch_port, [bytes(frame) for frame in frames]), {})
 
     def test_without_entry(self) -> None:
-        """without the stub's entries nothing is punted"""
+        """without the stub's entries, nothing is punted"""
         frames = segment("S"), segment("A"), arp(1, str(STUB.ip))
         self.check((3, frames[0]), {}, [Punted(frames[0], 3)])
         self.drop(self.segments, self.requests, discard(STUB.mac))
@@ -199,7 +199,7 @@ class Elsewhere(StubTest):
 
 class Tagged(TaggedTest):
     def test_before_replication(self) -> None:
-        """a tagged segment to the stub's address goes to the controller, and isn't replicated"""
+        """a tagged segment to the stub's address goes to the controller, and is not replicated"""
         self.put(*stub.punt(STUB.ip))
         sent = tagged_segment(tag(), destination=STUB.ip).frame()
         with self.counts("passed", CounterValue(), CounterValue()):
@@ -208,14 +208,14 @@ class Tagged(TaggedTest):
 
 class PacketOut(StubTest):
     def test_each_port(self) -> None:
-        """the controller's frames leave by the port that it names, and by no other"""
+        """the controller's frames leave by the specified port, and by no other"""
         for port in PORTS:
             self.check_packet_out(
                 port, bytes(Ether(dst=PEER_MAC, src=STUB.mac, type=0x88B5) / Raw(b"x" * 60))
             )
 
     def test_as_they_are(self) -> None:
-        """no feature touches them: tagged segments, segments and ARP to the stub, broadcasts, 9,000 bytes"""
+        """no feature changes them: tagged segments, segments and ARP to the stub, broadcasts, 9,000 bytes"""
         self.put(mark(0x20))
         inside = IP(src="10.9.0.1", dst="10.9.0.2") / TCP() / Raw(payload(9000 - 54))
         for frame in (
@@ -230,7 +230,7 @@ class PacketOut(StubTest):
             self.check_packet_out(7, frame)
 
     def test_handshake(self) -> None:
-        """SYN and hello, with the control plane's own answers: what the shadow node's kernel sees"""
+        """SYN and hello, with the control plane's own answers, as the shadow node's kernel sees them"""
         syn = segment("S", options=[("MSS", 1460), ("NOP", None), ("WScale", 7)])
         self.punts(syn)
         parsed = stub_frames.parse(syn)
@@ -252,7 +252,7 @@ class PacketOut(StubTest):
         self.assertEqual((str(STUB.ip), str(SHADOW.ip)), (packet[IP].src, packet[IP].dst))
         self.assertEqual((STUB.port, SHADOW.tcp_port), (packet[TCP].sport, packet[TCP].dport))
         self.assertEqual((flags, seq, ack), (str(packet[TCP].flags), packet[TCP].seq, packet[TCP].ack))
-        # A SACK block or timestamps would share headers with nothing that the switch writes later.
+        # A SACK block or timestamps do not share headers with later output of the switch.
         self.assertLessEqual({name for name, _ in packet[TCP].options}, {"MSS", "WScale", "NOP", "EOL"})
         again = packet.copy()
         del again[IP].chksum, again[TCP].chksum

@@ -1,6 +1,6 @@
 """A small synchronous P4Runtime client, for tests: one primary controller of one switch.
 
-Sections named below are those of the P4Runtime specification, version 1.4.
+Sections below are those of the P4Runtime specification, version 1.4.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ELECTION_ID = 1
 
 
 class SwitchError(Exception):
-    """The switch doesn't answer, or not as it should."""
+    """The switch does not answer, or answers incorrectly."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterValue:
-    """What a counter cell says."""
+    """The value of a counter cell."""
 
     packets: int = 0
     bytes: int = 0
@@ -61,7 +61,7 @@ class Punted:
 class PtfSwitch:
     """A connected switch; `close` ends the connection.
 
-    `ports`: the switch's own number of each port, where tests use others.
+    `ports` maps the tests' port numbers to the switch's own.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PtfSwitch:
         self._punted: queue.SimpleQueue[Punted] = queue.SimpleQueue()
 
     def connect(self, gone: Callable[[], bool], timeout: float = 30.0) -> None:
-        """Become the primary controller (section 5); `SwitchError` after `timeout` or when it is `gone`."""
+        """Become the primary controller (section 5); raise `SwitchError` on timeout, or if it is `gone`."""
         ready = grpc.channel_ready_future(self._channel)
         deadline = time.monotonic() + timeout
         while True:
@@ -87,7 +87,7 @@ class PtfSwitch:
                 break
             except grpc.FutureTimeoutError:
                 if gone() or time.monotonic() > deadline:
-                    raise SwitchError("its P4Runtime server doesn't come up") from None
+                    raise SwitchError("its P4Runtime server does not start") from None
         threading.Thread(target=self._listen, name="p4runtime-stream", daemon=True).start()
         update = p4r.MasterArbitrationUpdate(
             device_id=self.device_id, election_id=p4r.Uint128(high=0, low=_ELECTION_ID)
@@ -114,7 +114,7 @@ class PtfSwitch:
                     port = int(packet["ingress_port"])
                     self._punted.put(Punted(packet.payload, self._tests_ports.get(port, port)))
         except grpc.RpcError:
-            return  # closed, by us or with the switch: the next call says so
+            return  # closed, by us or with the switch: the next call reports it
 
     def set_pipeline(self) -> None:
         """Load the program (section 7)."""
@@ -129,7 +129,7 @@ class PtfSwitch:
         )
 
     def take_over(self) -> None:
-        """Of a switch that is up: empty it where it runs the program, else load that."""
+        """Empty a running switch if it runs the program, else load the program."""
         request = p4r.GetForwardingPipelineConfigRequest(
             device_id=self.device_id, response_type=p4r.GetForwardingPipelineConfigRequest.P4INFO_AND_COOKIE
         )
@@ -145,7 +145,7 @@ class PtfSwitch:
             self.set_pipeline()
 
     def close(self) -> None:
-        """End stream and channel."""
+        """Close stream and channel."""
         self._requests.put(None)
         self._channel.close()
 
@@ -154,7 +154,7 @@ class PtfSwitch:
         self.write(Update(None, entity) for entity in entities)
 
     def reconcile(self, wanted: Holdings) -> int:
-        """Make the switch hold exactly `wanted`; returns how many updates that took."""
+        """Make the switch hold exactly `wanted`; return the number of updates."""
         updates = difference(self.holdings(), wanted)
         self.write(updates)
         return len(updates)
@@ -172,12 +172,12 @@ class PtfSwitch:
             )
 
     def holdings(self) -> Holdings:
-        """All table entries and multicast groups that the switch holds."""
+        """Return all table entries and multicast groups that the switch holds."""
         found = (self.codec.decode(entity) for entity in self._read(self.codec.read_all()))
         return Holdings.of(_renumbered(entity, self._tests_ports) for entity in found if entity is not None)
 
     def _there(self, update: Update) -> Update:
-        """An update with the switch's own port numbers."""
+        """Return an update with the switch's own port numbers."""
         old, new = (one and _renumbered(one, self._ports) for one in (update.old, update.new))
         return Update(old, new)
 
@@ -187,14 +187,14 @@ class PtfSwitch:
             yield from response.entities
 
     def direct_count(self, entry: TableEntry) -> CounterValue:
-        """The direct counter of one entry (section 9.4)."""
+        """Return the direct counter of one entry (section 9.4)."""
         key = P4TableEntry(entry.table, match=P4TableMatch(entry.match), priority=entry.priority)
         wanted = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
         (found,) = (e.direct_counter_entry.data for e in self._read([wanted]))
         return CounterValue(found.packet_count, found.byte_count)
 
     def counts(self, counter: str) -> list[CounterValue]:
-        """All cells of an indexed counter (section 9.3)."""
+        """Return all cells of an indexed counter (section 9.3)."""
         found = [
             P4CounterEntry.decode(e, self.codec.schema)
             for e in self._read([self.codec.read_counter(counter)])
@@ -208,7 +208,7 @@ class PtfSwitch:
         self._requests.put(packet.encode_update(self.codec.schema))
 
     def punted(self, timeout: float) -> Punted | None:
-        """The next frame for the controller; `None` after `timeout` seconds without."""
+        """Return the next frame for the controller, or `None` after `timeout` seconds."""
         try:
             return self._punted.get(timeout=timeout)
         except queue.Empty:
@@ -216,7 +216,7 @@ class PtfSwitch:
 
 
 def _renumbered(entity: Entity, ports: Mapping[int, int]) -> Entity:
-    """The entity with other port numbers: a group's replicas, and where frames are forwarded to."""
+    """Return the entity with other port numbers, in a group's replicas and in forwarding."""
     if isinstance(entity, MulticastGroup):
         return MulticastGroup(entity.id, frozenset((ports.get(port, port), i) for port, i in entity.replicas))
     if entity.action == "forward":

@@ -1,1 +1,1 @@
-"""The embedded P4 target: runs a compiled v1model program behind P4Runtime."""
+"""The embedded P4 target, which runs a compiled v1model program behind P4Runtime."""

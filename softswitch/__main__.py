@@ -27,13 +27,13 @@ from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a control-plane thread may keep the interpreter from the packets."""
+"""Longest time, in seconds, for which a control-plane thread may hold the interpreter."""
 STATS_INTERVAL_S = 1.0
 STOP_GRACE_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a switch until SIGINT or SIGTERM; the exit status."""
+    """Run a switch until SIGINT or SIGTERM; return the exit status."""
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         run(options)
@@ -41,20 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"softswitch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        # Before the signal handlers are in place; whatever was open is closed.
+        # Before the signal handlers are in place; everything open was closed.
         return 0
     return 0
 
 
 def run(options: Options) -> None:
-    """Open everything, carry packets until a signal, close everything; `UsageError`."""
+    """Forward packets until a signal arrives; raise `UsageError` for invalid options."""
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
     if options.thrift_port is not None:
-        print("softswitch: --thrift-port is ignored: there is no Thrift here", file=sys.stderr)
+        print("softswitch: --thrift-port is ignored: there is no Thrift server", file=sys.stderr)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     credentials = options.tls.credentials() if options.tls else None
     pipeline = load_pipeline(options.config) if options.config else None
@@ -80,14 +80,14 @@ def run(options: Options) -> None:
 
 
 def open_ports(interfaces: dict[int, str], stack: ExitStack) -> list[PacketPort]:
-    """Open a port for each interface; `UsageError` names the one that fails."""
+    """Open a port for each interface; raise `UsageError` with the first that fails."""
     ports = []
     for number, name in interfaces.items():
         try:
             port = PacketPort(number, name)
         except PermissionError:
             raise UsageError(
-                f"interface {name}: opening it takes root (CAP_NET_RAW, CAP_NET_ADMIN)"
+                f"interface {name}: opening it requires root (CAP_NET_RAW, CAP_NET_ADMIN)"
             ) from None
         except OSError as error:
             raise UsageError(f"interface {name}: {error.strerror or error}") from None
@@ -97,7 +97,7 @@ def open_ports(interfaces: dict[int, str], stack: ExitStack) -> list[PacketPort]
 
 
 def load_pipeline(config: Path) -> Pipeline:
-    """The pipeline of a BMv2 JSON file and the P4Info beside it; `UsageError`."""
+    """Return the pipeline of a BMv2 JSON file and the P4Info beside it; raise `UsageError` on failure."""
     try:
         device_config = config.read_bytes()
         p4info = text_format.Parse(p4info_path(config).read_text(), p4i.P4Info())
@@ -113,7 +113,7 @@ def load_pipeline(config: Path) -> Pipeline:
 
 
 class StatsFile:
-    """Writes the switch's statistics into a file every second, and once more at the end."""
+    """The switch's statistics in a file, written every second and at the end."""
 
     def __init__(self, path: Path, switch: SoftSwitch, service: P4RuntimeService) -> None:
         self._path = path
@@ -140,7 +140,7 @@ class StatsFile:
             self.write()
 
     def write(self) -> None:
-        """Write the file anew; readers never see half of it."""
+        """Replace the file atomically."""
         text = json.dumps(statistics(self._switch, self._service), indent=1)
         unfinished = self._path.with_name(self._path.name + ".new")
         unfinished.write_text(text)
@@ -148,7 +148,7 @@ class StatsFile:
 
 
 def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, object]:
-    """Counts of every port, and of packets that no port and no controller took, as they are at `time`."""
+    """Return the counters of every port, and of packets without a receiver, with the current `time`."""
     now = time.time()
     ports = {
         str(number): {"interface": port.name, "rx_dropped": port.dropped()} | asdict(port.stats)

@@ -1,4 +1,4 @@
-"""Command-line options: those of simple_switch_grpc, so that a lab swaps one switch for the other."""
+"""Command-line options: those of simple_switch_grpc, so that the two switches are interchangeable."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _EXAMPLE = """\
 example:
   softswitch -i 1@veth1 -i 2@veth2 --device-id 1 --no-p4 --grpc-server-addr 127.0.0.1:9559 --cpu-port 510
 
-simple_switch_grpc's own way of writing works too:
+simple_switch_grpc's own syntax works too:
   softswitch -i 1@veth1 program.json -- --cpu-port 510
 
-Exit status: 0 after SIGINT or SIGTERM; 2 when something given is wrong or unavailable.
+Exit status: 0 after SIGINT or SIGTERM; 2 if an argument is invalid or a resource unavailable.
 """
 
 
 class UsageError(Exception):
-    """Something given is wrong or unavailable; one line that says what, and what would be right."""
+    """An invalid argument or an unavailable resource; the message has one line with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a switch is started with."""
+    """Options of a switch."""
 
     interfaces: dict[int, str]
     device_id: int
     cpu_port: int | None
     address: str
     config: Path | None
-    """BMv2 JSON to start with; the P4Info lies beside it."""
+    """BMv2 JSON of the initial program; the P4Info is beside it."""
     trace: bool
     verbose: bool
     stats_file: Path | None
@@ -47,7 +47,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """Paths of the server's PEM files, and whether clients need a certificate."""
+    """The server's PEM files, and whether clients need a certificate."""
 
     certificate: Path
     key: Path
@@ -55,7 +55,7 @@ class ServerTls:
     client_auth: bool
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Read the files; `UsageError` names the one that cannot be read."""
+        """Read the files; raise `UsageError` with the first that is not readable."""
         try:
             key, certificate = self.key.read_bytes(), self.certificate.read_bytes()
             authority = self.authority.read_bytes() if self.authority else None
@@ -81,39 +81,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("config", nargs="?", type=Path, metavar="PROGRAM.json", help="BMv2 JSON; its P4Info is beside it")
-    add("--no-p4", action="store_true", help="start without a program: a controller sets it")
-    add("-i", "--interface", action="append", default=[], metavar="PORT@INTERFACE", help="once for each port")
+    add("--no-p4", action="store_true", help="start without a program; a controller sets it")
+    add(
+        "-i",
+        "--interface",
+        action="append",
+        default=[],
+        metavar="PORT@INTERFACE",
+        help="port number and interface; repeat for each port",
+    )
     add("--device-id", type=int, default=0, metavar="ID", help="P4Runtime device id (0)")
     add("--cpu-port", type=int, metavar="PORT", help="port number for packet-in and packet-out (none)")
     add("--grpc-server-addr", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"({DEFAULT_ADDRESS})")
     add("--grpc-server-ssl", action="store_true", help="TLS for P4Runtime")
-    add("--grpc-server-cacert", type=Path, metavar="PEM", help="authority that clients are checked against")
+    add("--grpc-server-cacert", type=Path, metavar="PEM", help="certificate authority of clients")
     add("--grpc-server-cert", type=Path, metavar="PEM", help="the server's certificate")
     add("--grpc-server-key", type=Path, metavar="PEM", help="the server's key")
     add("--grpc-server-with-client-auth", action="store_true", help="clients need a certificate")
-    add("--thrift-port", type=int, metavar="PORT", help="accepted for BMv2's sake, and ignored")
-    add("--log-console", action="store_true", help="say on stderr what controllers and links do")
-    add("--trace", action="store_true", help="print what happened to each packet")
-    add("--stats-file", type=Path, metavar="JSON", help="write statistics there every second, and at exit")
+    add("--thrift-port", type=int, metavar="PORT", help="ignored, for compatibility with BMv2")
+    add("--log-console", action="store_true", help="log controllers and links on stderr")
+    add("--trace", action="store_true", help="print a trace of each packet")
+    add(
+        "--stats-file",
+        type=Path,
+        metavar="JSON",
+        help="write statistics to this file every second, and at exit",
+    )
     return parser
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Options from a command line, with or without a `--` before those of the target; `UsageError`."""
+    """Return the options of a command line, with or without `--` before those of the target.
+
+    Raises:
+        UsageError: The command line is invalid.
+    """
     given = _parser().parse_args([each for each in arguments if each != "--"])
     if given.no_p4 == (given.config is not None):
-        raise UsageError("give either --no-p4 or the path of a program's JSON")
+        raise UsageError("specify either --no-p4 or the path of a program's JSON")
     if given.device_id < 0:
-        raise UsageError(f"--device-id {given.device_id}: it may not be negative")
+        raise UsageError(f"--device-id {given.device_id}: must not be negative")
     host, _, port = given.grpc_server_addr.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise UsageError(
-            f"--grpc-server-addr {given.grpc_server_addr}: it has to look like {DEFAULT_ADDRESS}"
+            f"--grpc-server-addr {given.grpc_server_addr}: must be an address such as {DEFAULT_ADDRESS}"
         )
     interfaces = _interfaces(given.interface)
     cpu_port = given.cpu_port
     if cpu_port is not None and cpu_port <= 0:
-        raise UsageError(f"--cpu-port {cpu_port}: it must be positive")
+        raise UsageError(f"--cpu-port {cpu_port}: must be positive")
     if cpu_port in interfaces:
         raise UsageError(f"--cpu-port {cpu_port} is also the port of {interfaces[cpu_port]}")
     return Options(
@@ -135,11 +151,11 @@ def _interfaces(given: list[str]) -> dict[int, str]:
     for each in given:
         number, _, name = each.partition("@")
         if not number.isdecimal() or not name:
-            raise UsageError(f"-i {each}: it has to look like 1@veth0")
+            raise UsageError(f"-i {each}: must be NUMBER@INTERFACE, such as 1@veth0")
         if int(number) in interfaces:
-            raise UsageError(f"-i {each}: port {number} is {interfaces[int(number)]} already")
+            raise UsageError(f"-i {each}: port {number} is already {interfaces[int(number)]}")
         if name in interfaces.values():
-            raise UsageError(f"-i {each}: {name} is a port already")
+            raise UsageError(f"-i {each}: {name} is already a port")
         interfaces[int(number)] = name
     return interfaces
 
@@ -147,7 +163,7 @@ def _interfaces(given: list[str]) -> dict[int, str]:
 def _tls(given: argparse.Namespace) -> ServerTls | None:
     if not given.grpc_server_ssl:
         if given.grpc_server_cert or given.grpc_server_key or given.grpc_server_cacert:
-            raise UsageError("certificates are given without --grpc-server-ssl")
+            raise UsageError("certificates need --grpc-server-ssl")
         if given.grpc_server_with_client_auth:
             raise UsageError("--grpc-server-with-client-auth needs --grpc-server-ssl")
         return None
@@ -164,7 +180,7 @@ def _tls(given: argparse.Namespace) -> ServerTls | None:
 
 
 def p4info_path(config: Path) -> Path:
-    """The P4Info beside a program's JSON; `UsageError` where there is none."""
+    """Return the P4Info beside a program's JSON; raise `UsageError` if there is none."""
     candidates = [config.with_suffix(suffix) for suffix in P4INFO_SUFFIXES]
     for candidate in candidates:
         if candidate.is_file():

@@ -1,6 +1,6 @@
-"""The switch: one thread that takes frames from ports, through the program, to ports.
+"""The switch: one thread that forwards frames from ports through the program to ports.
 
-Control-plane threads take turns with it (`turn`); between two packets nothing else changes the state.
+Control-plane threads take turns with it (`turn`); nothing else changes the state between two packets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from softswitch.program.trace import Trace
 log = logging.getLogger(__name__)
 
 BATCH = 16
-"""Frames taken from one port before the next port, or a waiting control-plane thread, has its turn."""
+"""Frames from one port before the next port, or a waiting control-plane thread, has its turn."""
 HANDOVER_S = 50e-6
 PASS_S = 0.02
 
@@ -30,8 +30,8 @@ PASS_S = 0.02
 class SoftSwitch:
     """Ports around a program.
 
-    `cpu_port` is the number under which the program speaks with the controller (`None`: it doesn't);
-    `on_packet_in` gets the frames that the program sends there. `trace` gets the story of each packet.
+    `cpu_port` is the program's port for the controller (`None`: there is none); `on_packet_in` gets the
+    frames that the program sends there. `trace` gets the trace of each packet.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SoftSwitch:
         self.program: Program | None = None
         self.on_packet_in: Callable[[bytes], None] | None = None
         self.unknown_port = 0
-        """Copies to a port number that no port has."""
+        """Number of copies to port numbers that do not exist."""
         self._trace = trace
         self._packet_in_header = 0
         self._sums_payload = False
@@ -70,9 +70,9 @@ class SoftSwitch:
             self._lock.release()
 
     def let_packets_pass(self) -> None:
-        """Between two turns of a long piece of work: wait until packets that want theirs have it.
+        """Wait between two turns of a long operation until waiting packets have had theirs.
 
-        The lock isn't fair: whoever gives it back and takes it again at once nearly always wins it.
+        The lock is not fair: a thread that releases it and takes it again at once nearly always wins.
         """
         deadline = time.monotonic() + PASS_S
         while self._hungry and time.monotonic() < deadline:
@@ -81,8 +81,10 @@ class SoftSwitch:
     def install(self, program: Program, packet_in_header: int = 0, sums_payload: bool = False) -> None:
         """Run `program` from the next packet on.
 
-        `packet_in_header` is its packet-in header's length in bytes. A program that `sums_payload` gets
-        checksums that sending kernels left for later already completed.
+        Args:
+        program: The program.
+        packet_in_header: Length of its packet-in header, in bytes.
+        sums_payload: Whether it gets frames only with complete checksums.
         """
         program.cpu_port = self.cpu_port
         with self.turn():
@@ -91,13 +93,13 @@ class SoftSwitch:
             self._sums_payload = sums_payload
 
     def packet_out(self, frame: bytes) -> None:
-        """Take a frame from the controller, as if received on the CPU port."""
+        """Process a frame from the controller, as if received on the CPU port."""
         if self.cpu_port is not None:
             with self.turn():
                 self.handle(self.cpu_port, frame, None)
 
     def handle(self, number: int, frame: bytes, offload: Offload | None) -> None:
-        """Run one frame through the program and send what comes of it."""
+        """Process one frame and send the outputs."""
         program = self.program
         if program is None:
             return
@@ -115,9 +117,9 @@ class SoftSwitch:
             self._admit(outputs, offload)
 
     def _admit(self, outputs: list[Output], offload: Offload | None) -> None:
-        """Copies with an instance go first; those without only when none of the first was refused.
+        """Send copies with an instance first; send the others only if none of these was refused.
 
-        So a sender's TCP sends again what a replica's port had no room for (design, section 4).
+        So a sender's TCP retransmits segments for which a replica's port had no room (design, section 4).
         """
         refused = 0
         for output in outputs:
@@ -146,7 +148,7 @@ class SoftSwitch:
         return frame if whole is None else frame[:at] + whole
 
     def run(self) -> None:
-        """Carry frames until `stop`."""
+        """Forward frames until `stop`."""
         links = LinkWatch()
         poller = select.epoll()
         ready: dict[int, Port] = {}

@@ -1,1 +1,1 @@
-"""A job on loopback without a switch: plays the copies and the trainers, to drive real shadow nodes."""
+"""A job on loopback: emulated trainers and switch copies that drive real shadow nodes."""

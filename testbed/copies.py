@@ -1,7 +1,7 @@
-"""Plays the switch: ordinary TCP servers at the stubs' addresses.
+"""An emulated switch: ordinary TCP servers at the stubs' addresses.
 
-They send each stream what was "tagged", from the hello's base on, and nothing more once a byte was missed,
-as a TCP receiver sees it.
+They send each stream its "tagged" bytes from the hello's base on, and nothing after a gap: a TCP receiver
+waits at a gap for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def free_port(ip: str) -> int:
 
 
 def local_job(**kwargs: Any) -> Job:
-    """A job whose shadow nodes and stubs are all on this machine's loopback."""
+    """Return a job whose shadow nodes and stubs are all on this machine's loopback interface."""
     data = job_data(**kwargs)
     for node in data["shadow_nodes"]:
         number = node["id"]
@@ -41,7 +41,7 @@ StreamKey = tuple[int, int, int]
 
 
 class Copies:
-    """The stubs of a job's switches. What is tagged goes to every connected holder."""
+    """The stubs of a job's switches. Tagged bytes go to every connected holder."""
 
     def __init__(self, job: Job) -> None:
         self._lock = threading.Lock()
@@ -57,14 +57,14 @@ class Copies:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def tagged(self, key: StreamKey, incarnation: int, position: int, data: bytes) -> None:
-        """Bytes of a stream, from `position` on."""
+        """Send bytes of a stream, starting at `position`."""
         with self._lock:
             found = [s for (k, _), s in self._streams.items() if k == key and s.incarnation == incarnation]
         for stream in found:
             stream.send(position, data)
 
     def sends(self, key: StreamKey, ip: str, incarnation: int) -> bool:
-        """Whether that NIC gets the stream. (A real stub acknowledges a hello only then.)"""
+        """Return whether a NIC gets the stream; a real stub acknowledges a hello only then."""
         with self._lock:
             found = self._streams.get((key, ip))
             return found is not None and found.incarnation == incarnation
@@ -78,7 +78,7 @@ class Copies:
                     del self._streams[key, ip]
 
     def lose(self, node: int, count: int, key: StreamKey | None = None) -> None:
-        """Lose so many bytes of a node's streams, or of the one that is named."""
+        """Drop `count` bytes of all of a node's streams, or of the stream `key`."""
         with self._lock:
             for (k, ip), stream in self._streams.items():
                 if self._nodes[ip] == node and key in (None, k):
@@ -102,7 +102,7 @@ class Copies:
                 continue
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
             hello = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
-            if self.resetting:  # what was acknowledged a moment ago
+            if self.resetting:  # it was acknowledged a moment ago
                 self.hellos.append((self._nodes[address[0]], hello))
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 connection.close()
@@ -117,7 +117,7 @@ class Copies:
 
 
 class CopiedStream:
-    """One connection: `next` is the byte (mod 2^32) that its receiver waits for."""
+    """One connection; `next` is the number (mod 2^32) of the byte that its receiver waits for."""
 
     def __init__(self, connection: socket.socket, hello: Hello) -> None:
         self.socket, self.incarnation = connection, hello.incarnation
@@ -131,10 +131,10 @@ class CopiedStream:
             position, data = position + lost, data[lost:]
         behind = (self.next - position) % (1 << 32)
         if behind >= 1 << 31 or not data:
-            return  # a byte was missed: TCP waits for it for ever
+            return  # after a gap, TCP waits for ever
         rest = data[behind:]
         try:
             self.socket.sendall(rest)
         except OSError:
-            return  # the node has gone
+            return  # the node has ended
         self.next = (self.next + len(rest)) % (1 << 32)

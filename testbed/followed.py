@@ -1,4 +1,4 @@
-"""A training that one shadow node follows, a process of its own: to measure that process."""
+"""A training that one shadow node follows in a process of its own, which can be measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WAIT_SECONDS: Final = 120.0
 
 
 class Forgetful(SmallTraining):
-    """Keeps only its newest state."""
+    """A training that keeps only its newest state."""
 
     def _note(self) -> None:
         self.states.clear()
@@ -35,7 +35,11 @@ class Forgetful(SmallTraining):
 
 
 def followed(job: Job) -> tuple[Forgetful, int, list[int]]:
-    """A small training that node 0 follows; bytes of that process while it was empty, and after each step."""
+    """Train with node 0 following.
+
+    Returns:
+        The training, and the process's resident bytes without state and after each step.
+    """
     with node(job), open_channel(job, 0) as channel, contextlib.ExitStack() as stack:
         stub = ShadowStub(channel)
         empty = status(stub, job).memory_bytes
@@ -57,7 +61,7 @@ def followed(job: Job) -> tuple[Forgetful, int, list[int]]:
 
 @contextlib.contextmanager
 def node(job: Job) -> Iterator[None]:
-    """The job's shadow node 0, as a process."""
+    """Yield the job's shadow node 0, as a process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "job.yaml")
         file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
@@ -74,12 +78,12 @@ def node(job: Job) -> Iterator[None]:
 
 
 def status(stub: ShadowStub, job: Job) -> pb.NodeStatus:
-    """The node's word."""
+    """Return the node's status."""
     return stub.Status(pb.StatusRequest(job=job.job), timeout=10)
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    """Poll; `TimeoutError` after two minutes."""
+    """Poll a condition; raise `TimeoutError` after two minutes."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not condition():
         if time.monotonic() > deadline:

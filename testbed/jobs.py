@@ -1,4 +1,4 @@
-"""Jobs made from numbers: so many ranks, shadow nodes, switches; each with addresses of its own."""
+"""Generated jobs: given numbers of ranks, shadow nodes and switches, each with addresses of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def job_data(
     number: int = 0,
     target: str = "softswitch",
 ) -> dict[str, Any]:
-    """A job's YAML as data. Hosts go round the switches, which stand in a line; `number` keeps jobs apart."""
+    """Return a job's YAML as data.
+
+    The switches are in a line, and hosts are attached to them in turn. Jobs with different `number` have
+    different addresses and ports.
+    """
     ports = [0] * switches
     names = [f"tor{i}" for i in range(switches)]
 
@@ -88,7 +92,7 @@ def job_data(
 def tofino_job_data(
     name: str = "demo", *, board: str = "wedge100bf-32x-odd", target: str = "tofino", **kwargs: Any
 ) -> dict[str, Any]:
-    """`job_data` on one Tofino, its hosts at the connectors 1, 2, ... of the front panel."""
+    """Return `job_data` on one Tofino, with hosts at the connectors 1, 2, ... of the front panel."""
     data = job_data(name, target=target, **kwargs)
     data["fabric"]["switches"][0]["front_panel"] = board
     hosts = [rank for group in data["dp_groups"] for rank in group["ranks"]]

@@ -1,4 +1,4 @@
-"""A rank's connection for step records to a shadow node, as plain as can be."""
+"""A rank's connection for step records to a shadow node, in its simplest form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class RecordLine:
-    """Sends parts, and notes replies; `refused`: why the node has ended it."""
+    """Connection that sends parts and collects replies; `refused` is the reason if the node ended it."""
 
     def __init__(self, job: Job, node: int) -> None:
         self.replies: list[pb.RecordReply] = []
@@ -29,24 +29,24 @@ class RecordLine:
         if job.mgmt_tls is not None:
             self._socket = client_context(job.mgmt_tls).wrap_socket(self._socket, server_hostname=address[0])
         self._socket.setblocking(False)
-        self._turn = threading.Lock()  # one TLS connection is not for two threads at a time
+        self._turn = threading.Lock()  # two threads cannot use one TLS connection at a time
         self._send_all(GREETING)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def send(self, part: pb.RecordPart | None, flags: int = ANSWER) -> None:
-        """A part, or nothing but the question for a reply."""
-        with contextlib.suppress(ConnectionError):  # the node has gone, as in many a test
+        """Send a part, or only the request for a reply."""
+        with contextlib.suppress(ConnectionError):  # the node has ended, as in many tests
             self._send_all(pack(part.SerializeToString() if part is not None else b"", flags))
 
     def wanted(self) -> list[pb.SeedWanted]:
-        """What replies since the last call have asked for."""
+        """Return the seeds that replies since the last call have asked for."""
         replies = self.replies[self._taken :]
         self._taken += len(replies)
         return [wanted for reply in replies for wanted in reply.wanted]
 
     def answer(self, part: pb.RecordPart) -> pb.RecordReply:
-        """Send a part, and wait for its reply."""
+        """Send a part, and return its reply."""
         count = len(self.replies)
         self.send(part)
         while len(self.replies) == count:
@@ -69,7 +69,7 @@ class RecordLine:
                 select.select([], [self._socket], [], 0.05)
 
     def _receive(self) -> bytes:
-        """What comes next; empty: the end."""
+        """Return the next message; empty at the end."""
         while True:
             try:
                 with self._turn:
@@ -79,7 +79,7 @@ class RecordLine:
 
     def _read(self) -> None:
         unpacker = Unpacker()
-        with contextlib.suppress(OSError):  # it broke: the same as its end
+        with contextlib.suppress(OSError):  # broken: treated like its end
             while (data := self._receive()) != b"":
                 for frame in unpacker.feed(data):
                     reply = pb.RecordReply.FromString(frame.data)

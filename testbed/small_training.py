@@ -1,6 +1,6 @@
-"""A small training to drive shadow nodes with, in one process: torch's own optimizer, and no ring.
+"""A small training in one process that drives shadow nodes, with PyTorch's own optimizer and no ring.
 
-What it "tags" goes to the nodes through `copies`, which plays the switch.
+Its "tagged" bytes reach the nodes through `copies`, the emulated switch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN = "first"
 
 
 def status(job: Job, node: int) -> pb.NodeStatus:
-    """What a shadow node says of itself."""
+    """Return a shadow node's status."""
     with open_channel(job, node) as channel:
         return ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=10)
 
@@ -36,7 +36,7 @@ def status(job: Job, node: int) -> pb.NodeStatus:
 class SmallTraining:
     """One DP group: parameters, optimizer, and a connection for records of each rank to each node.
 
-    Of each four parameters the third has its columns one after another in memory.
+    The third of each four parameters is stored column by column in memory.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class SmallTraining:
         self.run = RUN
         self.start = b""
         self.last = False
-        """Whether the next record says that no iteration follows."""
+        """Whether the next record announces the end of training."""
         self.buffers: dict[str, torch.Tensor] = {}
-        """What records bring: those whose names are in `saying`, with the next one."""
+        """Buffers in records; the next record has those whose names are in `saying`."""
         self.saying: list[str] = []
         self.slices: Slices | None = None
-        """As a trainer takes them; else the first bytes of a parameter, in turns."""
+        """A trainer's slices; without them, a record has the first bytes of one parameter in turn."""
         self.first = 0
         self.iteration = -1
         self.states: dict[int, dict[int, tuple[torch.Tensor, dict[str, Any]]]] = {}
-        """After each iteration, as shadow nodes hold it."""
+        """State after each iteration, in the form in which shadow nodes hold it."""
         self._note()
         self.stubs = {n.id: ShadowStub(self._channel(n.id)) for n in job.shadow_nodes}
         self.lines: dict[tuple[int, int], RecordLine] = {}
@@ -96,7 +96,7 @@ class SmallTraining:
         return [self.job.holder(self.group, shard, i + 1).id for i in range(self.job.replicas)]
 
     def begin(self, nodes: Sequence[int], *, keep: bool = False, run: str = RUN, **other: Any) -> list[str]:
-        """Begin, on these nodes, and open connections for records; the warnings."""
+        """Begin on these nodes, and open connections for records; return the warnings."""
         found: list[str] = []
         self.run = run
         self.start = other.get("start", self.start)
@@ -130,7 +130,7 @@ class SmallTraining:
         )
 
     def seed(self, node: int, shard: int, parameters: Sequence[int] | None = None) -> list[int]:
-        """Send a shard's parameters, or those named, as they are now; those that are asked for again."""
+        """Seed a shard's parameters, or some of them; return those that the node asks for again."""
         numbers = self.layout.of_shard(shard) if parameters is None else list(parameters)
         header = pb.SeedHeader(
             job=self.job.job,
@@ -150,7 +150,12 @@ class SmallTraining:
                 assert self.seed(node, shard) == []
 
     def iterate(self, *, send: bool = True, records: Sequence[int] | None = None) -> int:
-        """One iteration: gradients, their copies, the step, the records (to those nodes)."""
+        """Train one iteration and return its number.
+
+        Args:
+            send: Whether copies of the gradients are sent.
+            records: Nodes that get records; by default all.
+        """
         self.iteration += 1
         buckets = self._gradients()
         if send:
@@ -205,7 +210,7 @@ class SmallTraining:
         return [pb.Slice(parameter=number, offset=0, data=piece)]
 
     def give_wanted(self) -> None:
-        """Seed what the nodes have asked for in their replies."""
+        """Send the seeds that the nodes have asked for in their replies."""
         for (node, position), line in list(self.lines.items()):
             if self.slices is not None and line.replies and line.replies[-1].suspects:
                 self.slices.look_first(line.replies[-1].suspects)
@@ -251,7 +256,7 @@ class SmallTraining:
         return reader.header, reader.all()
 
     def check(self, node: int, shard: int, iteration: int) -> pb.SeedHeader:
-        """What a node serves of an iteration is what the optimizer had."""
+        """Check that a node's state of an iteration is the optimizer's; return its header."""
         header, found = self.fetch(node, shard, iteration)
         assert set(found) == set(self.layout.of_shard(shard))
         for number, (tensor, values) in found.items():

@@ -1,4 +1,4 @@
-"""What tests of several modules are given."""
+"""Fixtures for tests of several folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from topologies import lab as labs
 def pytest_configure() -> None:
     """Have the order of a shadow node's locks checked in all tests.
 
-    A script's background jobs begin with SIGINT ignored, and would leave that to what tests interrupt.
+    Background jobs of a script start with SIGINT ignored, which processes that tests interrupt would inherit.
     """
     locks.check_order(True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A lab's name that nobody else has; what a failed test leaves of it is removed."""
+    """Yield a unique name for a lab; remove the lab if a failed test leaves it."""
     unique = f"t{os.getpid()}_{random.randrange(10**6)}"
     yield unique
     labs.down(unique)
@@ -41,7 +41,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def node() -> Iterator[RecordingNode]:
-    """A shadow node that notes what trainers send it."""
+    """Yield a shadow node that records the messages of trainers."""
     served = RecordingNode("127.0.0.1:0")
     yield served
     served.stop()
@@ -49,21 +49,21 @@ def node() -> Iterator[RecordingNode]:
 
 @pytest.fixture
 def stub(node: RecordingNode) -> Iterator[ShadowStub]:
-    """To speak with `node`."""
+    """Yield a stub for calls of `node`."""
     with grpc.insecure_channel(node.address, options=OPTIONS) as channel:
         yield ShadowStub(channel)
 
 
 @pytest.fixture
 def world() -> Iterator[Callable[..., World]]:
-    """Makes shadow nodes with training and a switch that are played; all end with the test."""
+    """Yield a function that creates shadow nodes with emulated training and switch; all end with the test."""
     with ExitStack() as stack:
         yield lambda **kwargs: World(stack, **kwargs)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts shadow nodes as processes, which end with the test."""
+    """Yield a function that starts shadow nodes as processes, which end with the test."""
     made: list[NodeProcess] = []
     yield start_in(tmp_path, made)
     for one in made:
@@ -73,7 +73,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker gets all tests that change, or look at, what processes of the whole machine share."""
+    """Group all tests that change or inspect state of the whole machine in one worker."""
     for item in items:
         reasons = " ".join(mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif"))
         if "namespace" in reasons or "tagger" in reasons:

@@ -1,4 +1,4 @@
-"""`make lint` passes: ruff, mypy --strict, and the layers."""
+"""`make lint` passes: ruff, mypy --strict, the layers, and the mechanical rules of English."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ BIN = Path(sys.executable).parent
         ["ruff", "format", "--check", "."],
         ["mypy"],
         ["lint-imports"],
+        ["python", "-m", "tools.prose"],
     ],
     ids=" ".join,
 )

@@ -1,10 +1,10 @@
-"""Words that go with a number."""
+"""Numbers in messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from checkmate.wording import counted
+from checkmate.wording import counted, size
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,18 @@ def test_one_is_singular(number: int, text: str) -> None:
 def test_a_plural_of_its_own() -> None:
     assert counted(1, "entity stays", "entities stay") == "1 entity stays"
     assert counted(3, "entity stays", "entities stay") == "3 entities stay"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (26_214_400, "26.2 MB"),
+        (999_600_000, "1 GB"),
+        (2e15, "2,000 TB"),
+    ],
+)
+def test_sizes_have_three_digits(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text

@@ -1,6 +1,6 @@
-"""Generates `checkmate/rpc/shadow_pb2*` from `shadow.proto`: `make proto`, or into another folder for a test.
+"""Generate `checkmate/rpc/shadow_pb2*` from `shadow.proto` (`make proto`).
 
-grpcio-tools is held at the version whose code runs with every protobuf runtime from 6.31 to 7.
+grpcio-tools is pinned to the version whose code runs with protobuf runtimes from 6.31 to 7.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KINDS = ("python_out", "grpc_python_out", "mypy_out", "mypy_grpc_out")
 
 
 def generate(folder: Path) -> None:
-    """Write the four files below `folder`; `CalledProcessError` where the compiler refuses the source."""
+    """Write the four files below `folder`; raise `CalledProcessError` if the compiler refuses the source."""
     plugins = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     outputs = [f"--{kind}={'quiet:' if 'mypy' in kind else ''}{folder}" for kind in KINDS]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, SOURCE]

@@ -1,1 +1,1 @@
-"""Labs: hosts, links, switches and job of each, in network namespaces."""
+"""Labs: hosts, links, switches and a job, in network namespaces."""

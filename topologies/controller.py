@@ -24,43 +24,43 @@ _CONNECT_SECONDS: Final = 30.0
 
 
 def checkmate(crew: Crew, *arguments: str | Path) -> str:
-    """Run a `checkmate` command beside the controller to its end; its output."""
+    """Run a `checkmate` command beside the controller to its end; return its output."""
     return crew.run("checkmate", CONTROLLER, [*CHECKMATE, *arguments], _START_SECONDS)
 
 
 def status(crew: Crew) -> list[dict[str, Any]]:
-    """What each switch says of the lab's job, by `checkmate status --json`."""
+    """Return each switch's status of the lab's job, by `checkmate status --json`."""
     return list(json.loads(checkmate(crew, "status", "--json", crew.lab.job_file)).values())
 
 
 def await_streams(crew: Crew, seconds: float = _CONNECT_SECONDS) -> None:
-    """Wait until all streams of the lab's job are connected; `LabError` where they aren't in time."""
+    """Wait until all streams of the lab's job are connected; raise `LabError` on timeout."""
     checkmate(crew, "status", "--wait", "--timeout", f"{seconds:g}", crew.lab.job_file)
 
 
 class LabController:
-    """A `checkmate run` in a lab, from its start until `stop`."""
+    """A `checkmate run` process in a lab, from its start until `stop`."""
 
     def __init__(
         self, crew: Crew, arguments: Collection[str | Path] = (), cpus: Collection[int] | None = None
     ) -> None:
-        """`arguments` of `checkmate run`; by default the lab's job."""
+        """Set the arguments of `checkmate run`; the default is the lab's job."""
         self.crew = crew
         argv = [*CHECKMATE, "run", *(arguments or ("--no-view", crew.lab.job_file))]
         self.member: Member = crew.start("controller", CONTROLLER, argv, cpus=cpus)
         self._await_serving()
 
     def kill(self) -> None:
-        """Kill it with SIGKILL. That is no failure."""
+        """Kill it with SIGKILL; this does not count as a failure."""
         self.crew.kill(self.member)
 
     def restart(self) -> None:
-        """Start it again, kill it first where it runs, and wait until it serves."""
+        """Kill it if it runs, start it again, and wait until it serves."""
         self.crew.restart(self.member)
         self._await_serving()
 
     def stop(self) -> None:
-        """End it as Ctrl-C does, unless it was killed."""
+        """Stop it as Ctrl-C does, unless it was killed."""
         if self.member in self.crew:
             self.crew.stop(self.member, seconds=20)
 
@@ -72,11 +72,11 @@ class LabController:
 def serving(
     crew: Crew, *arguments: str | Path, cpus: Collection[int] | None = None
 ) -> Iterator[LabController]:
-    """`checkmate run` on the lab's job, or with these arguments; it serves until the block ends."""
+    """Run `checkmate run` until the block ends, on the lab's job or with these arguments."""
     controller = LabController(crew, arguments, cpus)
     try:
         yield controller
     except BaseException:
-        controller.kill()  # what went wrong is told, not how it ends
+        controller.kill()  # report the original error, not the controller's end
         raise
     controller.stop()

@@ -1,4 +1,4 @@
-"""Processes that a lab runs for a while, watched together: those that fail end the run and are quoted.
+"""Processes in a lab that are watched together: if one fails, the run ends with an error that quotes it.
 
 with Crew(lab) as crew:
     node = crew.start("shadow0", "shadow0", ["checkmate", "shadow", ...], cpus={1})
@@ -26,12 +26,12 @@ _AFTERMATH_SECONDS: Final = 1.0
 _QUOTED: Final = 4
 
 TEMPORARY: Final = "tmp"
-"""Under a lab's directory."""
+"""Below a lab's directory."""
 
 
 @dataclass
 class Member:
-    """A process, how it was started, and the files that it writes its output and its errors to."""
+    """A process, its command, and the files with its standard output and standard error."""
 
     name: str
     node: str
@@ -46,41 +46,39 @@ class Member:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still running."""
         return self.process.poll() is None
 
     def said(self) -> str:
-        """Its output since it was last started."""
+        """Return its standard output since it was last started."""
         return _text(self.output, self._output_from)
 
     def complaints(self) -> str:
-        """What it wrote to its standard error since it was last started."""
+        """Return its standard error since it was last started."""
         return _text(self.errors, self._errors_from)
 
     def children(self) -> list[int]:
-        """The processes that it has started, and theirs: a `torchrun`'s workers, for one."""
+        """Return its descendants, such as a `torchrun`'s workers."""
         return processes.descendants(self.process.pid)
 
     def obituary(self) -> str:
-        """That it failed, for an error message."""
+        """Return an error message for its failure."""
         return f"{self.name} ended with status {self.process.returncode}: {self.last_words()}"
 
     def last_words(self) -> str:
-        """The end of what it said, for an error message."""
-        text = self.complaints() or self.said()
-        lines = [line for line in text.strip().splitlines() if line.strip()]
-        return " | ".join(lines[-3:]) or "it said nothing"
+        """Return the end of its standard error, or of its output, for an error message."""
+        return processes.last_lines(self.complaints() or self.said())
 
     def spoke(self) -> int:
-        """When it wrote its last words, in ns."""
+        """Return the time of its last write, in ns."""
         spoke_up = self.errors.stat().st_size > self._errors_from
         return (self.errors if spoke_up else self.output).stat().st_mtime_ns
 
 
 class Crew:
-    """Starts processes in a lab and waits for them. As a context manager it kills those that are left.
+    """The processes of a lab. As a context manager, it kills those that are left.
 
-    What they leave in their TMPDIR, as torchrun does, goes with the lab.
+    Files in their TMPDIR, such as torchrun's, are removed with the lab.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -97,7 +95,7 @@ class Crew:
             self.kill(member)
 
     def __contains__(self, member: Member) -> bool:
-        """Whether a process is watched: started, and neither killed, stopped nor finished since."""
+        """Return whether a process is watched: it was started, and not killed, stopped or finished since."""
         return any(other is member for other in self._members)
 
     def start(
@@ -109,7 +107,7 @@ class Crew:
         cpus: Collection[int] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Member:
-        """Start a process in a node's namespace, on these CPUs alone; its logs are `name.out` and `name`."""
+        """Start a process in a node's namespace, on these CPUs only; its logs are `name.out` and `name`."""
         output, errors = self.lab.log(f"{name}.out"), self.lab.log(name)
         for file in (output, errors):
             file.write_bytes(b"")
@@ -123,21 +121,21 @@ class Crew:
         return member
 
     def kill(self, member: Member) -> None:
-        """SIGKILL to a process and to all that it has started. That is no failure."""
-        if member.process.returncode is None:  # else its number may be another's by now
+        """Send SIGKILL to a process and its descendants; this does not count as a failure."""
+        if member.process.returncode is None:  # otherwise its number may have been reused
             processes.kill_tree(member.process.pid)
             member.process.wait()
         self._forget(member)
 
     def kill_children(self, member: Member) -> list[int]:
-        """SIGKILL to what a process has started, not to itself; the processes that were hit.
+        """Send SIGKILL to a process's descendants, but not to itself; return their numbers.
 
-        So dies a rank while its `torchrun` lives, or a service while its supervisor does.
+        This kills a rank but not its `torchrun`, or a service but not its supervisor.
         """
         return processes.kill(member.children())
 
     def restart(self, member: Member) -> None:
-        """Start a process again as it was started before; kill it first where it runs. Its logs go on."""
+        """Kill a process if it runs, and start it again with the same command; its logs continue."""
         self.kill(member)
         member._output_from = member.output.stat().st_size
         member._errors_from = member.errors.stat().st_size
@@ -147,13 +145,13 @@ class Crew:
         self._members.append(member)
 
     def run(self, name: str, node: str, argv: Sequence[str | Path], seconds: float) -> str:
-        """Run a command to its end; its output. `LabError` where it fails or takes too long."""
+        """Run a command to its end and return its output; raise `LabError` if it fails or times out."""
         member = self.start(name, node, argv)
         self.finish([member], seconds)
         return member.said()
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
-        """Wait until something holds; `LabError` where it doesn't in time, or a process fails meanwhile."""
+        """Wait for a condition; raise `LabError` on timeout, or if a process fails meanwhile."""
         deadline = time.monotonic() + seconds
         while not condition():
             self._check()
@@ -164,7 +162,7 @@ class Crew:
     def finish(
         self, members: Sequence[Member], seconds: float, tick: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until these have ended well; `tick` is called meanwhile."""
+        """Wait until these processes have ended with status 0; call `tick` meanwhile."""
 
         def ended() -> bool:
             tick()
@@ -176,7 +174,7 @@ class Crew:
             self._forget(member)
 
     def stop(self, member: Member, seconds: float = 10.0) -> None:
-        """Ask a process to end, as Ctrl-C does, and wait for it; `LabError` where it doesn't, or fails."""
+        """Stop a process as Ctrl-C does, and wait for it; raise `LabError` if it does not end, or fails."""
         member.process.send_signal(signal.SIGINT)
         try:
             member.process.wait(seconds)
@@ -205,18 +203,18 @@ class Crew:
         return [member for member in self._members if member.process.poll() not in (None, 0)]
 
     def _check(self) -> None:
-        """`LabError` with those that failed, the likely cause first."""
+        """Raise `LabError` with the processes that failed, the likely cause first."""
         if not self._failed():
             return
         self._await_aftermath()
-        # What a process says comes before its clean-up, whose end may be later than that of its victims.
+        # Order by last output: a failing process reports before its clean-up, which may outlast its victims.
         failed = sorted(self._failed(), key=Member.spoke)
         quoted = "; then ".join(member.obituary() for member in failed[:_QUOTED])
         more = len(failed) - _QUOTED
         raise LabError(f"{quoted}; then {more} more" if more > 0 else quoted)
 
     def _await_aftermath(self) -> None:
-        """Let others fail too: a victim may have ended before what it fell to."""
+        """Wait for related failures, because a victim may end before the process that caused its failure."""
         deadline = time.monotonic() + _AFTERMATH_SECONDS
         while time.monotonic() < deadline and any(member.running for member in self._members):
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""A lab: made, used and removed.
+"""A lab: created, used and removed.
 
 with Lab(load("single_tor"), target="softswitch") as lab:
     ranks = [lab.start(rank.name, ["iperf3", "-s"]) for rank in lab.topology.ranks]
@@ -19,20 +19,19 @@ from topologies import state, switches
 from topologies.describe import job_files
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
-from topologies.kernel import cables, cgroups, links, namespaces
-from topologies.kernel.processes import pinned
+from topologies.kernel import cables, cgroups, links, namespaces, processes
+from topologies.removal import remove
 from topologies.signals import undisturbed
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 _INTO_CGROUP: Final = 'echo $$ > "$0" && exec "$@"'
 
 Progress = Callable[[str], None]
 
 
 class Lab:
-    """One lab in the kernel. `name` tells labs of one topology apart.
+    """One lab in the kernel. Labs of one topology differ in `name`.
 
-    `up` makes it, `down` removes it; `with` does both, and removes it after Ctrl-C or an error too.
+    `up` creates it, `down` removes it; `with` does both, and also removes it after Ctrl-C or an error.
     """
 
     def __init__(
@@ -48,21 +47,28 @@ class Lab:
         switch_cpus: Collection[int] | None = None,
         progress: Progress = lambda _: None,
     ) -> None:
-        """`loss`: the share of frames that training links lose, both ways.
+        """Describe a lab; `up` creates it.
 
-        `jitter`: seconds by which training links delay frames at most, both ways; none overtakes another.
-        `offloads`: whether interfaces cut and sum segments themselves; by default as the target needs it.
-        `switch_cpus`: the CPUs that the switches may use; by default all.
+        Args:
+            topology: Hosts, switches and links.
+            target: The switches' target.
+            name: The lab's name; by default the topology's.
+            mtu: MTU of the training network, in bytes.
+            loss: Share of frames that training links lose in each direction.
+            jitter: Longest delay of training links in each direction, in seconds; frames stay in order.
+            offloads: Whether interfaces segment and compute checksums; by default as the target needs.
+            switch_cpus: CPUs of the switches; by default all.
+            progress: Called with each step.
         """
         self.topology = topology
         self.target = target
         self.name = state.check_name(name or topology.name)
         if not 1280 <= mtu <= 9000:
-            raise BadDescription(f"an MTU of {mtu}; use 1500, or up to 9000")
+            raise BadDescription(f"invalid MTU {mtu}; use 1500, or up to 9000")
         self.mtu = mtu
         self.loss = loss
         if not 0 <= jitter <= 1:
-            raise BadDescription(f"a jitter of {jitter:g} s; give seconds from 0 to 1, such as 0.005")
+            raise BadDescription(f"invalid jitter {jitter:g} s; use seconds from 0 to 1, such as 0.005")
         self.jitter = jitter
         self.offloads = offloads if offloads is not None else target == "softswitch"
         self.switch_cpus = switch_cpus
@@ -81,36 +87,36 @@ class Lab:
 
     @property
     def switch_pids(self) -> dict[str, int]:
-        """The processes of the switches that were started, by name."""
+        """Process numbers of the running switches, by name."""
         return {name: process.pid for name, process in self._switch_processes.items()}
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """The folder of its files."""
         return state.folder(self.name)
 
     @property
     def job_file(self) -> Path:
-        """Its job YAML."""
+        """Its job file."""
         return state.job_file(self.name)
 
     def namespace(self, node: str) -> str:
-        """The namespace of a host, a switch or `ctl`."""
+        """Return the namespace of a host, a switch or the controller (`ctl`)."""
         return namespaces.name_of(self.name, node)
 
     def report_to(self, progress: Progress) -> None:
-        """Tell `progress` of each step from now on."""
+        """Call `progress` with each step from now on."""
         self._progress = progress
 
     def up(self) -> None:
-        """Make the lab and start its switches; nothing of it stays where that fails. Keeps the lab locked."""
+        """Create the lab and start its switches; remove all of it on failure. The lab stays locked."""
         require_root()
         switches.check_target(self.target)
         try:
             self._lock.enter_context(state.locked(self.name))
             if state.read_record(self.name) or namespaces.of_lab(self.name):
                 raise LabError(
-                    f"lab {self.name} exists already; remove it with: checkmate lab down {self.name}"
+                    f"lab {self.name} already exists; remove it with: checkmate lab down {self.name}"
                 )
             self._made = True
             self._make()
@@ -119,14 +125,14 @@ class Lab:
             raise
 
     def down(self) -> None:
-        """Remove what `up` made, and end what runs in it; a signal that comes meanwhile waits."""
+        """End the lab's processes and remove it; signals are held back meanwhile."""
         with undisturbed():
             try:
                 if self._made:
                     self._progress("removing the lab")
-            finally:  # also where nobody listens any more: a closed terminal
+            finally:  # even if the report fails, as on a closed terminal
                 if self._made:
-                    _remove(self.name)
+                    remove(self.name)
                     for process in (*self._switch_processes.values(), *self._others):
                         process.wait()
                     self._switch_processes.clear()
@@ -135,7 +141,7 @@ class Lab:
                 self.release()
 
     def release(self) -> None:
-        """Let others change the lab, which stays as it is."""
+        """Unlock the lab, which stays as it is."""
         self._lock.close()
 
     def __enter__(self) -> Lab:
@@ -160,16 +166,19 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         """Start a command in a node's namespace and cgroup, in a session of its own.
 
-        It may use `cpus` alone (`BadDescription` where there are none such), and finds the lab's job in
-        CHECKMATE_JOB. Ctrl-C at the terminal doesn't reach it: whoever holds the lab decides. `down` ends it.
+        CHECKMATE_JOB in its environment is the lab's job file. It may use only `cpus` if they are specified.
+        Ctrl-C at the terminal does not reach it; `down` ends it.
+
+        Raises:
+            BadDescription: This machine does not have such CPUs.
         """
         command = [str(part) for part in argv]
         if self._cgroup is not None:
             cgroup = Path(self._cgroup, node)
             cgroup.mkdir(exist_ok=True)
             command = ["/bin/sh", "-c", _INTO_CGROUP, f"{cgroup}/cgroup.procs", *command]
-        ours = {**_environment(), "CHECKMATE_JOB": str(self.job_file)}
-        with namespaces.entered(self.namespace(node)), pinned(cpus):
+        ours = {**processes.environment(), "CHECKMATE_JOB": str(self.job_file)}
+        with namespaces.entered(self.namespace(node)), processes.pinned(cpus):
             return subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -180,29 +189,29 @@ class Lab:
             )
 
     def stop_switch(self, name: str) -> None:
-        """Kill a switch's process with SIGKILL: what it held is lost, its ports stay."""
+        """Kill a switch's process with SIGKILL: its entries are lost, its ports stay."""
         process = self._switch_processes.pop(name, None)
         if process is not None:
             process.kill()
             process.wait()
 
     def runs(self, name: str) -> bool:
-        """Whether a switch was started and not stopped since."""
+        """Return whether a switch is running."""
         return name in self._switch_processes
 
     def restart_switch(self, name: str) -> None:
-        """Start a switch anew, empty, and wait until it listens; kill it first where it runs."""
+        """Kill a switch if it runs, start it without entries, and wait until it listens."""
         self.stop_switch(name)
         (switch,) = (switch for switch in self.switches if switch.name == name)
         self._start_switch(switch)
         self._await_switch(switch)
 
     def log(self, name: str) -> Path:
-        """A file for a process's output; it goes with the lab."""
+        """Return the path of a process's log, which is removed with the lab."""
         return self.directory / f"{name}.log"
 
     def stats(self) -> dict[str, dict[str, dict[str, int]]]:
-        """The counters of each node's interfaces: node, interface, counter."""
+        """Return the counters of each node's interfaces, by node, interface and counter."""
         return {node: links.counters(self.namespace(node)) for node in self.topology.nodes}
 
     def _make(self) -> None:
@@ -238,7 +247,7 @@ class Lab:
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
 
     def _join_cables(self) -> None:
-        """Start the process that passes frames on, late, where the ranks' cables are cut."""
+        """Start the process that forwards frames with a delay where the ranks' cables are cut."""
         pairs = [":".join(cables.cut_ends(rank)) for rank in self.topology.ranks]
         argv = [sys.executable, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
         with self.log(CABLES).open("wb") as log:
@@ -266,15 +275,8 @@ class Lab:
             switches.deepen_queues(self.name, switch)
 
 
-def _environment() -> dict[str, str]:
-    """Ours, so that this very package is imported, and without proxies: nothing leads out of a lab."""
-    kept = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept
-
-
 def require_root() -> None:
-    """`LabError` where namespaces can't be made, or cgroups can't be seen."""
+    """Raise `LabError` if namespaces cannot be created or cgroups are not visible."""
     if os.geteuid() != 0:
         raise LabError("labs need root, for network namespaces; run it with sudo")
     if (inside := namespaces.own_name()) is not None:
@@ -282,23 +284,11 @@ def require_root() -> None:
 
 
 def down(name: str) -> bool:
-    """Remove a lab, whoever made it and however that ended; whether there was anything of it."""
+    """Remove a lab, even one that another process left behind; return whether there was one."""
     require_root()
     state.check_name(name)
     if name not in state.existing() and not namespaces.of_lab(name):
         return False
     with state.locked(name), undisturbed():
-        _remove(name)
+        remove(name)
     return True
-
-
-def _remove(name: str) -> None:
-    """Processes first, hosts before switches; then what they lived in; the folder last."""
-    record = state.read_record(name)
-    present = namespaces.of_lab(name)
-    cgroup = None if record is None else record.cgroup
-    namespaces.end_processes(present, lambda: cgroups.kill(cgroup))
-    for namespace in present:
-        namespaces.remove(namespace)
-    cgroups.remove(cgroup)
-    state.forget(name)

@@ -1,4 +1,4 @@
-"""A lab as people see it: a picture, a table of its hosts, and what to try next. Pure."""
+"""Views of a lab: a picture, a table of its hosts, and commands to try next. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode,
 from topologies.kernel.namespaces import name_of
 
 SHADOWS_SHOWN: Final = 5
-"""`lab up` names so many shadow nodes' commands; the others follow from them."""
+"""Number of shadow nodes whose commands `lab up` prints; the others are alike."""
 SCRIPT: Final = ("-m", "examples.gpt.train", "--out", "out/gpt")
-"""What it suggests to train."""
+"""The training script that it suggests."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class _Cell:
         return max(len(self.name) + 1, 4 * len(self.ports))
 
     def columns(self) -> list[int]:
-        """Where its cables are, within the cell."""
+        """Return the columns of its cables within the cell."""
         step = self.width // len(self.ports)
         return [step * i + step // 2 - (len(self.ports) > 1) for i in range(len(self.ports))]
 
 
 def picture(topology: Topology) -> str:
-    """The topology in box-drawing characters: ranks above each switch, shadow nodes below."""
+    """Return the topology in box-drawing characters: ranks above each switch, shadow nodes below."""
     return "\n\n".join(_block(topology, switch) for switch in topology.switches)
 
 
@@ -80,7 +80,7 @@ def _names(cells: Sequence[_Cell]) -> str:
 
 
 def _cables(cells: Sequence[_Cell]) -> str:
-    """A row of cables, each with its port's number."""
+    """Return a row of cables, each with its port number."""
     row = ""
     for cell in cells:
         text = ""
@@ -101,7 +101,7 @@ def _edge(cells: Sequence[_Cell], width: int, joint: str) -> str:
 
 
 def host_table(topology: Topology, lab: str) -> Table:
-    """One row for each NIC: namespace, address, switch port, management address."""
+    """Return one row for each NIC: namespace, address, switch port, management address."""
     table = Table(
         title=f"lab {lab}: {topology.title}",
         title_justify="left",
@@ -124,7 +124,7 @@ def host_table(topology: Topology, lab: str) -> Table:
 
 
 def next_steps(topology: Topology, lab: str, job_file: object) -> str:
-    """What to try in a lab that is up, in this order: commands to copy."""
+    """Return commands to try in a lab that is up, in this order."""
     here = Path(sys.executable).with_name("checkmate")
     checkmate = str(here) if here.exists() else "checkmate"
     inside = f"ip netns exec {name_of(lab, CONTROLLER)} {checkmate}"
@@ -133,17 +133,17 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
         for number, host in enumerate(topology.shadow_nodes)
     ]
     if len(shadows) > SHADOWS_SHOWN:
-        shadows[SHADOWS_SHOWN - 1 : -1] = ["  ... and so on, a terminal each, to"]
+        shadows[SHADOWS_SHOWN - 1 : -1] = ["  ... and so on, each in its own terminal, up to"]
     return "\n".join(
         [
             f"job: {job_file}",
-            "try (run and each shadow occupy a terminal until Ctrl-C):",
+            "next steps (run and each shadow occupy a terminal until Ctrl-C):",
             f"  {inside} run {job_file}",
             *shadows,
             f"  {torchrun.loop(topology, lab, job_file, SCRIPT)}",
             f"  {inside} status {job_file}",
             f"  {inside} consolidate {job_file} --out checkpoint/",
-            f"  {inside} remove {job_file}   # once run is stopped",
+            f"  {inside} remove {job_file}   # after run has stopped",
             f"  ip netns exec {name_of(lab, topology.ranks[0].name)} bash",
             f"  {checkmate} lab down {lab}",
         ]

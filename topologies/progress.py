@@ -1,4 +1,4 @@
-"""Progress of a run: each step with the time that it took, and a bar for the bytes on their way."""
+"""Progress of a run: each step with its duration, and a bar for transferred bytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SAID_EVERY = 10.0
 
 
 class StepProgress:
-    """A context manager; calling it begins the next step. On a terminal the present one is shown live.
+    """Context manager that reports steps: calling it begins the next step.
 
-    Elsewhere a line every ten seconds says how far a step is that tells it in words.
+    On a terminal, the current step is shown live. Elsewhere, `advanced` prints a line every ten seconds.
     """
 
     def __init__(self, console: Console) -> None:
@@ -33,20 +33,20 @@ class StepProgress:
         self._task: TaskID | None = None
 
     def __call__(self, text: str) -> None:
-        """Begin a step; the one before is done."""
+        """Begin a step; the previous one is done."""
         self._done()
         self._text = text
         self._began = self._said = time.monotonic()
         self._task = self._live.add_task(text, total=None, amount="")
 
     def moved(self, done: int, total: int) -> None:
-        """How far the step is, in bytes."""
+        """Report the step's progress in bytes."""
         if self._task is not None:
             amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes"
             self._live.update(self._task, completed=done, total=total, amount=amount)
 
     def advanced(self, done: int, total: int, amount: str) -> None:
-        """How far the step is, in words of its own."""
+        """Report the step's progress, described by `amount`."""
         if not self._console.is_terminal and time.monotonic() - self._said > _SAID_EVERY:
             self._said = time.monotonic()
             self._console.print(f"  {amount}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Signals around a lab: SIGTERM and SIGHUP unwind as Ctrl-C does, and clean-up isn't interrupted."""
+"""Signals around a lab: SIGTERM and SIGHUP unwind like Ctrl-C, and clean-up is not interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """Meanwhile SIGTERM and SIGHUP raise `SystemExit` with the status that shells expect (128 + signal)."""
+    """Have SIGTERM and SIGHUP raise `SystemExit` with the status that shells expect (128 + signal)."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -29,12 +29,12 @@ def unwinding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Meanwhile Ctrl-C, SIGTERM and SIGHUP are held back; they arrive at the end.
+    """Hold back Ctrl-C, SIGTERM and SIGHUP; they are delivered at the end.
 
-    What is started meanwhile inherits nothing of it: only Python's delivery is put off.
+    Child processes do not inherit this, because only Python's delivery is deferred.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread alone
+        yield  # only the main thread receives signals
         return
     late: list[int] = []
     hold = [signal.SIGINT, *_ENDING]

@@ -1,7 +1,7 @@
-"""What the machine remembers of a lab: a folder under /run, and its lock.
+"""The state of a lab on the machine: a folder under /run, and its lock.
 
-The folder exists before anything else of the lab does, and goes last, so that `down` finds all there is
-whatever happened to the process that made it.
+The folder is created first and removed last, so that `down` finds everything even if the process that created
+the lab has crashed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RECORD: Final = "lab.json"
 
 @dataclass(frozen=True)
 class LabRecord:
-    """What `up` wrote down."""
+    """State of a lab that `up` has recorded."""
 
     lab: str
     topology: str
@@ -36,38 +36,38 @@ class LabRecord:
 
 
 def check_name(lab: str) -> str:
-    """The name, where it is one that a lab may have; else `BadDescription`."""
+    """Return the name; raise `BadDescription` if it is not valid for a lab."""
     if not _NAME.fullmatch(lab):
         raise BadDescription(
-            f"a lab can't be called {lab!r}; use up to 32 of a-z, 0-9 and '_', a letter first"
+            f"{lab!r} is not a valid lab name; use up to 32 of a-z, 0-9 and '_', a letter first"
         )
     return lab
 
 
 def folder(lab: str) -> Path:
-    """Where the lab's files are."""
+    """Return the folder of the lab's files."""
     return RUN / lab
 
 
 def job_file(lab: str) -> Path:
-    """The lab's job YAML."""
+    """Return the path of the lab's job file."""
     return folder(lab) / JOB_FILE
 
 
 def existing() -> list[str]:
-    """The labs that have left a folder."""
+    """Return the labs that have a folder."""
     return sorted(path.name for path in RUN.iterdir()) if RUN.is_dir() else []
 
 
 def write_record(record: LabRecord) -> None:
-    """Remember a lab."""
+    """Record a lab."""
     fresh = folder(record.lab) / f"{_RECORD}.new"
     fresh.write_text(json.dumps(asdict(record)))
     fresh.replace(folder(record.lab) / _RECORD)
 
 
 def read_record(lab: str) -> LabRecord | None:
-    """What is remembered of a lab; `None` where nothing is."""
+    """Return the record of a lab, or `None` if there is none."""
     try:
         return LabRecord(**json.loads((folder(lab) / _RECORD).read_text()))
     except FileNotFoundError:
@@ -76,9 +76,9 @@ def read_record(lab: str) -> LabRecord | None:
 
 @contextlib.contextmanager
 def locked(lab: str) -> Iterator[None]:
-    """Be the only one who changes this lab; makes its folder. `LabInUse` names who has it else.
+    """Lock a lab against changes by others, and create its folder; raise `LabInUse` if it is locked.
 
-    The kernel lets go of the lock when its holder dies, however it dies.
+    The kernel releases the lock when its holder dies.
     """
     descriptor = _open_lock(lab)
     try:
@@ -111,8 +111,8 @@ def _open_lock(lab: str) -> int:
 
 
 def forget(lab: str) -> None:
-    """Remove the lab's folder, and the folders above that are empty then."""
+    """Remove the lab's folder, and the empty folders above it."""
     shutil.rmtree(folder(lab), ignore_errors=False)
     for parent in (RUN, RUN.parent):
-        with contextlib.suppress(OSError):  # other labs are there
+        with contextlib.suppress(OSError):  # there are other labs
             parent.rmdir()

@@ -1,4 +1,4 @@
-"""Starting a lab's switches: their command lines, waiting until they listen, BMv2's queues."""
+"""Start of a lab's switches: command lines, readiness, and BMv2's queues."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from checkmate.job.schema import CPU_PORT
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
 from topologies.kernel.namespaces import entered, name_of
+from topologies.kernel.processes import last_lines
 
 BMV2: Final = "simple_switch_grpc"
 QUEUE_DEPTH: Final = 16384
-"""Packets that each of BMv2's egress queues holds: its own 64 drop silently after replication."""
+"""Packets in each of BMv2's egress queues. Its default of 64 overflows silently after replication."""
 _THRIFT_PORT: Final = 9090
 _START_SECONDS: Final = 30.0
 _IDL = Path(__file__).with_name("simple_switch.thrift")
@@ -26,10 +27,13 @@ _IDL = Path(__file__).with_name("simple_switch.thrift")
 def command(
     switch: SwitchNode, target: Target, notifications: Path | None = None, statistics: Path | None = None
 ) -> list[str]:
-    """The command line that starts a switch in its namespace. Pure.
+    """Return the command line that starts a switch in its namespace. Pure.
 
-    `notifications`: where a BMv2 that was built with nanomsg puts its socket, which it leaves in /tmp else.
-    `statistics`: the file that the embedded target writes its ports' counters to; BMv2 has none.
+    Args:
+        switch: The switch.
+        target: Its target.
+        notifications: Path of the socket of a BMv2 built with nanomsg; by default it would be in /tmp.
+        statistics: The file for the port counters of the embedded target; BMv2 has none.
     """
     ports = [part for port in range(1, switch.ports + 1) for part in ("-i", f"{port}@port{port}")]
     general = ["--no-p4", "--device-id", str(switch.device_id), *ports]
@@ -43,12 +47,12 @@ def command(
 
 
 def statistics_file(folder: Path, switch: SwitchNode) -> Path:
-    """Where in a lab's folder its switch writes statistics."""
+    """Return the path of a switch's statistics in a lab's folder."""
     return folder / f"{switch.name}.stats.json"
 
 
 def check_target(target: Target) -> None:
-    """`LabError` where the target isn't installed."""
+    """Raise `LabError` if the target is not installed."""
     if target == "bmv2" and shutil.which(BMV2) is None:
         raise LabError(
             f"--target bmv2 needs {BMV2} on PATH (see github.com/p4lang/behavioral-model); "
@@ -57,28 +61,27 @@ def check_target(target: Target) -> None:
 
 
 def has_notifications() -> bool:
-    """Whether BMv2 was built with nanomsg."""
+    """Return whether BMv2 was built with nanomsg."""
     done = subprocess.run([BMV2, "--help"], capture_output=True, text=True, check=False)
     return "--notifications-addr" in done.stdout + done.stderr
 
 
 def wait_listening(lab: str, switch: SwitchNode, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the switch's P4Runtime server answers; `LabError` with its last words where it ends."""
+    """Wait until the switch's P4Runtime server accepts connections; raise `LabError` if the switch ends."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise LabError(f"switch {switch.name} ended with status {process.returncode}: {_last_words(log)}")
+            raise LabError(f"switch {switch.name} ended with status {process.returncode}: {_end_of(log)}")
         with entered(name_of(lab, CONTROLLER)), socket.socket() as probe:
             probe.settimeout(1.0)
             if probe.connect_ex((str(switch.mgmt), P4RUNTIME_PORT)) == 0:
                 return
         time.sleep(0.05)
-    raise LabError(f"switch {switch.name} doesn't listen after {_START_SECONDS:g} s: {_last_words(log)}")
+    raise LabError(f"switch {switch.name} doesn't listen after {_START_SECONDS:g} s: {_end_of(log)}")
 
 
-def _last_words(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return " | ".join(lines[-3:]) or "it said nothing"
+def _end_of(log: Path) -> str:
+    return last_lines(log.read_text(errors="replace"))
 
 
 def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> None:
@@ -86,16 +89,14 @@ def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> Non
     try:
         from thriftpy2.thrift import TException  # noqa: PLC0415 -- BMv2's labs alone need it
     except ImportError:
-        raise LabError(
-            "labs on bmv2 speak Thrift, which needs: pip install 'checkmate-training[switch]'"
-        ) from None
+        raise LabError("labs on bmv2 need Thrift: pip install 'checkmate-training[switch]'") from None
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
             status = _set_queue_depths(name_of(lab, switch.name), depth)
             break
         except (TException, OSError) as error:
-            # Its server takes calls before it has registered its services.
+            # Its server accepts calls before it has registered its services.
             if time.monotonic() > deadline:
                 raise LabError(
                     f"switch {switch.name}: its queues can't be set over Thrift: {error}"
@@ -106,7 +107,7 @@ def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> Non
 
 
 def _set_queue_depths(namespace: str, depth: int) -> int:
-    """One call; BMv2 answers with 0 where it has done it."""
+    """Make the Thrift call; return BMv2's status, which is 0 on success."""
     import thriftpy2  # noqa: PLC0415
     from thriftpy2.protocol import TBinaryProtocolFactory, TMultiplexedProtocolFactory  # noqa: PLC0415
     from thriftpy2.rpc import client_context  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""How training is started in a lab: one `torchrun` for each rank, in the rank's namespace. Pure.
+"""Command lines for training in a lab: one `torchrun` per rank, in the rank's namespace. Pure.
 
-They meet over the management network. torchrun numbers its nodes by their addresses, compared as text,
-which is why the ranks' management addresses sort as the ranks do.
+They meet over the management network. torchrun numbers its nodes by their addresses, compared as text, so
+the ranks' management addresses sort like the ranks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "PYTHONUNBUFFERED": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-"""For each of them; hosts in namespaces share one name, so gloo has to be told its interface.
+"""Environment of each of them. Hosts in namespaces share one name, so gloo needs the interface.
 
-Each start gets a store of its own: ranks that died at different times don't wait for each other's keys. In
-torchrun's own, where a second rank is killed 1.5 s after a first, the others find addresses of the dead: gloo
-can't connect to them, each such start counts, and the job ends.
+Each start gets its own store. With torchrun's own store, if a second rank is killed 1.5 s after a first, the
+others find addresses of dead ranks: gloo cannot connect to them, each such start counts, and the job ends.
 """
 
 
 def command(
     topology: Topology, rank: Host, script: Sequence[str | Path], *, restarts: int = 0
 ) -> list[str | Path]:
-    """The command line of one rank's torchrun; the first rank's host holds the rendezvous.
+    """Return the command line of one rank's torchrun; the first rank's host has the rendezvous.
 
-    `script`: the training script and its arguments. `restarts`: how often torchrun starts the whole job
-    again when a rank dies; a host's TORCHELASTIC_RESTART_COUNT counts only the deaths of its own rank.
+    Args:
+        topology: The lab.
+        rank: The rank.
+        script: The training script and its arguments.
+        restarts: How often torchrun restarts the whole job when a rank dies. A host's
+            TORCHELASTIC_RESTART_COUNT counts only the deaths of its own rank.
     """
     return [
         sys.executable,
@@ -57,9 +60,9 @@ def command(
 
 
 def loop(topology: Topology, lab: str, job_file: object, script: Sequence[str | Path]) -> str:
-    """The same for people: one line of sh that starts every rank's torchrun and waits for them.
+    """Return one line of sh that starts every rank's torchrun and waits for them.
 
-    `script` is quoted; ranks are told apart by the shell's `$r`.
+    `script` is quoted; the shell variable `r` is the rank.
     """
     ranks = topology.ranks
     first = command(topology, ranks[0], script)

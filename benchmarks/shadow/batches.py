@@ -1,7 +1,7 @@
-"""The paper's shadow-scaling figure: pulling gradients and stepping beside the iteration, by batch size.
+"""The paper's shadow-scaling figure: pull and step of shadow nodes against the iteration, by batch size.
 
-One job after the other, each with its own batch size. Trainers share one core; switch, controller and shadow
-nodes another. Besides the figures it leaves a picture, `PICTURE`.
+Jobs run in turn, each with its own batch size. Trainers share one core; switch, controller and shadow nodes
+share another. It also writes a plot, `PICTURE`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from topologies.training.side_by_side import cores, start, training_lab
 
 BATCHES: Final = (1, 2, 4, 8, 16)
 TITLE: Final = (
-    "Shadow nodes' pull and step beside the iteration, by batch size: a GPT of 5 million parameters, 4 ranks "
-    "on one core, 2 shadow nodes on another"
+    "Shadow nodes' pull and step against the iteration, by batch size: a GPT of 5 million parameters, 4 "
+    "ranks on one core, 2 shadow nodes on another"
 )
 PICTURE: Final = Path("out/bench/batches.png")
 _WARM_UP: Final = 4
@@ -35,7 +35,7 @@ _SECONDS: Final = 300.0
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds: each iteration of a job; and each pull and step of its shadow nodes that was seen."""
+    """Seconds of each iteration of a job, and of each observed pull and step of its shadow nodes."""
 
     iterations: Sequence[float]
     pulls: Sequence[float]
@@ -43,7 +43,7 @@ class Times:
 
 
 def measure() -> list[Result]:
-    """Every figure of this module, and the picture."""
+    """Return every figure of this module, and write the plot."""
     if os.geteuid() != 0:
         return [Skipped("batches", "needs root, for network namespaces")]
     found = {batch: _times(batch) for batch in track(BATCHES, "batches", transient=True)}
@@ -69,7 +69,7 @@ def _times(batch: int) -> Times:
             max(rank.ended for rank in record.timed[one]) - min(rank.began for rank in record.timed[one])
             for one in range(_WARM_UP, _WARM_UP + _TIMED - 1)
         ]
-        # One a second: the first may still be of the warm-up.
+        # One per second: the first may still be of the warm-up.
         found = [said for node in nodes for said in job.statuses(node)[before[node] + 1 :]]
     return Times(iterations, [one["pull_seconds"] for one in found], [one["step_seconds"] for one in found])
 
@@ -88,7 +88,7 @@ def _figures(batch: int, times: Times) -> list[Result]:
 
 
 def draw(file: Path, found: Mapping[int, Times]) -> None:
-    """A PNG as the paper's: iteration solid, pull dashed, the step shaded on top of it."""
+    """Write a PNG like the paper's: iteration solid, pull dashed, the step shaded above it."""
     picture = Picture(figsize=(7, 4), layout="constrained")
     axes = picture.add_subplot()
     batches = list(found)
@@ -103,7 +103,7 @@ def draw(file: Path, found: Mapping[int, Times]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="batch size of each rank, sequences of 64 bytes", ylabel="time, ms (medians)")
+    axes.set(xlabel="batch size per rank, in sequences of 64 bytes", ylabel="time in ms (medians)")
     axes.legend(loc="upper left")
     file.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(file, dpi=120)

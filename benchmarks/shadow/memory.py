@@ -1,7 +1,7 @@
-"""A shadow node's memory: what it takes beyond parameters, optimizer state and two iterations of gradients.
+"""A shadow node's memory beyond parameters, optimizer state and two iterations of gradients.
 
-A `checkmate shadow` process follows a small training of 25 million parameters on this machine's loopback,
-while nobody reads from it. Socket buffers are the kernel's, and not in a process's resident memory.
+A `checkmate shadow` process follows a small training of 25 million parameters over loopback, without readers.
+Socket buffers belong to the kernel, and are not part of a process's resident memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from benchmarks.figures import Figure, Result, Skipped, number
 from testbed.copies import local_job
 from testbed.followed import followed
 
-TITLE: Final = "Shadow node, memory: 25 million fp32 parameters, AdamW, 2 NICs, while nobody reads"
+TITLE: Final = "Shadow node, memory: 25 million fp32 parameters, AdamW, 2 NICs, without readers"
 
 
 def measure() -> list[Result]:
-    """One node, once."""
+    """Measure one node once."""
     if os.geteuid() != 0:
         return [Skipped("shadow_memory", "needs root, for receive buffers")]
     training, empty, peaks = followed(local_job(nodes=1, ranks=2))

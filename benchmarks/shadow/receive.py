@@ -1,6 +1,6 @@
 """A shadow node's receiving: bytes/s into buckets beside a bare `recv_into` loop, in turns.
 
-Both read the same connections, on which a process in another namespace sends.
+Both read the same connections, to which a process in another namespace sends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TITLE = "Shadow node, receiving: bytes/s into buckets / a bare recv loop, same c
 NICS = (1, 2)
 PAIRS, SECONDS = 15, 0.5
 BARE_BYTES = 4 << 20
-"""What the bare loop reads into, again and again."""
+"""Size of the bare loop's buffer, which is reused."""
 
 _SENDER, _RECEIVER = (namespaces.name_of("benchreceive", name) for name in ("sender", "receiver"))
 _SUBNET = IPv4Network("10.99.0.0/24")
@@ -37,7 +37,7 @@ _OUT, _IN = IPv4Address("10.99.0.1"), IPv4Address("10.99.0.2")
 
 
 def measure() -> list[Result]:
-    """With one NIC and with two."""
+    """Measure with one NIC and with two."""
     if os.geteuid() != 0:
         return [Skipped("shadow_receive", "needs root, for network namespaces")]
     found: list[Result] = []
@@ -57,7 +57,7 @@ def measure() -> list[Result]:
 
 @contextmanager
 def link() -> Iterator[None]:
-    """Two namespaces with a cable between them."""
+    """Create two namespaces with a cable between them."""
     try:
         for name in (_SENDER, _RECEIVER):
             namespaces.remove(name)
@@ -75,7 +75,7 @@ def link() -> Iterator[None]:
 
 @contextmanager
 def connections(count: int) -> Iterator[list[socket.socket]]:
-    """Connections on which a process in the other namespace sends without end."""
+    """Yield connections to which a process in the other namespace sends endlessly."""
     with namespaces.entered(_RECEIVER):
         servers = [socket.create_server((str(_IN), 0)) for _ in range(count)]
     ports = [str(server.getsockname()[1]) for server in servers]
@@ -95,7 +95,7 @@ def connections(count: int) -> Iterator[list[socket.socket]]:
 
 
 def bare_loop(socks: Sequence[socket.socket], seconds: float) -> float:
-    """Bytes a second of a thread a connection that does nothing but `recv_into` the same buffer."""
+    """Return bytes per second of one thread per connection with `recv_into` of the same buffer."""
     counts = [0] * len(socks)
     end = time.monotonic() + seconds
 
@@ -115,7 +115,7 @@ def bare_loop(socks: Sequence[socket.socket], seconds: float) -> float:
 
 
 def into_buckets(socks: Sequence[socket.socket], seconds: float, sets: BucketSets) -> float:
-    """Bytes a second of a shadow node's readers on the same connections."""
+    """Return bytes per second of a shadow node's readers on the same connections."""
     receiver = Receiver(socks, sets)
     try:
         start, before = time.monotonic(), receiver.received
@@ -126,7 +126,7 @@ def into_buckets(socks: Sequence[socket.socket], seconds: float, sets: BucketSet
 
 
 def touched(socks: Sequence[socket.socket]) -> BucketSets:
-    """Buckets whose memory was written once."""
+    """Return buckets whose memory was written once."""
     receiver = Receiver(socks)
     try:
         receiver.settle()

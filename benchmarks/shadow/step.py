@@ -1,4 +1,4 @@
-"""A shard's optimizer step on the shadow node beside torch's own on the same tensors, in turns."""
+"""A shard's optimizer step on the shadow node against PyTorch's own on the same tensors, in turns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLAGS: Mapping[str, dict[str, Any]] = {"": {}, "foreach": {"foreach": True}, "fu
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """A GPT's parameters: embeddings, attention, MLPs, norms and biases."""
+    """Return a GPT's parameters: embeddings, attention, MLPs, norms and biases."""
     found: list[tuple[int, ...]] = [(WORDS, WIDTH), (LENGTH, WIDTH)]
     for _ in range(BLOCKS):
         for rows in (3, 1, 4):
@@ -44,7 +44,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 class SteppedShard:
-    """The same parameters twice: stepped by torch, and held by a replica. Gradients are shared."""
+    """The same parameters twice: stepped by PyTorch, and held by a replica. Gradients are shared."""
 
     def __init__(self, kind: str, flags: str) -> None:
         torch.manual_seed(0)
@@ -64,13 +64,13 @@ class SteppedShard:
         self.iteration = -1
 
     def torch_step(self) -> float:
-        """Seconds that torch's own step takes."""
+        """Return the seconds of PyTorch's own step."""
         start = time.perf_counter()
         self.optimizer.step()
         return time.perf_counter() - start
 
     def shadow_step(self) -> float:
-        """Seconds that the replica's takes, hyperparameters and a comparison of 64 KB included."""
+        """Return the seconds of the replica's step, with hyperparameters and a comparison of 64 KB."""
         self.iteration += 1
         step = pb.Step(options=[options_of(group) for group in self.optimizer.param_groups])
         step.slices.add(parameter=3, data=bytes(bytes_of(self.parameters[3])[:SLICE_BYTES]))
@@ -79,14 +79,14 @@ class SteppedShard:
         return time.perf_counter() - start
 
     def check(self) -> None:
-        """Both have the same bits, or the figure is of something else."""
+        """Check that both have the same bits, so that they are comparable."""
         for number, tensor, _ in self.replica.read(self.iteration):
             if not torch.equal(tensor, self.parameters[number]):
                 raise RuntimeError(f"parameter {number} differs")
 
 
 def measure() -> list[Result]:
-    """Every figure of this module."""
+    """Return every figure of this module."""
     found: list[Result] = []
     for kind in KINDS:
         for flags in FLAGS:
@@ -96,7 +96,7 @@ def measure() -> list[Result]:
 
 def _times(kind: str, flags: str) -> list[Result]:
     shard = SteppedShard(kind, flags)
-    for _ in range(2):  # the first step makes the state
+    for _ in range(2):  # the first step creates the state
         shard.torch_step()
         shard.shadow_step()
     theirs, ours = [], []

@@ -1,7 +1,7 @@
 """A job of 2,048 streams on the embedded target: planning, writing, reconciling, connecting, restarting.
 
-128 DP groups of two ranks, each with a shadow node of its own, 8 channels. The shadow nodes are real
-kernel sockets on 128 interfaces of one namespace, the switch's ports their other ends.
+128 DP groups of two ranks, each with its own shadow node, and 8 channels. The shadow nodes are kernel sockets
+on 128 interfaces of one namespace, which are connected to the switch's ports.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SWITCH, NODES = "cm-bench-switch", "cm-bench-nodes"
 GROUPS, CHANNELS, RUNS = 128, 8, 5
 ADDRESS = "127.0.0.1:9559"
 LOOP = asyncio.new_event_loop()
-"""One for all: grpc.aio doesn't take well to loops that come and go in one process."""
+"""One for all measurements, because grpc.aio does not support several loops in one process well."""
 SUBNET = IPv4Network("10.0.0.0/16")
 
 
 def the_job() -> Job:
-    """The job; shadow node g is DP group g's alone, at port g + 1. Ranks' ports have no interface."""
+    """Return the job: shadow node g belongs to DP group g, at port g + 1. Ranks' ports have no interface."""
 
     def host(kind: int, index: int, port: int) -> dict[str, object]:
         return {
@@ -82,12 +82,12 @@ def the_job() -> Job:
 
 @contextlib.contextmanager
 def network(job: Job) -> Iterator[None]:
-    """The two namespaces and the cables between them; removed at the end."""
+    """Create the two namespaces and the cables between them for a while."""
     try:
         for name in (SWITCH, NODES):
             namespaces.create(name)
             links.prepare(name)
-        for node in track(job.shadow_nodes, "cabling 128 shadow nodes", transient=True):
+        for node in track(job.shadow_nodes, "connecting 128 shadow nodes", transient=True):
             nic = node.nics[0]
             links.add_cable(SWITCH, f"port{nic.port}", NODES, f"n{node.id}", mtu=1500, far_mac=nic.mac)
             links.set_address(NODES, f"n{node.id}", nic.ip, SUBNET)
@@ -108,7 +108,7 @@ def start_switch(job: Job) -> subprocess.Popen[bytes]:
 
 
 async def _start(job: Job) -> tuple[float, int]:
-    """Seconds from the job to everything written, and how many updates that took."""
+    """Return the seconds from the job to the last write, and the number of updates."""
     fleet = Fleet()
     start = time.monotonic()
     (done,) = await fleet.start([job])
@@ -118,7 +118,7 @@ async def _start(job: Job) -> tuple[float, int]:
 
 
 def plan_and_write(job: Job) -> list[Result]:
-    """Cold starts, each on a fresh switch, with no-change reconciliations between them."""
+    """Measure cold starts, each on a fresh switch, with no-change reconciliations between them."""
     cold, warm, planned, updates = [], [], [], 0
     for _ in track(range(RUNS), "planning and writing", transient=True):
         process = start_switch(job)
@@ -144,7 +144,7 @@ def plan_and_write(job: Job) -> list[Result]:
 
 
 def connect_and_restart(job: Job) -> list[Result]:
-    """All 2,048 streams by kernel sockets, then a switch that starts anew."""
+    """Measure the connection of all 2,048 streams by kernel sockets, and a restart of the switch."""
     process = start_switch(job)
     command = [sys.executable, "-m", "benchmarks.switch.control_plane", "nodes"]
     try:
@@ -199,7 +199,7 @@ async def _connect_and_restart(
 
 
 def connect_nodes(job: Job) -> None:
-    """Run in the nodes' namespace: connect every stream, print the seconds it took, and keep them."""
+    """Connect every stream in the nodes' namespace, print the duration in seconds, and keep them."""
     stub = job.fabric.switches[0].stub
     wanted = [
         (node, side, channel)
@@ -243,7 +243,7 @@ def _wait_up(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
 
 
 def measure() -> list[Result]:
-    """Every figure of this module."""
+    """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("control plane", "needs root, for network namespaces")]
     job = the_job()

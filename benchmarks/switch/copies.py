@@ -1,8 +1,8 @@
-"""The paper's network figure, for AllGather and AllReduce: what the switch receives and sends with copies.
+"""The paper's network figure, for AllGather and AllReduce: traffic in and out of the switch, with copies.
 
-Offloads are off, so that a frame is a packet. Beside the measured figures stands what the schedule predicts:
-each of the n chunks crosses n - 1 links in an AllGather and twice as many in an AllReduce, and is tagged, and
-so copied, on one of them.
+Offloads are off, so that a frame is a packet. Measured figures are shown with the schedule's predictions:
+each of the n chunks crosses n - 1 links in an AllGather and twice as many in an AllReduce, and is tagged and
+copied on one of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TITLE = (
 COPIES = (2, 4, 8, 16)
 RANKS, BYTES, ITERATIONS = 4, 12_000_000, 4
 OPERATIONS: Mapping[Operation, int] = {"allgather": 1, "allreduce": 2}
-"""Each, and how often it sends all chunks round the ring."""
+"""Operations, and how often each sends all chunks around the ring."""
 
 
 def measure() -> list[Result]:
-    """Every figure of this module."""
+    """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("copies", "needs root, for network namespaces")]
     quiet_warmup()
@@ -80,7 +80,7 @@ def _run(lab: Lab, crew: Crew, copies: int, operation: Operation) -> list[Result
 
 
 def tagged_share(elements: int = 1_000_000) -> float:
-    """Which part of an AllGather's traffic is tagged: all chunks once, of (n - 1) times all."""
+    """Return the share of an AllGather's traffic that is tagged: all chunks once, of n - 1 times."""
     once = sum(stream_elements(elements, 1, 0, RANKS, side) for side in (FIRST, LAST))
     return once / (elements * (RANKS - 1))
 
@@ -89,7 +89,10 @@ _WAYS = ("rx_bytes", "tx_bytes", "rx_packets", "tx_packets")
 
 
 def _ports(lab: Lab) -> dict[str, int]:
-    """What the switch has received from the ranks, and sent to all. Shadow nodes' ACKs end in the switch."""
+    """Return bytes and frames that the switch received from the ranks, and sent to all.
+
+    ACKs of shadow nodes end in the switch.
+    """
     job = read_job(lab.job_file)
     ranks = {f"port{rank.port}" for group in job.dp_groups for rank in group.ranks}
     ports = lab.stats()[job.fabric.switches[0].name]

@@ -1,4 +1,4 @@
-"""Faults: 1% loss on training links from the first segment on, and a stream beyond 4 GB; all verified."""
+"""Faults: 1% loss on training links from the first segment, and a stream beyond 4 GB; all verified."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TITLE = "Faults: shadow streams that are complete, by SHA-256 taken at both ends
 LOSS = 0.01
 LOSSY_BYTES = 200_000_000
 LONG_BYTES = 6_000_000_000
-"""Of which the last rank's stream carries three quarters."""
+"""Bytes; three quarters of them are in the last rank's stream."""
 
 
 def measure() -> list[Result]:
-    """Every figure of this module."""
+    """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("faults", "needs root, for network namespaces")]
     quiet_warmup()
@@ -39,7 +39,7 @@ def measure() -> list[Result]:
             (_complete(lossy),),
             "",
             floor=1,
-            note=f"{LOSSY_BYTES / 1e6:.0f} MB, {lossy.retransmitted} segments sent again, loss by {by}",
+            note=f"{LOSSY_BYTES / 1e6:.0f} MB, {lossy.retransmitted} segments retransmitted, loss by {by}",
         ),
         Figure(
             "a stream beyond 4 GB: complete streams / streams",
@@ -68,7 +68,7 @@ def _complete(outcome: Outcome) -> float:
 
 
 def _one_stream() -> Topology:
-    """Four ranks, one channel, one shard: two streams."""
+    """Return a lab with four ranks, one channel, one shard, and so two streams."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "onestream.yaml"
         file.write_text(

@@ -19,11 +19,11 @@ TITLE = "Goodput: ring AllGather of 4 ranks, 2 channels, 2 shadow ids (single_to
 ROUNDS = 3
 BYTES, ITERATIONS = 150_000_000, 3
 BMV2_SHARE = 15
-"""BMv2 gets a fifteenth of the bytes, or it would take minutes."""
+"""BMv2 gets 1/15 of the bytes; otherwise it would take minutes."""
 
 
 def measure() -> list[Result]:
-    """Every figure of this module; the runs of one round follow each other directly."""
+    """Return every figure of this module; the runs of a round are consecutive."""
     if os.geteuid() != 0:
         return [Skipped("goodput", "needs root, for network namespaces")]
     quiet_warmup()

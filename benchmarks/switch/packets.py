@@ -1,8 +1,8 @@
-"""Packet by packet: frames of 1,500 bytes through each target: plain, tagged and flooded, in turn.
+"""Packet rates: frames of 1,500 bytes through each target: plain, tagged and flooded, in turn.
 
 A closed loop keeps a few dozen frames inside the switch, so that nothing is dropped and the switch sets the
-pace. Plain frames are forwarded by the same program; a tagged one leaves twice, once rewritten. So does a
-flooded one, which the program only replicates: what the target's own replication leaves of plain forwarding.
+pace. The same program forwards plain frames. A tagged frame leaves twice, once rewritten. A flooded frame
+also leaves twice, but is only replicated, which shows the cost of the target's own replication.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 
 from benchmarks.figures import Figure, Result, Skipped, ratios
 
-TITLE = "Packet by packet: frames of 1,500 bytes, closed loop, one shadow copy each where tagged"
+TITLE = "Packet by packet: frames of 1,500 bytes, closed loop, one shadow copy of each tagged frame"
 ROUNDS, SECONDS = 9, 0.8
 WINDOW = 48
-"""Frames inside the switch: below BMv2's 64 a queue."""
+"""Frames inside the switch: fewer than the 64 of a BMv2 queue."""
 COPIES = {"plain": 1, "tagged": 2, "flooded": 2}
-"""How often a frame leaves, by mode."""
+"""Number of outputs per frame, by mode."""
 _UNKNOWN_MAC = "02:00:00:00:00:99"
 
 
@@ -35,13 +35,13 @@ class Measured:
     """One mode, round by round."""
 
     rates: list[float] = field(default_factory=list)
-    """Frames a second that came in, and out as often as they should."""
+    """Received frames per second whose outputs all arrived."""
     costs: list[float] = field(default_factory=list)
-    """The switch's processor time for each such frame, microseconds, the kernel's part included."""
+    """The switch's processor time per such frame in microseconds, including the kernel's."""
 
 
 def _packets_per_second(out: socket.socket, taps: list[socket.socket], frame: bytes, seconds: float) -> float:
-    """Send `frame` again and again; a frame counts once it has come out at every tap."""
+    """Send `frame` repeatedly; it counts when it has arrived at every tap."""
     counts = [0] * len(taps)
     sent = 0
     buffer = bytearray(2048)
@@ -53,16 +53,16 @@ def _packets_per_second(out: socket.socket, taps: list[socket.socket], frame: by
         while sent - min(counts) < WINDOW:
             out.send(frame)
             sent += 1
-        poller.poll(10)  # rather than to spin: the switch needs the processor
+        poller.poll(10)  # do not spin: the switch needs the processor
         for index, tap in enumerate(taps):
             counts[index] += _drain(tap, buffer)
     if min(counts) == 0:
-        raise RuntimeError("nothing comes out of the switch")
+        raise RuntimeError("the switch sends no frames")
     return min(counts) / (now - start)
 
 
 def worker(target: str) -> None:
-    """Runs in a process of its own, which goes into a network namespace of its own."""
+    """Measure in a separate process, which enters its own network namespace."""
     from controlplane import forwarding, replication, streams  # noqa: PLC0415
     from controlplane.entities import FLOOD_GROUP, Entity, MulticastGroup  # noqa: PLC0415
     from controlplane.p4runtime.codec import Codec  # noqa: PLC0415
@@ -105,7 +105,7 @@ def worker(target: str) -> None:
 
 
 def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> dict[str, Measured]:
-    """All modes in turn, every other round backwards."""
+    """Measure all modes in turn, in reverse order in every other round."""
     out, *taps = hosts
     found = {mode: Measured() for mode in frames}
     for turn in range(-1, ROUNDS):
@@ -114,7 +114,7 @@ def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> 
             rate = _packets_per_second(out, taps[: COPIES[mode]], frames[mode], SECONDS)
             used += _processor_time(pid)
             passed = time.monotonic() - start
-            if turn >= 0:  # the round before the first only warms up
+            if turn >= 0:  # round 0 is the warm-up
                 found[mode].rates.append(rate)
                 found[mode].costs.append(used / (rate * passed) * 1e6)
             _settle(taps)
@@ -122,8 +122,8 @@ def _measure(hosts: list[socket.socket], pid: int, frames: dict[str, bytes]) -> 
 
 
 def _processor_time(pid: int) -> float:
-    """Seconds that all threads of a process have run so far."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")  # nanoseconds; `stat` counts whole ticks
+    """Return the processor time of all threads of a process so far, in seconds."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")  # in nanoseconds; `stat` only has ticks
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
@@ -135,7 +135,7 @@ def _raw(interface: str) -> socket.socket:
 
 
 def _drain(tap: socket.socket, buffer: bytearray) -> int:
-    """Take every frame that is there; how many."""
+    """Read all waiting frames; return their number."""
     count = 0
     while True:
         try:
@@ -146,14 +146,14 @@ def _drain(tap: socket.socket, buffer: bytearray) -> int:
 
 
 def _settle(taps: list[socket.socket]) -> None:
-    """Let what is inside the switch come out, and throw it away."""
+    """Discard the frames that are still inside the switch."""
     time.sleep(0.2)
     for tap in taps:
         _drain(tap, bytearray(2048))
 
 
 def measure() -> list[Result]:
-    """Every figure of this module."""
+    """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("packets", "needs root, for a network namespace")]
     found = {"softswitch": _run("softswitch")}
@@ -178,7 +178,7 @@ def measure() -> list[Result]:
 
 
 def _shares(bmv2: dict[str, Measured]) -> list[Result]:
-    """What tagging leaves of plain forwarding, counted where packets leave and where they come in."""
+    """Return the rate of tagged frames relative to plain ones, counted at output and at input."""
     plain, tagged, flooded = (bmv2[mode] for mode in ("plain", "tagged", "flooded"))
     received = ratios(tagged.rates, plain.rates)
     cost = ratios(plain.costs, tagged.costs)

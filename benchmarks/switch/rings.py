@@ -1,4 +1,4 @@
-"""Rings in a lab, for benchmarks: the runs of `checkmate lab run`, without hashing and checking."""
+"""Rings in a lab, for benchmarks: like `checkmate lab run`, without hashing and checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _incarnations = itertools.count()
 
 @contextlib.contextmanager
 def controlled(lab: Lab) -> Iterator[Crew]:
-    """The controller serving in a lab that is up."""
+    """Run the controller in a lab that is up."""
     with Crew(lab) as crew, serving(crew):
         yield crew
 
@@ -37,7 +37,7 @@ def gather(
     tagged: bool,
     operation: Operation = "allgather",
 ) -> Outcome:
-    """Rings gather, or reduce, `nbytes` of tensors in `iterations`; shadow nodes read copies where tagged."""
+    """Gather or reduce `nbytes` of tensors in `iterations`; with `tagged`, shadow nodes read copies."""
     load = Load(
         nbytes,
         iterations,
@@ -51,12 +51,12 @@ def gather(
     )
     outcome = Traffic(crew, load).run()
     if tagged and not outcome.good:
-        raise RuntimeError(f"not all that was tagged reached the shadow nodes: {outcome.data()}")
+        raise RuntimeError(f"not all tagged bytes reached the shadow nodes: {outcome.data()}")
     return outcome
 
 
 def bridge_instead(lab: Lab) -> None:
-    """Put the kernel's own bridge in the place of a lab's only switch."""
+    """Replace a lab's only switch by the kernel's bridge."""
     (switch,) = lab.switches
     lab.stop_switch(switch.name)
     with namespaces.entered(lab.namespace(switch.name)), IPRoute() as ip:
@@ -68,5 +68,5 @@ def bridge_instead(lab: Lab) -> None:
 
 
 def quiet_warmup() -> None:
-    """Compile the tagger before anything is timed."""
+    """Compile the tagger before measurements."""
     subprocess.run([sys.executable, "-m", "checkmate.tagger", "--build"], check=True, capture_output=True)

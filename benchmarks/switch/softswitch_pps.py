@@ -1,4 +1,4 @@
-"""Packets per second that a program runs at in the embedded target, without ports, on one core.
+"""Packets per second of a program in the embedded target, without ports, on one core.
 
     python -m benchmarks.switch.softswitch_pps [--seconds 2] [--profile]
 
@@ -27,7 +27,7 @@ MACS = ("02:00:00:00:00:01", "02:00:00:00:00:02")
 
 
 def program() -> Program:
-    """Checkmate's program with one boundary, one shadow node and two hosts."""
+    """Load Checkmate's program with one boundary, one shadow node and two hosts."""
     p4info = p4i.P4Info()
     text_format.Parse((BUILD / "checkmate_v1model.p4info.txtpb").read_text(), p4info)
     loaded = load((BUILD / "checkmate_v1model.json").read_bytes(), p4info)
@@ -48,7 +48,7 @@ def program() -> Program:
 
 
 def frame(size: int, channel: int | None) -> bytes:
-    """A TCP segment of so many bytes in all, with a tag if a channel is given."""
+    """Return a TCP segment of `size` bytes in total, with a tag if a channel is specified."""
     headers = Ether(src=MACS[0], dst=MACS[1]) / IP(
         src="10.0.0.1", dst="10.0.0.2", tos=0 if channel is None else 0x80
     )
@@ -60,7 +60,7 @@ def frame(size: int, channel: int | None) -> bytes:
 
 
 def rate(loaded: Program, packet: bytes, seconds: float) -> float:
-    """Packets per second for one packet again and again."""
+    """Return packets per second for one repeated packet."""
     process = loaded.process
     count = 0
     start = time.perf_counter()
@@ -76,8 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each kind of packet")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds for each kind of packet")
+    parser.add_argument("--profile", action="store_true", help="print a profile")
     arguments = parser.parse_args()
     loaded = program()
     kinds = {"plain": None, "tagged, one shadow copy": 1, "tagged, no shadow copy": 2}

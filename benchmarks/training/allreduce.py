@@ -1,6 +1,6 @@
-"""The ring AllReduce (fp32, 2 channels, untagged) beside gloo's: same links and congestion control, in turns.
+"""The ring AllReduce (fp32, 2 channels, untagged) against gloo's, in turns on the same links.
 
-The ring averages; gloo only sums, which is less.
+The ring averages. Gloo only sums, which is less work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SECONDS = 300.0
 
 
 def measure() -> list[Result]:
-    """One run; the slowest rank's time counts."""
+    """Measure in one run; the slowest rank's time counts."""
     if os.geteuid() != 0:
         return [Skipped("allreduce", "needs root, for network namespaces")]
     with Progress(transient=True) as bar, Lab(load("single_tor"), "softswitch", name="benchreduce") as lab:
@@ -49,7 +49,7 @@ def measure() -> list[Result]:
 
 
 def figures(said: list[dict[str, Any]]) -> list[Result]:
-    """From what each rank has printed."""
+    """Return the figures from the output of each rank."""
     algorithm = said[0]["congestion_control"]
     found: list[Result] = []
     for main in MAINS:

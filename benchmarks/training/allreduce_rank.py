@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.training.allreduce`: times gloo's AllReduce and the ring's, in turns. Prints JSON.
+"""One rank of `benchmarks.training.allreduce`: it times gloo's AllReduce and the ring's, and prints JSON.
 
 python -m benchmarks.training.allreduce_rank --rank 0 --ips 10.0.0.1 10.0.0.2 --interface nic0 \\
     --mib 8 --rounds 5
@@ -24,9 +24,9 @@ from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
 from checkmate.wire.schedule import Bucket
 
 MAINS = ("idle", "busy")
-"""What the main thread does meanwhile: wait, or spin in Python."""
+"""The main thread meanwhile: it waits, or spins in Python."""
 _SAMPLE_BYTES, _MOST_IN_A_ROW = 64 << 20, 8
-"""Smaller tensors are reduced several times in a row: how the kernel schedules a single one is chance."""
+"""Smaller tensors are reduced several times in a row, because the scheduling of a single one is random."""
 _CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _SECONDS = 120.0
 
@@ -34,10 +34,10 @@ _SECONDS = 120.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ips", nargs="+", required=True, help="one a rank, in ring order")
-    parser.add_argument("--interface", required=True, help="that has this rank's address")
+    parser.add_argument("--ips", nargs="+", required=True, help="one per rank, in ring order")
+    parser.add_argument("--interface", required=True, help="interface with this rank's address")
     parser.add_argument("--mib", type=int, nargs="+", required=True, help="sizes of the tensor")
-    parser.add_argument("--rounds", type=int, default=5, help="of each size and kind")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions for each size and kind")
     parser.add_argument("--channels", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the ranks share one machine
@@ -58,16 +58,16 @@ def main() -> int:
 
 
 def same_congestion_control() -> str:
-    """This namespace's, which gloo's sockets have: loss-based as the ring's, where the kernel lets it be."""
+    """Set and return the congestion control of gloo's sockets: loss-based like the ring's, if allowed."""
     for algorithm in ("cubic", "reno"):
-        with contextlib.suppress(PermissionError):  # only what tcp_allowed_congestion_control lists
+        with contextlib.suppress(PermissionError):  # only algorithms in tcp_allowed_congestion_control
             _CONTROL.write_text(algorithm)
             break
     return _CONTROL.read_text().strip()
 
 
 def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of an AllReduce, by what the main thread does and who reduces; not the first of each."""
+    """Return the seconds of each AllReduce by main thread and implementation, without the first ones."""
     times = min(max(1, _SAMPLE_BYTES // nbytes), _MOST_IN_A_ROW)
     found: dict[str, dict[str, list[float]]] = {main: {"gloo": [], "ring": []} for main in MAINS}
     tensor = torch.zeros(nbytes // 4)
@@ -87,7 +87,7 @@ def timings(ring: Ring, nbytes: int, rounds: int) -> dict[str, dict[str, list[fl
 
 
 def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool) -> float:
-    """From a barrier on until this rank has the last result of so many, one after another."""
+    """Return the seconds from a barrier until this rank has the last of `times` results, in turn."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(times):
@@ -102,7 +102,10 @@ def timed(start: Callable[[], Callable[[bool], bool]], times: int, *, busy: bool
 
 
 def gloo_reduce(tensor: torch.Tensor) -> Callable[[], Callable[[bool], bool]]:
-    """Starts gloo's AllReduce of the tensor; what it returns says whether it is done, or waits for that."""
+    """Return a function that starts gloo's AllReduce of the tensor.
+
+    It returns a function that tests whether it is done, or waits for that.
+    """
 
     def start() -> Callable[[bool], bool]:
         work = dist.all_reduce(tensor, async_op=True)
@@ -113,7 +116,7 @@ def gloo_reduce(tensor: torch.Tensor) -> Callable[[], Callable[[bool], bool]]:
 
 @contextlib.contextmanager
 def ring_reduce(ring: Ring, tensor: torch.Tensor) -> Iterator[Callable[[], Callable[[bool], bool]]]:
-    """The same with the ring's."""
+    """Yield the same function for the ring's AllReduce."""
     finished = threading.Event()
     errors: list[RingError] = []
 

@@ -1,9 +1,9 @@
-"""Iteration time with Checkmate, without, and with checkpoints that training saves itself.
+"""Iteration time with Checkmate, without it, and with checkpoints that training saves itself.
 
-Against the same ring untagged, twins in the same processes take turns (`benchmarks.training.twins`).
-Against DDP over gloo, which in some blocks saves its state, two jobs in labs of their own do, on links of the
-same kind.
-Trainers share one core; switches, controllers and shadow nodes another.
+The comparison with the same untagged ring uses twins that take turns in the same processes
+(`benchmarks.training.twins`). The comparison with DDP over gloo, which saves its state in some blocks, uses
+two jobs that take turns in two labs with the same kind of links. Trainers share one core; switches,
+controllers and shadow nodes share another.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from topologies.training.side_by_side import cores, start, training_lab
 
 BATCH: Final = 8
 TITLE: Final = (
-    f"Iteration time: a GPT of 5 million parameters, {BATCH} x 64 bytes a rank, 4 ranks that share one core"
+    f"Iteration time: a GPT of 5 million parameters, {BATCH} x 64 bytes per rank, 4 ranks that share one core"
 )
 ROUNDS: Final = 3
 STARTS, TURNS = 3, 50
-"""Of the twins, and turns in each: the machine's pace changes by a tenth from one second to the next."""
+"""Jobs of twins, and turns in each: the machine's speed varies by a tenth from one second to the next."""
 SAVES: Final = {f"{what} {every}": every for what in ("torch.save", "async_save") for every in (1, 5, 20)}
-"""Modes of `benchmarks.training.saving`, and after how many iterations each saves."""
+"""Modes of `benchmarks.training.saving`, with the number of iterations between two checkpoints."""
 _WARM_UP: Final = 20
 _BLOCK_SECONDS: Final = 300.0
 _TWINS_SECONDS: Final = 1800.0
 
 Blocks = Mapping[str, list[TimedBlock]]
-"""By what was measured; those of one round, or pair, have the same index."""
+"""Blocks by name; those of one round or pair have the same index."""
 
 
 def measure() -> list[Result]:
-    """Every figure of this module; the blocks of one round follow each other directly."""
+    """Return every figure of this module; the blocks of a round are consecutive."""
     if os.geteuid() != 0:
         return [Skipped("iteration time", "needs root, for network namespaces")]
     with tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder:
@@ -55,7 +55,7 @@ def measure() -> list[Result]:
 
 
 def _twins(folder: Path) -> Blocks:
-    """Each turn of both."""
+    """Return each turn of both twins."""
     topology = load("single_tor")
     ranks = len(topology.ranks)
     found: dict[str, list[TimedBlock]] = defaultdict(list)
@@ -75,8 +75,8 @@ def _twins(folder: Path) -> Blocks:
 
 @contextlib.contextmanager
 def _jobs(folder: Path) -> Iterator[dict[str, TrainingJob]]:
-    """Checkmate and gloo, ready to begin."""
-    # DDP averages over the same links as the ring: gloo takes the training network, not mgmt.
+    """Yield jobs with Checkmate and gloo, ready to begin."""
+    # DDP uses the same links as the ring: gloo gets the training network, not mgmt.
     gloo = {"GLOO_SOCKET_IFNAME": "data0", saving.FOLDER: str(folder)}
     endless = ("--iterations", "1000000", "--batch", str(BATCH))
     plans = {
@@ -96,7 +96,7 @@ def _jobs(folder: Path) -> Iterator[dict[str, TrainingJob]]:
         }
         start(jobs.values())
         for job in jobs.values():
-            _block(job, _WARM_UP)  # DDP builds its buckets anew, windows open
+            _block(job, _WARM_UP)  # DDP rebuilds its buckets, TCP windows open
         yield jobs
 
 
@@ -107,7 +107,7 @@ def _race(jobs: Mapping[str, TrainingJob]) -> Blocks:
         for number in range(ROUNDS):
             modes = ("checkmate", "nothing", *SAVES)
             for mode in modes if number % 2 == 0 else modes[::-1]:
-                timed = max(10, SAVES.get(mode, 1))  # a whole number of times what is saved
+                timed = max(10, SAVES.get(mode, 1))  # a multiple of the interval between checkpoints
                 job = jobs["checkmate" if mode == "checkmate" else "gloo"]
                 found[mode].append(_block(job, 1 + timed, mode))
                 bar.advance(task)
@@ -115,7 +115,7 @@ def _race(jobs: Mapping[str, TrainingJob]) -> Blocks:
 
 
 def _block(job: TrainingJob, iterations: int, mode: str = "") -> TimedBlock:
-    """Train so many iterations; what one takes, without the first, which waits for its turn."""
+    """Train a block; return the mean of its iterations without the first, which waits for its turn."""
     first = job.next_iteration()
     job.let(first + iterations, mode)
     job.await_iterations(first + iterations, _BLOCK_SECONDS)
@@ -126,7 +126,7 @@ def _block(job: TrainingJob, iterations: int, mode: str = "") -> TimedBlock:
         timed[:] = [] if found is None else [found]
         return found is not None
 
-    job.crew.wait(noted, "the ranks' notes", _BLOCK_SECONDS)
+    job.crew.wait(noted, "the ranks' records", _BLOCK_SECONDS)
     return timed[0]
 
 
@@ -135,14 +135,14 @@ def _cost(found: Blocks) -> list[Result]:
     time = ratios([one.seconds for one in ours], [one.seconds for one in theirs])
     used = ratios([one.processor for one in ours], [one.processor for one in theirs])
     ranks = len(load("single_tor").ranks)
-    # What a rank pays is fixed: from this follows the ratio for iterations of another length.
+    # The cost per rank is constant, so this determines the ratio for iterations of another length.
     more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
     return [
         Figure(
             "Checkmate / the same ring untagged", time, "", 1.01, 1.03, smaller=True, note=_interval(time)
         ),
         Figure("the same in processor time of all ranks", used, "", smaller=True, note=_interval(used)),
-        Figure("the difference in processor time, each rank", tuple(more), "ms", note=_interval(more)),
+        Figure("the difference in processor time per rank", tuple(more), "ms", note=_interval(more)),
         *_absolute({kind: found[kind] for kind in twins.KINDS}),
     ]
 
@@ -167,7 +167,7 @@ def _absolute(found: Blocks) -> list[Result]:
 
 
 def _interval(samples: Sequence[float]) -> str:
-    """The median's 95% interval, by order (the binomial distribution's normal approximation)."""
+    """Return the 95% interval of the median, by order statistics (normal approximation)."""
     count = len(samples)
     below = max(math.floor((count - 1.96 * math.sqrt(count)) / 2), 0)
     low, high = sorted(samples)[below], sorted(samples)[count - 1 - below]
@@ -175,4 +175,4 @@ def _interval(samples: Sequence[float]) -> str:
 
 
 def _quietly(_: str) -> None:
-    """Nothing is said of each lab's steps."""
+    """Ignore the steps of labs."""

@@ -1,4 +1,4 @@
-"""From kill -9 of a rank to the end of the next trained iteration, part by part; several kills in one run."""
+"""Time from kill -9 of a rank to the end of the next trained iteration, in parts; several kills per run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SECONDS: Final = 600.0
 
 
 def measure() -> list[Result]:
-    """Every figure of this module, with a sample for each kill."""
+    """Return every figure of this module, with a sample for each kill."""
     if os.geteuid() != 0:
         return [Skipped("recovery", "needs root, for network namespaces")]
     plan = JobPlan(("--iterations", str(_ITERATIONS)), kills=KILLS, restarts=len(KILLS))
@@ -48,9 +48,9 @@ def measure() -> list[Result]:
         record = job.record()
     found = record.recoveries()
     if len(found) != len(KILLS):
-        raise RuntimeError(f"{len(found)} of {len(KILLS)} kills were recovered from")
+        raise RuntimeError(f"training recovered from {len(found)} of {len(KILLS)} kills")
     repeated = float(sum(count - 1 for count in record.repeated.values()))
-    return [*_figures(found), Figure("completed iterations repeated, by all kills together", (repeated,), "")]
+    return [*_figures(found), Figure("completed iterations repeated, all kills together", (repeated,), "")]
 
 
 def _figures(found: list[Recovery]) -> list[Result]:

@@ -1,6 +1,7 @@
-"""Checkpoints that a script saves itself, for `benchmarks.training.iteration`: runs inside each rank.
+"""Checkpoints that a script saves itself, for `benchmarks.training.iteration`; it runs inside each rank.
 
-The mode says what and how often: `torch.save 5`, `async_save 1`; any other: nothing is saved.
+The mode is the function and the interval: `torch.save 5`, `async_save 1`. In any other mode, nothing is
+saved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FOLDER: Final = "CHECKMATE_SAVE_TO"
 
 
 class Saver:
-    """Saves parameters and optimizer state after every so many steps."""
+    """Periodic checkpoints of parameters and optimizer state."""
 
     def __init__(self, driven: Driven, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
         self._driven = driven
@@ -34,7 +35,7 @@ class Saver:
         self._mode = ""
 
     def after_step(self) -> None:
-        """Save where the mode says so: in the middle of every so many steps, counted from its first."""
+        """Save if it is due: in the middle of each interval, counted from the mode's first step."""
         if self._driven.mode != self._mode:
             self._mode, self._steps = self._driven.mode, 0
             self._finish()
@@ -45,7 +46,7 @@ class Saver:
         if what == "torch.save" and dist.get_rank() == 0:
             torch.save(self._state(), self._folder / "model.pt")
         elif what == "async_save":
-            self._finish()  # two at a time would write the same files
+            self._finish()  # two saves at a time would write the same files
             target = self._folder / "dcp"
             pending = async_save(self._state(), checkpoint_id=target, process_group=self._group)
             assert isinstance(pending, Future)

@@ -1,10 +1,10 @@
-"""One rank that trains two models in turns: one protected, its twin over the same ring, untagged.
+"""One rank that trains two models in turns: one protected, and its twin over the same ring, untagged.
 
-Two jobs with processes of their own differ by several percent even where both do the same: by the memory that
-they were given, and by what else the machine does meanwhile. Here it is one process, seconds apart. What
-Checkmate's threads use while they wait falls into the twin's iterations too: it is measured apart and taken
-off. Takes the options of `examples.gpt.train`; --iterations is how many of each are timed, where --seed is
-odd the twin is made first.
+Two jobs in separate processes differ by several percent even if both do the same, because of their memory
+layout and other load on the machine. Here both are in one process, seconds apart. Checkmate's waiting threads
+also use processor time during the twin's iterations. That is measured separately and subtracted. The options
+are those of `examples.gpt.train`: --iterations is the number of timed iterations of each, and with an odd
+--seed the twin is created first.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from topologies.training.substitutes import Untagged
 
 KINDS: Final = ("checkmate", "untagged")
 _WARM_UP: Final = 12
-"""Turns that aren't timed: DDP builds its buckets anew, windows open."""
+"""Turns that are not timed: DDP rebuilds its buckets, and TCP windows open."""
 _STANDING: Final = "standing"
 _IDLE_SECONDS: Final = 5.0
 
 
 class Twin:
-    """A model with all that trains it, as in `examples.gpt.train`."""
+    """A model with optimizer and data, as in `examples.gpt.train`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(options.seed)
@@ -50,7 +50,7 @@ class Twin:
         self.mark: Callable[[], None] = lambda: None
 
     def iterate(self) -> float:
-        """One iteration; its loss."""
+        """Train one iteration; return its loss."""
         loss = self.ddp(*self._data.batch(self._batch, self._context))
         loss.backward()
         checkmate.clip_grad_norm_(self.ddp.parameters(), 1.0)
@@ -62,13 +62,13 @@ class Twin:
 
 
 def main() -> None:
-    """Train both, and leave what each turn took in --out."""
+    """Train both, and write the time of each turn to --out."""
     options = train.parse()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     made = Twin(options), Twin(options)
     ours, theirs = made if options.seed % 2 == 0 else made[::-1]
-    with Untagged(theirs.ddp):  # first: a process has one protected model
+    with Untagged(theirs.ddp):  # first, because a process has one protected model
         before = _idle()
         checkmate.restore(ours.ddp, ours.optimizer, scheduler=ours.scheduler)
         twins = dict(zip(KINDS, (ours, theirs), strict=True))
@@ -87,11 +87,11 @@ def main() -> None:
 
 
 def _turn(twins: Mapping[str, Twin], order: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Of one iteration of each: seconds, and seconds of processor time of this rank."""
+    """Return seconds, and processor time of this rank in seconds, for one iteration of each."""
     found, losses = {}, set()
     random = torch.get_rng_state()
     for kind in order:
-        torch.set_rng_state(random)  # both are given the same, and so have to do the same
+        torch.set_rng_state(random)  # both have the same input, so their losses must be equal
         dist.barrier()
         began, used = time.monotonic(), time.process_time()
         losses.add(twins[kind].iterate())
@@ -102,7 +102,7 @@ def _turn(twins: Mapping[str, Twin], order: Sequence[str]) -> dict[str, tuple[fl
 
 
 def _idle() -> float:
-    """Seconds of processor time that this process uses in a second in which no rank trains."""
+    """Return this process's seconds of processor time in a second without training."""
     dist.barrier()
     time.sleep(1)
     used = time.process_time()
@@ -113,15 +113,16 @@ def _idle() -> float:
 
 
 def turns(folder: Path, ranks: int) -> int:
-    """How many turns each rank has written down so far."""
+    """Return the number of turns that each rank has recorded so far."""
     files = [_file(folder, rank) for rank in range(ranks)]
     return min(file.read_text().count("\n") if file.exists() else 0 for file in files)
 
 
 def read(folder: Path, ranks: int) -> dict[str, list[TimedBlock]]:
-    """By kind, means of two turns, one in each order: the ranks' mean of seconds, their processor time.
+    """Return means of two turns, one in each order, by kind: mean seconds, and processor time of all ranks.
 
-    Ranks share one core, so what all their waiting threads use is taken off the untagged iteration's seconds.
+    Ranks share one core, so the time of all their waiting threads is subtracted from the untagged
+    iteration's.
     """
     said = [[json.loads(line) for line in _file(folder, rank).open()] for rank in range(ranks)]
     standing = sum(rank.pop()[_STANDING] for rank in said)

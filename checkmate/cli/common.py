@@ -1,4 +1,4 @@
-"""What the commands share: consoles, argument types, and one place where errors become messages."""
+"""Shared by all commands: consoles, argument types, and the conversion of errors to messages."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ JobArguments = Annotated[
     list[Path], typer.Argument(help="Job files, or folders of them.", show_default=False)
 ]
 JobArgument = Annotated[Path, typer.Argument(help="A job file.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Data instead of text, errors too.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, errors included.")]
 
 
 class UsageFault(Exception):
-    """A command line that can't be carried out; the message says what would be right."""
+    """A command line that cannot be carried out; the message explains how to correct it."""
 
     exit_code = 2
     data: Mapping[str, object] = MappingProxyType({})
-    """What `--json` tells beside the error."""
+    """Keys that `--json` prints beside the error."""
 
 
 def print_json(data: object) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     json.dump(data, sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")
 
 
 def set_of(arguments: Sequence[Path]) -> JobSet:
-    """Return the job files of a command line, faults and all; `UsageFault` if there are none."""
+    """Read the job files of a command line, faults included. Raise `UsageFault` if there are none."""
     return read_files(JobFiles(arguments))
 
 
 def read_files(files: JobFiles) -> JobSet:
-    """As `set_of`, of files that are to be followed."""
+    """Do as `set_of`, for files that are followed afterwards."""
     found = files.read()
     if not found.files:
         raise UsageFault(f"no job file (*.yaml) in {files}")
@@ -60,31 +60,36 @@ def read_files(files: JobFiles) -> JobSet:
 
 
 def jobs_of(arguments: list[Path]) -> list[Job]:
-    """The jobs of a command line; `UsageFault` where there are none, `JobError` with every fault."""
+    """Return the jobs of a command line.
+
+    Raises:
+        UsageFault: if there are no job files.
+        JobError: if any file has a fault; the error lists all faults.
+    """
     return set_of(arguments).require()
 
 
 def switch_extra() -> None:
-    """Say which install is missing where the control plane's libraries are."""
+    """Raise `UsageFault` if the control plane's libraries are not installed."""
     try:
         import finsy  # noqa: F401, PLC0415
     except ImportError:
         raise UsageFault(
-            "this command speaks P4Runtime, which needs: pip install 'checkmate-training[switch]'"
+            "this command uses P4Runtime, which needs: pip install 'checkmate-training[switch]'"
         ) from None
 
 
 def print_error(
     message: str, exit_code: int, faults: Sequence[Located] = (), more: Mapping[str, object] | None = None
 ) -> None:
-    """What `--json` prints instead of a result (docs/cli.md): one line, as some commands print one by one."""
+    """Print the error as `--json` does (docs/cli.md): on one line, because some commands stream lines."""
     found = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
     text = json.dumps({"error": message, "exit": exit_code, "faults": found, **(more or {})}, default=str)
     sys.stdout.write(f"{text}\n")
 
 
 def says_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Errors that users are meant to see become a message and an exit code, and data with `--json`."""
+    """Turn errors meant for users into a message and an exit code, and into data with `--json`."""
 
     @wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""`checkmate consolidate`: a checkpoint on disk, from the shadow nodes."""
+"""`checkmate consolidate`: write a checkpoint from the shadow nodes to disk."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from checkmate.cli.common import AsJson, JobArgument, UsageFault, err, out, prin
 from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
+from checkmate.wording import counted
 from topologies.signals import unwinding
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class FormatChoice(StrEnum):
-    """What is written."""
+    """The format of a checkpoint."""
 
     dcp = "dcp"
     torch = "torch"
@@ -38,31 +39,32 @@ def consolidate(
     job: JobArgument,
     to: Annotated[
         Path,
-        typer.Option("--out", help="The checkpoint to write; with --every, the folder to keep them in."),
+        typer.Option("--out", help="Checkpoint to write; with --every, folder of checkpoints."),
     ],
     kind: Annotated[
         FormatChoice,
-        typer.Option("--format", help="dcp: a folder, PyTorch Distributed Checkpoint; torch: one file."),
+        typer.Option("--format", help="dcp: PyTorch Distributed Checkpoint, a folder; torch: one file."),
     ] = FormatChoice.dcp,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds within which all shards must be had.")
+        float, typer.Option("--timeout", min=0.1, help="Seconds to wait for all shards.")
     ] = 60.0,
     every: Annotated[
-        int | None, typer.Option("--every", min=1, help="Go on, with a checkpoint every so many iterations.")
+        int | None,
+        typer.Option("--every", min=1, help="Continue, and write a checkpoint every N iterations."),
     ] = None,
     keep: Annotated[
         int,
-        typer.Option("--keep", min=1, help="With --every: how many stay, and each run's last one."),
+        typer.Option("--keep", min=1, help="With --every: checkpoints to keep, beside each run's last."),
     ] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Write the newest iteration that the shadow nodes have, as plain PyTorch loads it.
+    """Write the newest iteration that the shadow nodes hold, in a format that plain PyTorch loads.
 
-    It reads, while training goes on or after its end, and stops nothing. A checkpoint is written whole or
-    not at all. With --every it goes on until Ctrl-C, and whatever fails is tried again: it says so when nodes
-    can't give a checkpoint and when they can again, and of each one that can't be written. Exit status 8
-    where no iteration is whole within --timeout; the message names what is missing. 3 where no node can be
-    reached.
+    Only reads from the nodes, during training or after it, and never stops training. A checkpoint is written
+    completely or not at all. With --every it continues until Ctrl-C and retries after every failure; it
+    reports when no checkpoint is available, when one is available again, and each one that cannot be written.
+    Exit status 8 if no iteration is complete within --timeout; the message lists the missing parts. Exit
+    status 3 if no node can be reached.
 
     Example: checkmate consolidate jobs/gpt.yaml --out checkpoint/
     """
@@ -88,23 +90,23 @@ def consolidate(
                 stopped,
                 (lambda saved: print(json.dumps(_data(saved)), flush=True)) if as_json else _say,
                 _waiting,
-                lambda: err.print("[green]going on:[/green] the checkpoint can be had again"),
+                lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
             )
 
 
 def _check_free(to: Path, kind: FormatChoice) -> None:
-    """`UsageFault` if something is in the way of a checkpoint, before it is read."""
+    """Raise `UsageFault`, before anything is read, if the checkpoint's place is taken."""
     try:
         taken = to.is_dir() and (kind is FormatChoice.torch or any(to.iterdir()))
     except OSError as error:
         raise UsageFault(f"{to} can't be written: {error.strerror}") from None
     if taken:
-        raise UsageFault(f"{to} is a folder that is there already; name another, or give --every")
+        raise UsageFault(f"{to} is an existing folder; choose another, or add --every")
 
 
 @contextmanager
 def _nodes(job: Job) -> Iterator[SnapshotReader]:
-    """The job's nodes, with progress on a terminal."""
+    """Open a reader of the job's nodes that shows progress on a terminal."""
     from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
     columns = (
@@ -140,9 +142,8 @@ def _waiting(text: str) -> None:
 
 
 def _say(saved: Saved) -> None:
-    shards = "1 shard" if saved.shards == 1 else f"{saved.shards} shards"
     out.print(
-        f"{saved.path}: iteration {saved.iteration} of job {saved.job}, {shards}, "
+        f"{saved.path}: iteration {saved.iteration} of job {saved.job}, {counted(saved.shards, 'shard')}, "
         f"{saved.nbytes / 1e6:.1f} MB in {saved.seconds:.1f} s",
         soft_wrap=True,
         markup=False,

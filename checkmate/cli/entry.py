@@ -1,4 +1,4 @@
-"""The `checkmate` console script: Ctrl-C while the libraries load ends it as quietly as later."""
+"""The `checkmate` console script. Ctrl-C ends it quietly even while libraries are being loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the command line; status 130 and no traceback where it is interrupted."""
+    """Run the command line; exit with status 130 and no traceback if it is interrupted."""
     try:
         from checkmate.cli.main import app  # noqa: PLC0415 - takes a second
 
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def _with_json() -> int:
-    """Run a command whose errors are data, also those of the command line itself; its exit status."""
+    """Run a command that prints its errors as JSON, usage errors included; return the exit status."""
     import typer  # noqa: PLC0415
 
     from checkmate.cli.common import print_error  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`checkmate lab`: a topology with its switches in network namespaces of this machine."""
+"""`checkmate lab`: run a topology and its switches in network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ app = typer.Typer(
 
 Topology = Annotated[
     str,
-    typer.Argument(help=f"{', '.join(describe.names())}, or the path of a .yaml file.", show_default=False),
+    typer.Argument(help=f"{', '.join(describe.names())}, or the path to a .yaml file.", show_default=False),
 ]
-Switches = Annotated[str, typer.Option("--target", help=f"Which switch: {' or '.join(TARGETS)}.")]
+Switches = Annotated[str, typer.Option("--target", help=f"Kind of switch: {' or '.join(TARGETS)}.")]
 Name = Annotated[
     str | None, typer.Option("--name", help="The lab's name.", show_default="the topology's name")
 ]
 Mtu = Annotated[int, typer.Option("--mtu", help="MTU of the training links: 1500 or 9000.")]
-Loss = Annotated[str, typer.Option("--loss", help="Share of frames that training links lose, such as 1%.")]
+Loss = Annotated[str, typer.Option("--loss", help="Loss rate of the training links, such as 1%.")]
 Jitter = Annotated[
-    str, typer.Option("--jitter", help="By how much training links delay frames at most, such as 5ms.")
+    str, typer.Option("--jitter", help="Maximum random delay of the training links, such as 5ms.")
 ]
 
 
@@ -61,7 +61,7 @@ def up(
     share: Loss = "0",
     delay: Jitter = "0",
 ) -> None:
-    """Make a lab, start its switches, and leave it there. `checkmate lab down` removes it.
+    """Create a lab, start its switches, and keep it. `checkmate lab down` removes it.
 
     Example: checkmate lab up single_tor --target bmv2
     """
@@ -75,7 +75,7 @@ def up(
     if lab.loss_by:
         out.print(f"training links lose {share} of their frames ({lab.loss_by})")
     if lab.jitter:
-        out.print(f"training links delay frames at random, each way by up to {lab.jitter * 1000:g} ms")
+        out.print(f"training links delay frames at random, by up to {lab.jitter * 1000:g} ms each way")
     out.print(picture.next_steps(lab.topology, lab.name, lab.job_file), soft_wrap=True, markup=False)
 
 
@@ -83,14 +83,14 @@ def up(
 @says_errors
 def down(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Labs by name; or give --all.", show_default=False)
+        list[str] | None, typer.Argument(help="Names of labs; or use --all.", show_default=False)
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
-    if_up: Annotated[bool, typer.Option("--if-up", help="A lab that isn't there is no error.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Remove every lab of this machine.")] = False,
+    if_up: Annotated[bool, typer.Option("--if-up", help="Do not fail if a lab does not exist.")] = False,
 ) -> None:
-    """End what runs in labs, and remove them: also what a killed `up` or `run` has left.
+    """Stop all processes in labs and remove the labs, including remains of a killed `up` or `run`.
 
-    A lab that isn't there is an error, and then nothing is removed; with --if-up it is none.
+    Removes nothing and fails if a lab does not exist; --if-up ignores such labs.
 
     Example: checkmate lab down single_tor
     """
@@ -103,20 +103,20 @@ def down(
         except describe.LabInUse as error:
             kept.append(error)
             continue
-        out.print(f"lab {name} removed" if found else f"there is no lab {name}; nothing to remove")
+        out.print(f"lab {name} removed" if found else f"lab {name} does not exist; nothing to remove")
     if kept:
         raise kept[0]
 
 
 def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
-    """The labs that `down` is to remove; `UsageFault` where it isn't said which, or one isn't there."""
-    there = ", ".join(state.existing()) or "none"
+    """Return the labs that `down` removes. Raise `UsageFault` if none are given or one does not exist."""
+    labs_up = f"labs that are up: {', '.join(state.existing()) or 'none'}"
     if bool(names) == every:
-        both = "either labs by name or --all, not both" if every else "which labs, by name, or --all"
-        raise UsageFault(f"say {both}; there is {there}")
+        choice = "either lab names or --all, not both" if every else "lab names or --all"
+        raise UsageFault(f"specify {choice}; {labs_up}")
     missing = [name for name in names if not _exists(name)]
     if missing and not if_up:
-        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; there is {there}")
+        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; {labs_up}")
     return names or state.existing()
 
 
@@ -146,14 +146,14 @@ def run(
     mtu: Mtu = 1500,
     share: Loss = "0",
     delay: Jitter = "0",
-    megabytes: Annotated[int, typer.Option(help="Of tensors that the rings gather.")] = 200,
-    iterations: Annotated[int, typer.Option(help="In so many iterations.")] = 4,
+    megabytes: Annotated[int, typer.Option(help="Size of the tensors that the rings gather.")] = 200,
+    iterations: Annotated[int, typer.Option(help="Number of iterations.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Make a lab, gather tensors over its rings, compare both ends of every shadow stream, remove the lab.
+    """Create a lab, gather tensors over its rings, compare both ends of each shadow stream, remove the lab.
 
-    Ranks tag with the eBPF tagger; shadow nodes read their streams on ordinary sockets. Exit status 1
-    where a stream differs, or the lab fails.
+    Ranks tag with the eBPF tagger; shadow nodes read their streams on ordinary sockets. Exit status 1 if a
+    stream differs or the lab fails.
 
     Example: checkmate lab run two_tor --loss 1% --jitter 5ms
     """

@@ -1,4 +1,4 @@
-"""`checkmate lab list`: the topologies that come with Checkmate, and the labs of this machine."""
+"""`checkmate lab list`: list the topologies that come with Checkmate and the labs of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from topologies.kernel import namespaces
 class LabStanding:
     """A lab of this machine.
 
-    `up`: something runs in it, else it is what a killed command has left; `None` where only root can tell.
+    `up` is true if processes run in it, false if it is left over from a killed command, and `None` if only
+    root can determine that.
     """
 
     name: str
@@ -29,12 +30,12 @@ class LabStanding:
 
 
 def topologies() -> dict[str, str]:
-    """The titles of the topologies that come with Checkmate, by name."""
+    """Return the title of each topology that comes with Checkmate, by name."""
     return {name: describe.load(name).title for name in describe.names()}
 
 
 def standing() -> list[LabStanding]:
-    """Every lab that this machine has something of."""
+    """Return every lab that exists on this machine, even in part."""
     found = []
     for name in state.existing():
         record = state.read_record(name)
@@ -45,12 +46,12 @@ def standing() -> list[LabStanding]:
 
 
 def data() -> dict[str, object]:
-    """Both, for `--json`."""
+    """Return topologies and labs, for `--json`."""
     return {"topologies": topologies(), "labs": [asdict(lab) for lab in standing()]}
 
 
 def show(out: Console) -> None:
-    """Both, as text."""
+    """Print topologies and labs as text."""
     shipped = _table("topology", "title")
     for name, title in topologies().items():
         shipped.add_row(name, title)
@@ -63,7 +64,7 @@ def show(out: Console) -> None:
     for lab in labs:
         table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
     out.print(table)
-    for lab in labs:  # on lines of their own, which no table breaks: they are there to be copied
+    for lab in labs:  # outside the table, which would wrap lines that users copy
         out.print(f"job of {lab.name}: {lab.job_file}", soft_wrap=True)
     for lab in labs:
         if lab.up is False:
@@ -72,7 +73,7 @@ def show(out: Console) -> None:
 
 def _state(lab: LabStanding) -> str:
     if lab.up is None:
-        return "only root can tell"
+        return "unknown without root"
     return "up" if lab.up else "left over"
 
 

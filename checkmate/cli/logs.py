@@ -1,4 +1,4 @@
-"""Log lines of commands that run for long."""
+"""Log lines of long-running commands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.logging import RichHandler
 from checkmate.cli.common import err
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
-"""Of this machine's clock and time zone, as in the switch's own log."""
+"""Local time, as in the switch's own log."""
 
 
 def log_to_stderr() -> None:
-    """Each line with its time, so that those of several machines can be laid side by side."""
+    """Log to standard error, each line with its time so that logs of several machines can be merged."""
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME))
     if err.is_terminal:

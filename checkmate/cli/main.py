@@ -1,4 +1,4 @@
-"""The `checkmate` command. Commands are loaded when asked for: hosts lack what the switch's need."""
+"""The `checkmate` command. Commands load on demand: some hosts lack the switch commands' libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "profile": "planning.profile",
     "lab": "lab",
 }
-"""Each command's module here, with a function of the command's name, or an `app` of its own commands."""
+"""The module of each command. It has a function of that name, or an `app` with subcommands."""
 _SWITCH_LIBRARIES: Final = ("finsy", "scapy")
 
 
@@ -33,11 +33,11 @@ class Commands(TyperGroup):
     """The commands, in the order of their help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name; `None` where there is none."""
+        """Return the command of that name, or `None`."""
         return _load(cmd_name) if cmd_name in COMMANDS else None
 
 
@@ -57,7 +57,7 @@ def _load(name: str) -> Any:
 
 
 def _without_switch(name: str) -> Any:
-    """In place of a command whose libraries aren't installed; takes any arguments."""
+    """Return a stand-in, which takes any arguments, for a command whose libraries are not installed."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     @alone.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -72,7 +72,7 @@ def _without_switch(name: str) -> Any:
 app = typer.Typer(
     name="checkmate",
     cls=Commands,
-    help="Checkpoints of data-parallel training, never older than one iteration.",
+    help="Checkpoint data-parallel training after every iteration.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,

@@ -1,4 +1,4 @@
-"""`checkmate remove`: take jobs off their switches."""
+"""`checkmate remove`: remove jobs from their switches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from controlplane.remove import remove_jobs
 
 @says_errors
 def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
-    """Take jobs off their switches: their entries, groups and connected streams. Others lose nothing.
+    """Remove jobs from their switches: entries, groups and connected streams. Other jobs are not affected.
 
-    While `checkmate run` serves a switch it is the one to do this: remove the job's file from it.
+    While `checkmate run` serves a switch, remove the job's file from its folder instead.
 
     Example: checkmate remove jobs/gpt.yaml
     """
@@ -31,8 +31,8 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
         reports = asyncio.run(remove_jobs(jobs_of(jobs)))
     except AnotherPrimary as error:
         raise AnotherPrimary(
-            f"{error}. Stop that `checkmate run` and try again; or take the job's file out of the folder "
-            "that it serves: it then removes the job itself"
+            f"{error}. Stop that `checkmate run` and try again; or remove the job's file from the folder "
+            "that it serves, and it removes the job itself"
         ) from None
     if as_json:
         print_json({r.switch: {"updates": r.updates, "entities": r.held} for r in reports})

@@ -29,9 +29,7 @@ VIEW_SECONDS = 1.0
 def run(
     jobs: JobArguments,
     once: Annotated[bool, typer.Option("--once", help="Write what is missing, and end.")] = False,
-    load: Annotated[
-        bool, typer.Option("--load", help="Replace another program that the switch runs, or ours anew.")
-    ] = False,
+    load: Annotated[bool, typer.Option("--load", help="Load the program, whatever the switch runs.")] = False,
     view: Annotated[
         bool | None,
         typer.Option("--view/--no-view", help="Live view of the streams.", show_default="on a terminal"),
@@ -39,10 +37,9 @@ def run(
 ) -> None:
     """Install jobs on their switches, then serve as the stub TCP endpoint until stopped.
 
-    The switches are brought to exactly these jobs: a second run of the same jobs writes nothing, and
-    what other jobs left there is removed. Job files are followed: edit, add or remove them while it
-    runs. Stopping it leaves everything installed, so connected streams go on; `checkmate remove`
-    takes a job off.
+    The switches get exactly these jobs: a second run of the same jobs writes nothing, and entries of
+    other jobs are removed. Edit, add or remove job files while it runs: it follows them. Stopping it
+    leaves everything installed, so connected streams continue; `checkmate remove` removes a job.
 
     Exit status: 2 bad input, 3 switch unreachable, 4 wrong program, 5 another primary, 6 write refused.
 
@@ -132,7 +129,7 @@ async def _read(fleet: Fleet) -> list[SwitchStatus]:
         try:
             found.append(await read_status(session, network, controller.held))
         except SwitchUnreachable:
-            continue  # `serve` says so, and reconnects
+            continue  # `serve` logs it, and reconnects
         except asyncio.CancelledError:
             if task is not None and task.cancelling():
                 raise

@@ -1,4 +1,4 @@
-"""`checkmate shadow`: one shadow node of a job."""
+"""`checkmate shadow`: run one shadow node of a job."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from checkmate.job.schema import Job
 @says_errors
 def shadow(
     job: JobArgument,
-    node_id: Annotated[int, typer.Option("--id", help="The node's id in the job's shadow_nodes.")],
+    node_id: Annotated[int, typer.Option("--id", help="Id of the node in the job's shadow_nodes.")],
     view: Annotated[
         bool | None,
         typer.Option("--view/--no-view", help="Live view.", show_default="on a terminal"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON each second, no view.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON each second, without a view.")
+    ] = False,
     receive_buffer: Annotated[
-        int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of a stream, in MB.")
+        int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of each stream, in MB.")
     ] = 64,
     grace: Annotated[
         float,
-        typer.Option("--grace", min=0.1, help="Seconds after which a stream's missing bytes are lost."),
+        typer.Option("--grace", min=0.1, help="Seconds until missing bytes of a stream count as lost."),
     ] = 2.0,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Of a step.", show_default="one a core")
+        int | None, typer.Option("--threads", min=1, help="Threads of a step.", show_default="one a core")
     ] = None,
 ) -> None:
     """Receive reduced gradients on this node's NICs, step its shards, and serve the checkpoint.
 
     Prints "ready" once it serves at its mgmt address; streams are connected when training begins. Needs
-    CAP_NET_ADMIN for its receive buffers. Ctrl-C ends it.
+    CAP_NET_ADMIN for its receive buffers. Stop it with Ctrl-C.
 
     Example: checkmate shadow jobs/gpt.yaml --id 0
     """
@@ -73,12 +75,12 @@ def _check_id(job: Job, node_id: int) -> None:
         raise UsageFault(f"job {job.job} has no shadow node {node_id}; its ids are {there}")
     used = {i for group in range(len(job.dp_groups)) for i in job.shadow_list(group)}
     if node_id not in used:
-        raise UsageFault(f"shadow node {node_id} is in no DP group's shadow_nodes: it would hold nothing")
+        raise UsageFault(f"no DP group has shadow node {node_id} in its shadow_nodes: it would hold nothing")
 
 
 @contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM, which end the node cleanly: exit status 0."""
+    """Yield an event that Ctrl-C or SIGTERM sets, so that the node ends cleanly with exit status 0."""
     stopped = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)

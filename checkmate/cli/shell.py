@@ -1,7 +1,7 @@
-"""`checkmate shell`: p4runtime-shell against a job's switch.
+"""`checkmate shell`: open p4runtime-shell on a job's switch.
 
-p4runtime-shell's generated code loads only with protobuf 3.20 in its pure-Python form, so it lives in an
-environment of its own (design, section 8), which `--install` makes beside this one.
+The generated code of p4runtime-shell loads only with the pure-Python form of protobuf 3.20. It therefore has
+its own environment (design, section 8), which `--install` creates beside this one.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ PACKAGES = ("p4runtime-shell==0.0.6", "protobuf==3.20.3", "setuptools<81")
 @says_errors
 def shell(
     job: Annotated[Path | None, typer.Argument(help="A job file.", show_default=False)] = None,
-    switch: Annotated[
-        str, typer.Option(help="Which of the job's switches; needed where there are several.")
-    ] = "",
+    switch: Annotated[str, typer.Option(help="Name of the switch; needed if the job has several.")] = "",
     primary: Annotated[
-        bool, typer.Option("--primary", help="Become the primary, to write; ends a serving `run`.")
+        bool, typer.Option("--primary", help="Become primary, to write; ends a `run` on that switch.")
     ] = False,
-    install: Annotated[bool, typer.Option("--install", help="Make the shell's environment.")] = False,
+    install: Annotated[bool, typer.Option("--install", help="Create the shell's environment.")] = False,
 ) -> None:
-    """Open p4runtime-shell on a job's switch: a backup, which reads, beside whatever serves it.
+    """Open p4runtime-shell on a job's switch, as a read-only backup beside the serving controller.
 
     Example: checkmate shell jobs/gpt.yaml --switch tor1
     """
@@ -46,10 +44,10 @@ def shell(
         if job is None:
             return
     if job is None:
-        raise UsageFault("name a job file, for its switches' addresses")
+        raise UsageFault("specify a job file; it has the addresses of the switches")
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
-        raise UsageFault("p4runtime-shell has no environment yet; make it with `checkmate shell --install`")
+        raise UsageFault("p4runtime-shell is not installed; install it with `checkmate shell --install`")
     one = chosen(read_job(job).fabric.switches, switch)
     if primary:
         err.print(
@@ -62,18 +60,18 @@ def shell(
 
 
 def chosen(switches: Sequence[Switch], name: str) -> Switch:
-    """The switch of that name, or the only one."""
+    """Return the switch of that name, or the only one. Raise `UsageFault` if there is none."""
     names = ", ".join(s.name for s in switches)
     if not name and len(switches) > 1:
-        raise UsageFault(f"the job has several switches; say --switch with one of {names}")
+        raise UsageFault(f"the job has several switches; add --switch with one of {names}")
     for one in switches:
         if name in ("", one.name):
             return one
-    raise UsageFault(f"the job has no switch {name!r}; there are {names}")
+    raise UsageFault(f"the job has no switch {name!r}; its switches are {names}")
 
 
 def invocation(switch: Switch, *, primary: bool = False) -> tuple[list[str], dict[str, str]]:
-    """The command and environment that open p4runtime-shell on `switch`."""
+    """Return the command and environment that open p4runtime-shell on `switch`."""
     command = [
         str(ENVIRONMENT / "bin" / "python"),
         "-m",
@@ -93,7 +91,7 @@ def invocation(switch: Switch, *, primary: bool = False) -> tuple[list[str], dic
 
 
 def install_shell() -> None:
-    """Make the environment, unless it is there and whole."""
+    """Create the environment, unless it exists and works."""
     python = ENVIRONMENT / "bin" / "python"
     probe = [str(python), "-c", "import p4runtime_sh.shell"]
     environment = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
@@ -102,7 +100,7 @@ def install_shell() -> None:
         and subprocess.run(probe, env=environment, capture_output=True, check=False).returncode == 0
     ):
         return
-    err.print("making p4runtime-shell's environment ...")
+    err.print("installing p4runtime-shell ...")
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     result = subprocess.run(
         [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES],
@@ -111,5 +109,5 @@ def install_shell() -> None:
         check=False,
     )
     if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        last = (result.stderr.strip().splitlines() or ["pip printed no reason"])[-1]
         raise UsageFault(f"p4runtime-shell can't be installed: {last}")

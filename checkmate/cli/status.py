@@ -1,4 +1,4 @@
-"""`checkmate status`: what the switches say of jobs' streams."""
+"""`checkmate status`: show the streams of jobs, as their switches report them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.2
 
 
 class NotConnected(UsageFault):
-    """`--wait` ran out of time; `data` has the status as it is then."""
+    """`--wait` timed out; `data` has the status at that time."""
 
     exit_code = 7
 
@@ -49,13 +49,13 @@ def status(
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when all streams of the jobs are connected.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds that --wait waits at most.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until --wait times out.")] = 30.0,
 ) -> None:
-    """Show the streams of jobs: connected, packets, bytes, lost. Reads only; `run` may be serving.
+    """Show the streams of jobs: connected, packets, bytes, lost. Only reads, even while `run` serves.
 
-    With --wait, exit status 7 where a stream is still not connected after --timeout.
+    With --wait, exit status 7 if a stream is still not connected after --timeout.
 
-    Of a job that isn't installed on a switch it says so; --json has it in the switch's "not_installed".
+    Jobs that are not installed on a switch are reported as such, with --json in its "not_installed".
 
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
@@ -81,9 +81,9 @@ def _absent_words(found: Sequence[SwitchStatus]) -> str:
 
 def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus], timeout: float) -> str:
     first = missing[0]
-    are = "stream is" if len(missing) == 1 else "streams are"
+    streams = counted(len(missing), "stream is", "streams are")
     return (
-        f"{_absent_words(found)}{len(missing)} {are} not connected after {timeout:g} s, "
+        f"{_absent_words(found)}{streams} not connected after {timeout:g} s, "
         f"the first: job {first.job}, DP group {first.dp_group}, channel {first.channel}, "
         f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}"
     )
@@ -99,7 +99,7 @@ async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
                 found.append(await _one(network, switch, deadline))
                 break
             except (SwitchUnreachable, NoProgram):
-                # `run` may still be on its way
+                # `run` may still be starting
                 if time.monotonic() >= deadline:
                     raise
                 await asyncio.sleep(POLL_SECONDS)
@@ -107,7 +107,7 @@ async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
 
 
 async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatus:
-    """A switch's status, once all its streams are connected or the deadline has passed."""
+    """Return a switch's status once all its streams are connected or the deadline has passed."""
     async with SwitchSession(switch, Codec.for_switch(switch), primary=False) as session:
         await session.check_pipeline()
         while True:

@@ -1,4 +1,4 @@
-"""`checkmate validate`: every fault of job files at once."""
+"""`checkmate validate`: report every fault of job files at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from checkmate.wording import counted
 
 
 class Invalid(JobError):
-    """`validate`'s answer where a file has a fault."""
+    """The result of `validate` if a file has a fault."""
 
     data = MappingProxyType({"valid": False})
 
 
 @says_errors
 def validate(jobs: JobArguments, as_json: AsJson = False) -> None:
-    """Check job files: each by itself, against each other, and against their switches' capacity.
+    """Check job files: each by itself, against each other, and against the capacity of their switches.
 
-    Every fault is reported, with its line, its path in the file and what would be right. Exit status 2
-    where there is one.
+    Every fault is reported with its line, its path in the file and a correction. Exit status 2 if there is
+    a fault.
 
     Example: checkmate validate jobs/gpt.yaml
     """

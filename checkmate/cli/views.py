@@ -5,13 +5,14 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
+from checkmate.wording import size
 from controlplane.status import StreamStatus, SwitchStatus
 
 SIDES = ("first", "last")
 
 
 def switch_tables(status: SwitchStatus) -> Group:
-    """A switch's streams, job by job, and a line of what became of tagged traffic."""
+    """Return a table of a switch's streams for each job, and a line of counters of tagged traffic."""
     jobs = sorted({stream.job for stream in status.streams} - set(status.not_installed))
     tables = [_job_table(status, job) for job in jobs]
     absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
@@ -46,16 +47,6 @@ def _job_table(status: SwitchStatus, job: str) -> Table:
             f"[red]{stream.lost}[/red]" if stream.lost else "0",
         )
     return table
-
-
-def size(count: int) -> str:
-    """Bytes, in decimal units: `1.2 GB`."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}" if unit != "B" else f"{count} B"
-        amount /= 1000
-    return f"{amount:.4g} TB"
 
 
 def _order(stream: StreamStatus) -> tuple[object, ...]:

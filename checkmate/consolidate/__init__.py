@@ -1,1 +1,1 @@
-"""Checkpoints on disk: read from a job's shadow nodes, written as plain PyTorch reads them."""
+"""Checkpoints on disk: read from a job's shadow nodes, written in plain PyTorch's formats."""

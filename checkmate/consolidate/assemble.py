@@ -1,4 +1,4 @@
-"""Makes the dictionary of a checkpoint that plain PyTorch loads, from what shadow nodes gave. Pure."""
+"""Builds the dictionary of a checkpoint that plain PyTorch loads, from a snapshot. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from checkmate.rpc import shadow_pb2 as pb
 
 
 def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
-    """A job's checkpoint: one DP group's dictionary, or `{"group0": ..., "group1": ...}` of several.
+    """Return a job's checkpoint: its DP group's dictionary, or `{"group0": ..., "group1": ...}` for several.
 
-    Each has `model` (for `load_state_dict`), `optimizer`, `scheduler`, `scaler` (likewise; `None` where there
-    is none), `scheduler_class` (empty where there is none), `rng` and `extra` by global rank, `buffers` by
-    name (and `rank_buffers`, where ranks have their own), `job`, `run`, `generation`, `group` and
-    `iteration`, the last one that was trained. `by_name`, for PyTorch Distributed Checkpoint, which makes
-    strings of all keys: the optimizer calls parameters by name instead of by number (`load_state_dict` takes
-    either), and `exact` has scheduler, scaler, rng and extra as bytes of `torch.save`. `StateError` where a
-    part can't be read.
+    Each group has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
+    `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
+    `rank_buffers` if ranks have different ones), `job`, `run`, `generation`, `group` and `iteration`, the
+    last one trained.
+
+    Args:
+        snapshot: The state.
+        by_name: For PyTorch Distributed Checkpoint, which converts all keys to strings. The optimizer
+            identifies parameters by name instead of by number (`load_state_dict` accepts both), and `exact`
+            has scheduler, scaler, rng and extra as bytes of `torch.save`.
+
+    Raises:
+        StateError: Some part can't be read.
     """
     groups = [_group(snapshot, index, group, by_name) for index, group in enumerate(snapshot.groups)]
     return groups[0] if len(groups) == 1 else {f"group{index}": group for index, group in enumerate(groups)}
@@ -39,7 +45,7 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
     buffers = {name: tensor for name, tensor in everything.items() if not state.is_frozen_state(name)}
     states = {n: state.from_held(group.layout.parameters[n], *held) for n, held in group.states.items()}
     group = replace(group, states=states)
-    # Where ranks don't share buffers each part has the rank's own; the first rank's are in `buffers` already.
+    # If ranks have different buffers, each part has the rank's own; the first rank's are in `buffers`.
     own = {rank: state.loads(part.buffers) for rank, part in parts.items() if part.position and part.buffers}
     small = {
         "scheduler": plain(state.loads(step.scheduler)) if step.scheduler else None,
@@ -67,7 +73,7 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
 
 
 def _model(group: GroupState, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's `state_dict()`: what it calls tensors, tied ones as often as it does."""
+    """Return the model's `state_dict()`, with tied tensors under all of their names."""
     tensors = dict(buffers)
     for number, parameter in enumerate(group.layout.parameters):
         tensors[parameter.name], _ = group.states[number]
@@ -78,9 +84,9 @@ def _model(group: GroupState, buffers: Mapping[str, torch.Tensor]) -> dict[str, 
 def optimizer_state(
     group: GroupState, step: pb.Step, frozen: Mapping[int, Mapping[str, object]], by_name: bool
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes; hyperparameters are those of the next step.
+    """Return a state for `optimizer.load_state_dict`, with the hyperparameters of the next step.
 
-    `frozen`: state of parameters that training doesn't reduce.
+    `frozen` is the state of parameters whose gradients are not reduced.
     """
     spec = group.optimizer
     texts = list(step.next_options) or list(step.options) or [one.options for one in spec.groups]
@@ -102,7 +108,7 @@ def optimizer_state(
 
 
 def plain(value: Any) -> Any:
-    """With Python's numbers and tensors for NumPy's, which `torch.load` reads only when told to."""
+    """Replace NumPy's scalars and arrays, which `torch.load` rejects by default, by numbers and tensors."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

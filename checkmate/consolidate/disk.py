@@ -1,7 +1,7 @@
-"""Checkpoints on disk: each is whole or not there, and is read back as it was.
+"""Writes checkpoints to disk atomically, and reads them back.
 
 A checkpoint is written under a hidden name, flushed to the disk with its folder, and renamed. So an
-interrupted or failed write, on a full disk say, leaves what was there before.
+interrupted or failed write, e.g. on a full disk, leaves the previous content unchanged.
 """
 
 from __future__ import annotations
@@ -23,22 +23,28 @@ from checkmate.consolidate import unfinished
 Format = Literal["dcp", "torch"]
 """PyTorch Distributed Checkpoint, a folder; or one `torch.save` file."""
 
-_METADATA: Final = ".metadata"  # which DCP writes last
+_METADATA: Final = ".metadata"  # DCP writes it last
 _AT_FDCWD: Final = -100
-_RENAME_EXCHANGE: Final = 2  # renameat2(2): no moment without a checkpoint
+_RENAME_EXCHANGE: Final = 2  # of renameat2(2): there is a checkpoint at every moment
 
 
 class DiskError(RuntimeError):
-    """A checkpoint can't be written or read; what was there before is as it was."""
+    """A checkpoint can't be written or read. The previous content is unchanged."""
 
     exit_code = 1
 
 
 def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bool = False) -> None:
-    """Write a checkpoint so that `path` is it, whole, or is what it was before. Makes the folder.
+    """Write a checkpoint atomically. Create the parent folder if necessary.
 
-    A file is replaced, a folder only if told to `replace` it. `DiskError` for a folder that isn't empty, and
-    where the disk is full or refuses.
+    Args:
+        checkpoint: The result of `assemble.checkpoint`.
+        path: The file or folder to write. An existing file is replaced.
+        kind: The format.
+        replace: Replace an existing folder too.
+
+    Raises:
+        DiskError: `path` is a folder that is not empty, or the disk is full or fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,16 +62,17 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path looks like a checkpoint: DCP's folder, or a file of torch.save."""
+    """Return whether a path looks like a checkpoint: a DCP folder, or a torch.save file."""
     if path.is_dir():
         return (path / _METADATA).is_file()
     return path.is_file() and path.suffix == ".pt"
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint as `assemble.checkpoint` makes it, parameters and ranks by number, on the CPU.
+    """Return a checkpoint like `assemble.checkpoint`'s, with parameters and ranks by number, on the CPU.
 
-    `DiskError` where it is none.
+    Raises:
+        DiskError: It can't be read as a checkpoint.
     """
     try:
         if not path.is_dir():
@@ -80,7 +87,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def run_of(path: Path) -> str | None:
-    """The run that a checkpoint is of, without its tensors; `None` if it can't be read."""
+    """Return a checkpoint's run without reading tensors, or `None` if it can't be read."""
     try:
         if path.is_dir():
             found = _load_folder(path, {"run", "group0.run"})
@@ -93,14 +100,14 @@ def run_of(path: Path) -> str | None:
 
 
 def group_of(checkpoint: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One DP group's part of a checkpoint. `KeyError` where it has no such group."""
+    """Return one DP group's part of a checkpoint. Raise `KeyError` if it lacks this group."""
     if "model" in checkpoint and index == checkpoint["group"]:
         return dict(checkpoint)
     return dict(checkpoint[f"group{index}"])
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what writers that were killed have left in a folder. `DiskError`, once all else is removed."""
+    """Remove remains of killed writers from a folder; finally raise `DiskError` if some can't be removed."""
     troubles = unfinished.clear(folder)
     if troubles:
         raise DiskError("; ".join(f"can't clear {left}: {reason_of(error)}" for left, error in troubles))
@@ -108,20 +115,20 @@ def clear_unfinished(folder: Path) -> None:
 
 def _check_free(path: Path, kind: Format) -> None:
     if path.is_dir() and (kind == "torch" or any(path.iterdir())):
-        raise OSError("there is a folder already; name another, or remove it")
+        raise OSError("the folder exists already; specify another, or remove it")
     if path.exists() and not path.is_dir() and kind == "dcp":
-        raise OSError("there is a file already; name another, or remove it")
+        raise OSError("a file of this name exists already; specify another, or remove it")
 
 
 def _put(temporary: Path, path: Path) -> None:
-    """Rename, in place of what is there; `temporary` then names that, to be removed."""
+    """Rename `temporary` to `path`. If there was a folder, it is at `temporary` afterwards, to be removed."""
     if not path.is_dir() or not any(path.iterdir()):
         os.rename(temporary, path)
         return
     arguments = (_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE)
     if ctypes.CDLL(None, use_errno=True).renameat2(*arguments):
         number = ctypes.get_errno()
-        raise OSError(number, f"{os.strerror(number)}, to put it in place of a folder")
+        raise OSError(number, f"{os.strerror(number)}, when replacing a folder")
 
 
 def _save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -133,7 +140,7 @@ def _save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # about the missing process group
         writer = filesystem.FileSystemWriter(path, sync_files=True)
         state_dict_saver.save(dict(checkpoint), storage_writer=writer, no_dist=True)
     for file in path.iterdir():
@@ -143,7 +150,7 @@ def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def _load_folder(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
-    """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` reads it: all, or these keys."""
+    """Read all or some keys, like `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`."""
     found: dict[str, Any] = {}
     planner = default_planner._EmptyStateDictLoadPlanner(keys)  # type: ignore[no-untyped-call]
     reader = filesystem.FileSystemReader(path)
@@ -152,8 +159,8 @@ def _load_folder(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
 
 
 def _by_number(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as `optimizer.state_dict()` has them, ranks as numbers; and what DCP has changed."""
-    optimizer = {"state": {}, **group["optimizer"]}  # DCP drops what is empty
+    """Undo DCP's changes: identify parameters and ranks by number, and restore empty dictionaries."""
+    optimizer = {"state": {}, **group["optimizer"]}  # DCP drops empty dictionaries
     keys = [key for one in optimizer["param_groups"] for key in one["params"]]
     number = {key: index for index, key in enumerate(keys)}
     found = {
@@ -181,7 +188,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, in a line. The root of it: DCP wraps what a disk says in its own exceptions."""
+    """Return what went wrong, in one line. DCP wraps the original exception in its own."""
     if isinstance(error, CheckpointException):
         inner, _ = next(iter(error.failures.values()))
         return reason_of(inner)

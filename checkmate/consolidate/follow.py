@@ -1,4 +1,4 @@
-"""Takes a checkpoint, once or every so many iterations, and keeps the last few on disk."""
+"""Takes a checkpoint once or at regular iterations, and keeps the last few on disk."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ P = ParamSpec("P")
 
 POLL_SECONDS = 0.3
 AGAIN_SECONDS = 10.0
-_NAMED = 3
-"""Of nodes that can't be reached."""
+_LISTED = 3
+"""The number of unreachable nodes that a message names."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is on disk now. `nbytes`: of parameters and optimizer state."""
+    """A checkpoint on disk. `nbytes`: the size of parameters and optimizer state."""
 
     path: Path
     job: str
@@ -45,9 +45,19 @@ class Saved:
 def take(
     nodes: SnapshotReader, path: Path, kind: disk.Format, timeout: float, trouble: Callable[[str], None]
 ) -> Saved:
-    """Save the newest iteration as `path`. `Missing` if there is none in time, `DiskError`.
+    """Save the newest iteration as `path`.
 
-    `trouble` is told what can't be removed of what killed writers have left beside it.
+    Args:
+        nodes: Reads the snapshot.
+        path: The file or folder to write.
+        kind: The format.
+        timeout: How many seconds to wait for a complete iteration.
+        trouble: Called with a message if remains of killed writers beside `path` can't be removed.
+
+    Raises:
+        Missing: No iteration was complete in time.
+        StateError: Some part of the state can't be decoded.
+        DiskError: The checkpoint can't be written.
     """
     start = time.monotonic()
     _try(trouble, disk.clear_unfinished, path.parent)
@@ -66,50 +76,61 @@ def follow(
     trouble: Callable[[str], None],
     over: Callable[[], None] = lambda: None,
 ) -> None:
-    """Save each iteration t for which t + 1 is a multiple of `every`, or the first after it that can be had,
-    and the last one of all.
+    """Save every `every`th iteration and the last one of all, until stopped.
 
-    The last `keep` stay in `folder`, and the last of each generation. Until `stopped`: what can't be had now
-    is told to `trouble`, once, and tried again; `over` is called once it can be had. What can't be written or
-    removed is told each time that one is due, and the next one is tried.
+    Iteration t is due if t + 1 is a multiple of `every`. If it is not available any more, the next one is
+    saved.
+
+    Args:
+        nodes: Reads the snapshots.
+        folder: The folder to write to.
+        kind: The format.
+        timeout: How many seconds to wait for a complete iteration.
+        every: The number of iterations between checkpoints.
+        keep: The number of checkpoints to keep, besides the last one of each generation.
+        stopped: Set it to stop.
+        saved: Called after each checkpoint.
+        trouble: Called with a message: once if nothing is available, which is tried again, and each time that
+            a checkpoint can't be written or removed, after which the next one is tried.
+        over: Called when state is available again.
     """
     waiting, shelf = _Waiting(nodes.job, trouble, over), _Shelf(folder, kind, trouble)
-    due, told = _Due(every), ""
+    due, reported = _Due(every), ""
     while not stopped.is_set():
         try:
-            if due.can_be_had(nodes.source()):
+            if due.is_available(nodes.source()):
                 start = time.monotonic()
                 one = shelf.put(nodes.read(timeout, at_least=due.iteration), start)
                 saved(one)
                 due.saved(one)
                 _try(trouble, kept.tidy, folder, keep, one.path)
-            told = ""
+            reported = ""
             waiting.end()
         except disk.DiskError as error:
-            waiting.end()  # it was had
+            waiting.end()  # reading has succeeded
             due.failed()
-            if not (due.ended and str(error) == told):
+            if not (due.ended and str(error) == reported):
                 trouble(str(error))
-            told = str(error)
+            reported = str(error)
             if due.ended:
-                stopped.wait(AGAIN_SECONDS)  # nothing else comes: the last one is tried again
+                stopped.wait(AGAIN_SECONDS)  # no other iteration follows: try the last one again
         except (Lacking, Missing, StateError) as error:
             waiting.for_(error)
         stopped.wait(POLL_SECONDS)
 
 
 class _Due:
-    """The iteration that is to be saved next: each `every`th, and the last of all."""
+    """The iteration to save next: each `every`th, and the last of all."""
 
     def __init__(self, every: int) -> None:
         self.iteration = -1
         self.ended = False
-        """Whether training has come to its end."""
+        """Whether training is complete."""
         self._every = every
         self._saved = ("", -1)
 
-    def can_be_had(self, source: Source) -> bool:
-        """Whether it is stepped, or the next one that will be."""
+    def is_available(self, source: Source) -> bool:
+        """Return whether it is stepped, or is the next one to be stepped."""
         stepped, self.ended = source.stepped, source.ended
         if not stepped - self._every < self.iteration <= stepped + self._every:
             self.iteration = next_due(stepped, self._every)  # the first time, or training went back
@@ -118,24 +139,24 @@ class _Due:
         return stepped >= self.iteration - (not self.ended)
 
     def saved(self, one: Saved) -> None:
-        """It is done, or one after it."""
+        """Note that it, or a later one, was saved."""
         self._saved = (one.run, one.iteration)
         self.iteration = next_due(one.iteration + 1, self._every)
 
     def failed(self) -> None:
-        """It is passed over."""
+        """Skip it."""
         self.iteration = next_due(self.iteration + 1, self._every)
 
 
 class _Shelf:
-    """Puts checkpoints into a folder, under names by which the last one is the newest."""
+    """Writes checkpoints to a folder, under names that sort the last one as the newest."""
 
     def __init__(self, folder: Path, kind: disk.Format, trouble: Callable[[str], None]) -> None:
         self._folder, self._kind, self._trouble = folder, kind, trouble
         self._run, self._generation = "", 0
 
     def put(self, snapshot: Snapshot, start: float) -> Saved:
-        """Save a snapshot. `DiskError`."""
+        """Save a snapshot. Raise `DiskError` if it can't be written."""
         _try(self._trouble, disk.clear_unfinished, self._folder)
         if snapshot.run != self._run:
             self._generation = kept.generation_for(self._folder, snapshot.run, snapshot.generation)
@@ -146,7 +167,7 @@ class _Shelf:
 
 
 def _try(trouble: Callable[[str], None], do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Do what nothing else depends on; tell if it fails."""
+    """Call a function on which nothing else depends; report its `DiskError`."""
     try:
         do(*args, **kwargs)
     except disk.DiskError as error:
@@ -154,47 +175,47 @@ def _try(trouble: Callable[[str], None], do: Callable[P, None], *args: P.args, *
 
 
 class _Waiting:
-    """Tells of a time in which nothing can be had: when it begins, of shards that join in, when it is over.
+    """Reports a time without available state: when it begins, when further shards fail, when it is over.
 
-    How nodes put it changes from attempt to attempt, as they are started again and seeded: that is no news.
-    What is wrong with a shard itself (`Lacking.wrong`) is told once for each reason, whatever its numbers.
+    It does not report again when only the wording changes, as nodes are restarted and seeded. It reports each
+    reason for which a shard is wrong (`Lacking.wrong`) once, ignoring numbers.
     """
 
     def __init__(self, job: Job, begun: Callable[[str], None], over: Callable[[], None]) -> None:
         self._job, self._begun, self._over = job, begun, over
-        self._told: set[object] = set()
+        self._reported: set[object] = set()
 
     def for_(self, error: Lacking | Missing | StateError) -> None:
-        """Another attempt has failed."""
+        """Note a failed attempt."""
         lacking = error if isinstance(error, Lacking) else error.__cause__
         of: set[object] = {str(error)}
         if isinstance(lacking, Lacking):
             of = {*lacking.shards, *((shard, _wrong(lacking.shards[shard])) for shard in lacking.wrong)}
-        if not of <= self._told:
+        if not of <= self._reported:
             self._begun(_unreached(self._job, lacking) if isinstance(lacking, NoAnswer) else str(error))
-        self._told |= of
+        self._reported |= of
 
     def end(self) -> None:
-        """An attempt has not failed."""
-        if self._told:
+        """Note a successful attempt."""
+        if self._reported:
             self._over()
-        self._told.clear()
+        self._reported.clear()
 
 
 def _wrong(troubles: list[str]) -> str:
-    """The same for every iteration."""
+    """Return troubles without numbers, which change with every iteration."""
     return re.sub(r"\d+", "", ", ".join(troubles))
 
 
 def _unreached(job: Job, error: NoAnswer) -> str:
-    """Each node once, though it holds several shards."""
-    said = list(dict.fromkeys(text for troubles in error.shards.values() for text in troubles))
-    more = f", and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
-    return f"no shadow node of job {job.job} can be reached: {', '.join(said[:_NAMED])}{more}; {LAB_HINT}"
+    """Return a message that names each node once, even if it holds several shards."""
+    found = list(dict.fromkeys(text for troubles in error.shards.values() for text in troubles))
+    more = f", and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    return f"no shadow node of job {job.job} can be reached: {', '.join(found[:_LISTED])}{more}; {LAB_HINT}"
 
 
 def next_due(iteration: int, every: int) -> int:
-    """The first iteration from this one on (and 0) after which so many more are done."""
+    """Return the first iteration t, not before this one or 0, for which t + 1 is a multiple of `every`."""
     return (max(iteration, 0) // every + 1) * every - 1
 
 

@@ -1,7 +1,7 @@
-"""A folder of checkpoints: how they are named, which is the newest, which stay.
+"""A folder of checkpoints: their names, the newest one, and those to keep.
 
-Names alone say which is the newest, by generation and iteration. The time of writing doesn't: clocks go
-wrong, and a copy has a new one.
+The names alone determine the newest, by generation and iteration. Modification times do not, because clocks
+may be wrong, and copies have new ones.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from checkmate.consolidate import unfinished
 from checkmate.consolidate.disk import DiskError, Format, is_checkpoint, reason_of, run_of
 
 _NAME: Final = re.compile(r"(?:generation-(?P<generation>\d{4,})-)?iteration-(?P<iteration>\d{8,})(?:\.pt)?")
-"""Without a generation: of before there were any, which counts as 0."""
+"""Names without a generation count as generation 0."""
 
 
 @dataclass(frozen=True, order=True)
 class Kept:
-    """A checkpoint in a folder. Greater ones are newer."""
+    """A checkpoint in a folder. Newer ones compare greater."""
 
     generation: int
     iteration: int
@@ -28,13 +28,13 @@ class Kept:
 
 
 def path_of(folder: Path, generation: int, iteration: int, kind: Format) -> Path:
-    """Return where an iteration is kept: `generation-0002-iteration-00000041`, or with `.pt`."""
+    """Return an iteration's path: `generation-0002-iteration-00000041`, with `.pt` if it is a file."""
     suffix = ".pt" if kind == "torch" else ""
     return folder / f"generation-{generation:04}-iteration-{iteration:08}{suffix}"
 
 
 def listed(folder: Path) -> list[Kept]:
-    """Return what a folder has under such names, whole or not, the newest first. `DiskError`."""
+    """Return all paths with such names in a folder, complete or not, newest first. May raise `DiskError`."""
     try:
         found = [kept for path in folder.iterdir() if (kept := _kept(path)) is not None]
     except (FileNotFoundError, NotADirectoryError):
@@ -45,7 +45,7 @@ def listed(folder: Path) -> list[Kept]:
 
 
 def whole(folder: Path) -> list[Kept]:
-    """Return the whole checkpoints in a folder, the newest first. `DiskError`."""
+    """Return the complete checkpoints in a folder, the newest first. May raise `DiskError`."""
     try:
         return [kept for kept in listed(folder) if is_checkpoint(kept.path)]
     except OSError as error:
@@ -58,24 +58,30 @@ def _kept(path: Path) -> Kept | None:
 
 
 def choices(place: Path) -> list[Path]:
-    """Return what can be resumed from, the newest first: what a folder has, or `place` if it is a checkpoint.
+    """Return the checkpoints to resume from: those in a folder, the newest first, or `place` itself.
 
-    The newest may be damaged, which is no reason to take an older one in silence. `DiskError`.
+    Damaged ones are included, so that an older one is never used silently.
+
+    Raises:
+        DiskError: The folder can't be read.
     """
     return [place] if is_checkpoint(place) else [kept.path for kept in listed(place)]
 
 
 def greatest_generation(place: Path) -> int:
-    """Return the greatest in a folder, or in that of a checkpoint; 0 if there is none. `DiskError`."""
+    """Return the greatest generation in a folder, or beside a checkpoint, or 0. May raise `DiskError`."""
     folder = place.absolute().parent if is_checkpoint(place) else place
     return max((kept.generation for kept in listed(folder)), default=0)
 
 
 def generation_for(folder: Path, run: str, generation: int) -> int:
-    """Return the generation under which to keep checkpoints of a run that has this one. `DiskError`.
+    """Return the generation under which to write checkpoints of a run.
 
-    It is another one if the folder has newer checkpoints of other runs. Shadow nodes and trainers that have
-    not seen these may count from 1 again; but what is written now is the newest.
+    It is usually the run's own. It is greater if the folder has newer checkpoints of other runs, because
+    shadow nodes and trainers that do not know them may count from 1 again.
+
+    Raises:
+        DiskError: The folder can't be read.
     """
     found = listed(folder)
     if not found or generation > found[0].generation:
@@ -86,9 +92,10 @@ def generation_for(folder: Path, run: str, generation: int) -> int:
 
 
 def tidy(folder: Path, count: int, written: Path) -> None:
-    """Remove all checkpoints but the newest `count`, each generation's newest, and `written`.
+    """Remove all checkpoints except the newest `count`, each generation's newest, and `written`.
 
-    `DiskError`, once all else is removed.
+    Raises:
+        DiskError: Some can't be removed. The others were.
     """
     found = whole(folder)
     newest = {kept.generation: kept for kept in reversed(found)}

@@ -1,7 +1,7 @@
-"""Reads a job's state from its shadow nodes at one iteration: all shards at once, verified; never fences.
+"""Reads and verifies a job's state at one iteration from its shadow nodes, without fencing.
 
-The iteration is reserved on every node before anything is read, so all of them serve the same one however
-training goes on meanwhile (design, section 7, *Commit*).
+The iteration is reserved on every node before anything is read, so that all serve the same one while training
+continues (design, section 7, *Commit*).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout
 
 STEP_SECONDS: Final = 10.0
-"""An iteration that isn't stepped so soon may never be: another one is named."""
+"""How long to wait for an iteration to be stepped before trying another one."""
 AGAIN_SECONDS: Final = 0.2
 
 
 class Missing(RuntimeError):
-    """No iteration could be had whole within the timeout; the message names shards and nodes."""
+    """No iteration was complete within the timeout. The message names shards and nodes."""
 
     exit_code = 8
 
@@ -56,7 +56,7 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job's state after one iteration, all DP groups."""
+    """A job's state after one iteration, in all DP groups."""
 
     job: Job
     run: str
@@ -66,7 +66,10 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots from a job's shadow nodes. Context manager; `TlsError` for the job's files."""
+    """Reads snapshots from a job's shadow nodes. It is a context manager.
+
+    Its methods raise `TlsError` if the job's TLS files can't be used.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,13 @@ class SnapshotReader:
         progress: Callable[[int], None] = lambda nbytes: None,
         stopped: threading.Event | None = None,
     ) -> None:
-        """`progress` is told of bytes as they come, from several threads; `stopped` ends attempts early."""
+        """Create it, without connecting.
+
+        Args:
+            job: The job.
+            progress: Called with numbers of bytes as they arrive, from several threads.
+            stopped: Set it to end attempts early.
+        """
         self.job = job
         self._stopped = stopped or threading.Event()
         self._progress = progress
@@ -87,9 +96,15 @@ class SnapshotReader:
         self._stubs.close()
 
     def read(self, timeout: float, at_least: int = 0) -> Snapshot:
-        """The newest iteration that all can give, not below `at_least` unless training ends before that.
+        """Return the newest iteration that all nodes can provide.
 
-        `Missing` after `timeout` seconds, `Unreachable` where no node answers.
+        Args:
+            timeout: How many seconds to try.
+            at_least: The lowest iteration to read, unless training ends before it.
+
+        Raises:
+            Missing: No iteration was complete within the timeout.
+            Unreachable: No node has answered.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -103,10 +118,10 @@ class SnapshotReader:
                             f"no shadow node of job {self.job.job} can be reached within {timeout:g} s "
                             f"({error}); {LAB_HINT}"
                         ) from error
-                    raise Missing(f"no iteration is whole within {timeout:g} s: {error}") from error
+                    raise Missing(f"no iteration is complete within {timeout:g} s: {error}") from error
 
     def source(self) -> Source:
-        """Where the nodes stand now; `Lacking` where some shard has no node."""
+        """Return the nodes' newest iteration now. Raise `Lacking` if no node offers some shard."""
         return self._source(time.monotonic() + ANSWER_SECONDS)
 
     def _source(self, deadline: float) -> Source:
@@ -118,12 +133,12 @@ class SnapshotReader:
 
     def _attempt(self, deadline: float, at_least: int) -> Snapshot:
         source = self._source(deadline)
-        going_on = [node for node in source.nodes if node not in source.fenced]
+        running = [node for node in source.nodes if node not in source.fenced]
         seconds = max(deadline - time.monotonic(), 0.1) + ANSWER_SECONDS
         try:
             with reserved(
                 self._stubs,
-                going_on,
+                running,
                 seconds,
                 newest=source.stepped,
                 at_least=0 if source.ended else at_least,
@@ -131,9 +146,9 @@ class SnapshotReader:
             ) as reservation:
                 return self._read_all(source, reservation, deadline)
         except NotReserved as error:
-            without = _without(source, set(going_on) - error.refused.keys())
-            said = {shard: [(n, error.refused[n]) for n in source.holders[shard]] for shard in without}
-            raise lacking(self.job, said) from None
+            without = _without(source, set(running) - error.refused.keys())
+            reasons = {shard: [(n, error.refused[n]) for n in source.holders[shard]] for shard in without}
+            raise lacking(self.job, reasons) from None
 
     def _read_all(self, source: Source, reservation: Reservation, deadline: float) -> Snapshot:
         iteration, begun = reservation.iteration, source.beginning
@@ -154,7 +169,7 @@ class SnapshotReader:
 
 
 def _without(source: Source, granted: Collection[int]) -> list[Shard]:
-    """The shards that no node serves of those that have granted a reservation, or need none."""
+    """Return the shards without a node that has granted a reservation or is fenced."""
     return [
         shard
         for shard, nodes in source.holders.items()
@@ -163,21 +178,21 @@ def _without(source: Source, granted: Collection[int]) -> list[Shard]:
 
 
 def _check_record(job: Job, iteration: int, header: pb.SeedHeader, _: Layout) -> None:
-    """`StateError` if a shard doesn't come with the whole step record."""
+    """Raise `StateError` unless a shard comes with the complete step record."""
     ranks = len(job.dp_groups[header.shard.group].ranks)
     parts = [(part.position, part.iteration) for part in header.record.parts]
     if header.parameters and parts != [(position, iteration) for position in range(ranks)]:
-        raise state.StateError(f"it has no whole step record of iteration {iteration}")
+        raise state.StateError(f"it lacks parts of the step record of iteration {iteration}")
 
 
 def one_group(group: int, shards: Sequence[ShardState]) -> GroupState:
-    """A DP group's shards together; `Lacking` where they are of different models."""
+    """Combine a DP group's shards. Raise `Lacking` if their models differ or buffers are missing."""
     headers = [shard.header for shard in shards]
     first = most_parts(headers)
     for header in headers:
         if (header.layout, header.optimizer) != (first.layout, first.optimizer):
             here, there = ((group, one.shard.shard) for one in (header, first))
-            trouble = f"{name(here)} is of another model or optimizer than {name(there)}"
+            trouble = f"{name(here)} has another model or optimizer than {name(there)}"
             raise Lacking({here: [trouble]}, frozenset({here}))
     states = {number: values for shard in shards for number, values in shard.states.items()}
     record, without = record_of(headers)
@@ -188,4 +203,4 @@ def one_group(group: int, shards: Sequence[ShardState]) -> GroupState:
 
 def _not_come(buffers: Sequence[str]) -> str:
     more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
-    return f"buffers or frozen parameters have not come yet: {buffers[0]}{more}"
+    return f"buffers or frozen parameters have not arrived yet: {buffers[0]}{more}"

@@ -1,7 +1,7 @@
-"""Hidden names for what is being written or removed. A lock tells a live writer from one that was killed.
+"""Hidden names for files being written or removed, and locks that distinguish live writers from killed ones.
 
-The kernel drops a lock with its process, so a number of a process that has come round, a container and, over
-NFS, another host are told apart too.
+The kernel releases a lock when its process ends. Unlike process numbers, locks are reliable if numbers are
+reused, in containers and, over NFS, on other hosts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Give a name beside `path`, hidden, that nothing has yet; remove what is there in the end. `OSError`."""
+    """Yield an unused hidden path beside `path`; remove its content at the end. May raise `OSError`."""
     folder, lock = _claimed(path)
     try:
         yield folder / _CONTENT
@@ -38,9 +38,9 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, which loses its name first: nobody finds half of it. `OSError`.
+    """Remove a file or a folder. A folder is hidden first, so that it is never visible in part.
 
-    Even a full disk has room for that.
+    This works even on a full disk. May raise `OSError`.
     """
     if not path.is_dir():
         path.unlink(missing_ok=True)
@@ -51,9 +51,9 @@ def remove(path: Path) -> None:
 
 
 def clear(folder: Path) -> list[tuple[Path, OSError]]:
-    """Remove what writers that were killed have left in a folder; return what can't be removed, and why.
+    """Remove remains of killed writers from a folder; return those that can't be removed, and why.
 
-    What belongs to a writer that lives, to another user or to nobody stays, without a word.
+    Remains of live writers and other users, and other files, are left alone silently.
     """
     try:
         found = sorted(path for path in folder.iterdir() if path.name.startswith((_PREFIX, _REMOVED)))
@@ -69,20 +69,20 @@ def clear(folder: Path) -> list[tuple[Path, OSError]]:
             else:
                 _clear(left)
         except PermissionError:
-            continue  # another user's
+            continue  # it belongs to another user
         except OSError as error:
             troubles.append((left, error))
     return troubles
 
 
 def _claimed(path: Path) -> tuple[Path, int]:
-    """Make a folder, and lock it before anybody can take it for one that was left."""
+    """Create a folder and lock it; retry if another process has cleared it before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{path.name}-", dir=path.parent))
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
-            continue  # it was cleared, for it had no lock yet
+            continue  # another process has cleared it
         if _lock(lock, otherwise=True) and os.fstat(lock).st_nlink:
             return folder, lock
         os.close(lock)
@@ -104,7 +104,7 @@ def _clear(left: Path) -> None:
 
 
 def _lock(descriptor: int, *, otherwise: bool) -> bool:
-    """Lock a file unless somebody else has; `otherwise`, if the file system knows no locks."""
+    """Lock a file unless it is locked; return `otherwise` if the file system does not support locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -117,7 +117,7 @@ def _lock(descriptor: int, *, otherwise: bool) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and its content; the lock goes last, so that what is left of it can be cleared."""
+    """Remove a folder and its content. The lock is removed last, so that `clear` can remove the rest."""
     content = folder / _CONTENT
     if content.is_dir():
         _remove_tree(content)
@@ -128,14 +128,14 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder that somebody else may be removing too."""
+    """Remove a folder that another process may also be removing."""
     while folder.is_dir():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove a folder that has no lock, unless something is in it; somebody else may be faster."""
+    """Remove a folder without a lock if it is empty. Another process may have removed it already."""
     try:
         folder.rmdir()
     except FileNotFoundError:

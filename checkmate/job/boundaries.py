@@ -1,6 +1,6 @@
-"""Who holds what: DP groups' boundaries, and the streams that their shards make (design, sections 1, 3).
+"""Boundaries of DP groups, and the streams of their shards (design, sections 1, 3).
 
-Pure, from a checked job. The switch's side installs these streams; a shadow node connects its own.
+Pure, from a checked job. The control plane installs these streams; each shadow node connects its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stream:
 
 
 def boundaries(job: Job) -> Iterator[Boundary]:
-    """Each DP group's first and last rank, with the rank that each sends to."""
+    """Yield the first and last rank of each DP group, with the rank to which each sends."""
     for index, group in enumerate(job.dp_groups):
         ranks = group.ranks
         yield Boundary(job.job, index, FIRST, ranks[0], ranks[1])
@@ -54,7 +54,7 @@ def boundaries(job: Job) -> Iterator[Boundary]:
 
 
 def streams(job: Job) -> Iterator[Stream]:
-    """Every stream of a job."""
+    """Yield every stream of a job."""
     for boundary in boundaries(job):
         for shadow_id in range(job.shards(boundary.group)):
             for replication_id in range(1, job.replicas + 1):

@@ -1,7 +1,7 @@
-"""What must hold within one job's file: its structure, and between its parts.
+"""Rules within one job's file: its structure, and relations between its parts.
 
-Works on whatever of the file is sound, so that one run reports every fault, and none that merely follows
-from another. `claims` has what must hold between jobs.
+Works on the valid parts of the file, so that one run reports every fault but no consequential ones.
+`conflicts` has the rules between jobs.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from checkmate.job.faults import Fault, Part, Path, parts, served_at, show_path
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.port_checks import tofino_faults
+from checkmate.wire.tag import SHADOW_IDS_MAX
 from checkmate.wording import counted
 
 M = TypeVar("M", bound=BaseModel)
 
 PORTS_MOST: Final = 65535
-RECORDS_PORT: Final = "the port after mgmt's, which is for step records,"
-_JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for the keys there are"}
+RECORDS_PORT: Final = "the port after mgmt's (for step records)"
+_JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for valid keys"}
 
 
 def structure(raw: Any) -> tuple[Job | None, list[Fault]]:
-    """Validate a job file's structure: the job, or each of its faults."""
+    """Validate a job file's structure. Return the job, or all its faults."""
     return validated(Job, raw, _JOB_WORDS)
 
 
 def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | None, list[Fault]]:
-    """Validate a file's structure: the model, or each fault; `words` for those of pydantic's types."""
+    """Validate a file's structure. Return the model, or all faults; `words` has messages by error type."""
     try:
         return model.model_validate(raw), []
     except ValidationError as error:
@@ -42,13 +43,13 @@ def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | N
 
 
 def _follows(error: Any, faulty: Sequence[tuple[str | int, ...]]) -> bool:
-    """pydantic counts only sound items, so it calls a list too short whose one item has a fault."""
+    """Return whether an error is consequential: pydantic does not count faulty items of a list."""
     loc = error["loc"]
     return error["type"] == "too_short" and any(f[: len(loc)] == loc and len(f) > len(loc) for f in faulty)
 
 
 def _location(loc: tuple[str | int, ...]) -> Path:
-    """pydantic names union members in its paths; the YAML has no such level."""
+    """Return the path in the YAML, without pydantic's names of union members."""
     return tuple(part for part in loc if isinstance(part, int) or "[" not in part)
 
 
@@ -81,7 +82,7 @@ def _message(model: type[BaseModel], error: Any) -> str:
 
 
 def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """` from 1 to 8`, of the number at a place in a file; nothing where its model has no such bounds."""
+    """Return ` from 1 to 8` for a number at a path, or an empty text if its model has no bounds."""
     schema = model.model_json_schema()
     at: dict[str, Any] = schema
     for part in _location(loc):
@@ -91,7 +92,7 @@ def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
             at = at.get("properties", {}).get(part) or next(
                 iter(at.get("patternProperties", {}).values()), {}
             )
-        at = at.get("anyOf", [at])[0]  # what isn't null, of an optional one
+        at = at.get("anyOf", [at])[0]  # the type of an optional field
         at = schema["$defs"][at["$ref"].rpartition("/")[2]] if "$ref" in at else at
     least, below = at.get("minimum"), at.get("exclusiveMaximum")
     most = at.get("maximum") if below is None else below - 1
@@ -99,7 +100,7 @@ def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
 
 
 def within_job(raw: Any) -> list[Fault]:
-    """Faults between the parts of one job, as far as its parts are sound."""
+    """Return faults between the valid parts of one job."""
     ranks = parts(raw, Rank, "dp_groups", "ranks")
     nodes = parts(raw, ShadowNode, "shadow_nodes")
     nics = parts(raw, Nic, "shadow_nodes", "nics")
@@ -124,14 +125,14 @@ def within_job(raw: Any) -> list[Fault]:
 
 
 def _served_twice(nodes: Sequence[Part]) -> Iterator[Fault]:
-    """Addresses of shadow nodes, for gRPC and for step records, that are taken already or can't be."""
+    """Yield addresses of shadow nodes that are in use already, or are impossible."""
     first: dict[str, Path] = {}
     for node in nodes:
         for field, address in served_at(node):
             path = (*node.path, field)
             what = f"{field} address" if address == node.fields.get(field) else RECORDS_PORT
             if int(address.rpartition(":")[2]) > PORTS_MOST:
-                yield Fault(path, f"{RECORDS_PORT} {address} does not exist: give records an address")
+                yield Fault(path, f"{RECORDS_PORT} {address} does not exist: set records")
             elif address in first:
                 taken = f"{what} {address} is taken already by {show_path(first[address])}"
                 yield Fault(path, f"{taken}; each needs its own")
@@ -143,7 +144,7 @@ def _served_twice(nodes: Sequence[Part]) -> Iterator[Fault]:
 def _duplicates(
     among: Sequence[Part], field: str, what: str, alike: tuple[str, ...] | None = None
 ) -> Iterator[Fault]:
-    """Parts whose `field` is that of one before them, or all the fields that `alike` names are."""
+    """Yield parts that have the same `field`, or all fields `alike`, as an earlier part."""
     first: dict[object, Path] = {}
     for part in among:
         values = part.get(*(alike or (field,)))
@@ -160,7 +161,7 @@ def _duplicates(
 
 
 def _names(switches: Sequence[Part]) -> set[str] | None:
-    """The switches' names; `None` where one has none that is sound, so that nobody can tell who means it."""
+    """Return the switches' names, or `None` if one is unknown, so that references cannot be checked."""
     names = [switch.fields.get("name") for switch in switches]
     return None if not names or None in names else {str(name) for name in names}
 
@@ -172,7 +173,7 @@ def _unknown_switches(attached: Sequence[Part], switches: Sequence[Part]) -> Ite
         if names and switch is not None and switch not in names:
             yield Fault(
                 (*part.path, "switch"),
-                f"no switch {switch!r} in fabric.switches; there are {', '.join(sorted(names))}",
+                f"no switch {switch!r} in fabric.switches, which has {', '.join(sorted(names))}",
             )
 
 
@@ -182,9 +183,9 @@ def _unreachable(
     pairs: set[tuple[str, str]] | None,
     switches: Sequence[Part],
 ) -> Iterator[Fault]:
-    """Ranks and shadow NICs on switches that no link joins to the first rank's.
+    """Yield ranks and shadow NICs on switches that are not connected to the first rank's switch.
 
-    Says nothing where a link or a switch has a fault: mending that may join them.
+    Yields nothing if a link or a switch is faulty, because its correction may connect them.
     """
     names = _names(switches)
     if not ranks or "switch" not in ranks[0].fields or names is None or pairs is None:
@@ -199,13 +200,13 @@ def _unreachable(
         if part.fields.get("switch") in names - joined:
             yield Fault(
                 (*part.path, "switch"),
-                f"no link joins switch {part.fields['switch']!r} to {home!r}, where the first rank is; "
+                f"no path of links from switch {part.fields['switch']!r} to the first rank's {home!r}; "
                 "add one to fabric.links",
             )
 
 
 def _link_pairs(raw: Any, links: Sequence[Part]) -> set[tuple[str, str]] | None:
-    """The switches that a link joins, both ways round; `None` where a link isn't two ends with a switch."""
+    """Return linked pairs of switches, in both directions, or `None` if a link is faulty."""
     fabric = raw.get("fabric") if isinstance(raw, dict) else None
     listed = fabric.get("links", []) if isinstance(fabric, dict) else []
     by_link: dict[Path, list[Any]] = defaultdict(list)
@@ -241,5 +242,6 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
                 ("replicas",),
                 f"{replicas} replicas need as many shadow nodes; dp_groups[{index}] has {holders}",
             )
-        if holders > 16 and not isinstance(listed, list):
-            yield Fault(path, f"a DP group has at most 16 shadow nodes, not {holders}; list the ones it uses")
+        if holders > SHADOW_IDS_MAX and not isinstance(listed, list):
+            most = f"a DP group has at most {SHADOW_IDS_MAX} shadow nodes, not {holders}"
+            yield Fault(path, f"{most}; list the ones it uses")

@@ -1,6 +1,6 @@
-"""What must hold between jobs that run side by side: what each has for itself alone, and what they share.
+"""Rules between jobs that run side by side: exclusive and shared resources.
 
-Like `checks`, works on whatever of each file is sound.
+Like `checks`, this works on the valid parts of each file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Faults = Iterator[tuple[int, Fault]]
 
 @dataclass(frozen=True)
 class _Claim:
-    """A job's claim on something that no other job may have."""
+    """A job's claim on an exclusive resource."""
 
     what: str
     value: object
     path: Path
     switch: str | None = None
-    """Of a stub or a link: jobs on one switch share it."""
+    """The switch of a stub or a link, which jobs on that switch share."""
 
     @property
     def key(self) -> object:
-        """Hosts and NICs are one space of addresses: a host of one job can't be a NIC of another."""
+        """Identity of the resource. Hosts and NICs share one address space."""
         return self.value if "port" not in self.what else ("port", self.value)
 
     @property
@@ -38,7 +38,7 @@ class _Claim:
 
 
 def between_jobs(jobs: Sequence[Any]) -> list[tuple[int, Fault]]:
-    """Faults between jobs, given their YAMLs' data, each with the index of the later job."""
+    """Return faults between jobs, from their YAML data, each with the index of the later job."""
     names = [raw.get("job") if isinstance(raw, dict) else None for raw in jobs]
     owners = [f"job {name!r}" if isinstance(name, str) else "the job of another file" for name in names]
     return [
@@ -50,7 +50,7 @@ def between_jobs(jobs: Sequence[Any]) -> list[tuple[int, Fault]]:
 
 
 def _claims(raw: Any) -> Iterator[_Claim]:
-    """What a job has for itself alone: hosts, shadow NICs, their switch ports; and the stubs' addresses."""
+    """Yield a job's claims: hosts, shadow NICs, their switch ports, and the addresses of stubs."""
     named = {switch.path: switch.fields.get("name") for switch in parts(raw, Switch, "fabric", "switches")}
     for stub in parts(raw, Stub, "fabric", "switches", "stub"):
         if (name := named.get(stub.path[:-1])) is not None:
@@ -86,7 +86,7 @@ def _same_names(names: Sequence[Any]) -> Faults:
         if not isinstance(name, str):
             continue
         if name in seen:
-            yield index, Fault(("job",), f"another file has a job {name!r}; names are unique")
+            yield index, Fault(("job",), f"another file has a job {name!r}; names must be unique")
         seen.add(name)
 
 
@@ -134,7 +134,7 @@ def _same_links(jobs: Sequence[Any], owners: Sequence[str]) -> Faults:
 
 
 def _links(raw: Any) -> Iterator[tuple[Path, tuple[Any, ...], tuple[Any, ...]]]:
-    """The links whose two ends are sound: path, and (switch, port) of each end."""
+    """Yield links with two valid ends: path, and (switch, port) of each end."""
     ends = [(end.path, end.get("switch", "port")) for end in parts(raw, Attachment, "fabric", "links")]
     for (path, a), (next_path, b) in itertools.pairwise(ends):
         if path[:-1] == next_path[:-1] and path[-1] == 0 and a is not None and b is not None:

@@ -1,6 +1,6 @@
-"""The parts of a job's YAML, as far as they are sound, each with its path; and what a fault is.
+"""Faults, and the valid parts of a job's YAML with their paths.
 
-Checks between parts work on these, so a fault in one key hides no fault in another.
+Checks between parts use these, so that a fault in one key does not hide a fault in another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: where (a path into the YAML) and what would be right."""
+    """One fault: its path in the YAML, and a message with a correction."""
 
     path: Path
     message: str
@@ -27,20 +27,20 @@ class Fault:
 
 @dataclass(frozen=True)
 class Part:
-    """A mapping in the YAML: its path, and those of its model's fields that are sound."""
+    """A mapping in the YAML: its path, and the valid fields of its model."""
 
     path: Path
     fields: Mapping[str, Any]
 
     def get(self, *names: str) -> tuple[Any, ...] | None:
-        """The values of all these fields; `None` where one is missing or has a fault."""
+        """Return the values of all these fields, or `None` if one is missing or faulty."""
         if any(name not in self.fields for name in names):
             return None
         return tuple(self.fields[name] for name in names)
 
 
 def show_path(path: Path) -> str:
-    """`dp_groups[0].ranks[1].ip`"""
+    """Return a path as text, such as `dp_groups[0].ranks[1].ip`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -48,7 +48,7 @@ def show_path(path: Path) -> str:
 
 
 def parts(raw: Any, model: type[BaseModel], *keys: str) -> list[Part]:
-    """What stands at `keys` of a YAML's data, as parts of a model. Lists on the way are walked."""
+    """Return the parts at `keys` of a YAML's data, for a model. Lists on the way are expanded."""
     return list(_walk(raw, model, keys, ()))
 
 
@@ -86,13 +86,13 @@ def _adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
 
 
 def served_at(node: Part) -> Iterator[tuple[str, str]]:
-    """Yield the addresses at which a shadow node serves, each with the key that says it.
+    """Yield the addresses at which a shadow node serves, each with the key that specifies it.
 
-    For step records that is by default the port after the one of `mgmt`, which need not exist.
+    The default for step records is the port after that of `mgmt`, which may not exist.
     """
     if (mgmt := node.get("mgmt")) is not None:
         yield "mgmt", mgmt[0]
-        if node.fields.get("records", "") is None:  # not given; one with a fault says nothing
+        if node.fields.get("records", "") is None:  # not given; "" if faulty
             host, _, _ = mgmt[0].rpartition(":")
             yield "mgmt", f"{host}:{records_beside(mgmt[0])[1]}"
     if (records := node.fields.get("records")) is not None:

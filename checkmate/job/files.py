@@ -1,4 +1,4 @@
-"""Reading job files: YAML to `Job`, with every fault at once, each with its file, line and path."""
+"""Read job files: YAML to `Job`, with all faults at once, each with file, line and path."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["JobError", "JobSet", "Located", "is_fabric", "locate", "read_job", "
 
 @dataclass(frozen=True)
 class JobSet:
-    """Job files that are to run side by side: those that are sound, and every fault of the others.
+    """Job files of jobs that share switches: the valid jobs, and every fault of the others.
 
-    `files`: all that were read, fabric files included, in the order in which faults are said.
+    `files`: all files that were read, fabric files included, in the order in which faults are reported.
     """
 
     sound: tuple[tuple[Path, Job], ...]
@@ -30,7 +30,7 @@ class JobSet:
     files: tuple[Path, ...]
 
     def require(self, more: Iterable[Located] = ()) -> list[Job]:
-        """All jobs; `JobError` where there is any fault, or one in `more`: by file, then by line."""
+        """Return all jobs. Raise `JobError` with all faults, here and in `more`, sorted by file and line."""
         place = {file.resolve(): number for number, file in reversed(list(enumerate(self.files)))}
         faults = sorted(
             dict.fromkeys([*self.faults, *more]),
@@ -43,16 +43,16 @@ class JobSet:
 
 @dataclass(frozen=True)
 class _Source:
-    """A job file that is YAML at least.
+    """A job file that is valid YAML.
 
-    `raw`: its data, with the fabric's own file put in place, and device ports for front-panel names.
+    `raw`: its data, with the fabric file's data in place, and device ports instead of front-panel names.
     """
 
     document: Document
     fabric: Document | None
     raw: Any
     unnamed: tuple[Fault, ...] = ()
-    """Ports whose front-panel name can't be turned into a device port."""
+    """Ports whose front-panel name has no device port."""
 
     def locate(self, fault: Fault) -> Located:
         if self.fabric is not None and fault.path[:1] == ("fabric",):
@@ -61,18 +61,18 @@ class _Source:
 
 
 def read_job(file: Path) -> Job:
-    """Read one job file; `JobError` with every fault in it (and in its fabric file)."""
+    """Read one job file. Raise `JobError` with every fault in it and in its fabric file."""
     (job,) = read_jobs([file])
     return job
 
 
 def read_jobs(files: Sequence[Path]) -> list[Job]:
-    """Read job files that are to run side by side; `JobError` with every fault in and between them."""
+    """Read job files of jobs that share switches. Raise `JobError` with every fault in and between them."""
     return read_set(files).require()
 
 
 def read_set(files: Sequence[Path], documents: Documents | None = None) -> JobSet:
-    """Read job files that are to run side by side: each by itself, then against each other.
+    """Read job files of jobs that share switches: each by itself, then against each other.
 
     A fault in one part of a file hides no fault elsewhere, and none that another job has with the file.
     Each file is parsed once, fabric files that several jobs name included; `documents` has those that are
@@ -95,7 +95,7 @@ def read_set(files: Sequence[Path], documents: Documents | None = None) -> JobSe
         said = {fault.path for fault in source.unnamed}
         wrong = [*source.unnamed, *(fault for fault in wrong if fault.path not in said)]
         wrong += checks.within_job(source.raw)
-        if found:  # the fabric can't be read, which is said already
+        if found:  # the fabric can't be read, which is reported already
             wrong = [fault for fault in wrong if fault.path != ("fabric",)]
         faults += [source.locate(fault) for fault in wrong]
         sources.append(source)
@@ -108,7 +108,7 @@ def read_set(files: Sequence[Path], documents: Documents | None = None) -> JobSe
 
 
 def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
-    """A job file, and the line at which something stands in it."""
+    """Return a job file, and the line of a path in it."""
     found = read_document(file).locate(Fault(path, ""))
     return found.file, found.line
 
@@ -119,7 +119,7 @@ def is_fabric(data: Any) -> bool:
 
 
 def _source(file: Path, documents: Documents) -> tuple[_Source | None, list[Located]]:
-    """A job file and its fabric, as far as they can be read, and why they can't."""
+    """Read a job file and its fabric. Return what can be read, and the reasons for the rest."""
     try:
         document = documents.read(file)
     except JobError as error:
@@ -142,7 +142,7 @@ def _source(file: Path, documents: Documents) -> tuple[_Source | None, list[Loca
 
 
 def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
-    """TLS files are named from the folder of the file that names them."""
+    """Resolve the names of TLS files against the folder of the file that contains them."""
     fabric = raw.get("fabric")
     switches = fabric.get("switches") if isinstance(fabric, dict) else None
     named = [(raw.get("mgmt_tls"), folder)]
@@ -154,7 +154,7 @@ def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None
 
 
 def _fabric_document(document: Document, named: str, documents: Documents) -> Document:
-    """The separate fabric file that a job names, resolved from the job's own folder."""
+    """Read the fabric file that a job names, relative to the job's folder."""
     if "\0" in named:
         raise JobError([document.locate(Fault(("fabric",), "must be the path of a file"))])
     try:

@@ -1,4 +1,4 @@
-"""The job files of a command line: which they are, and whether they have changed since they were read."""
+"""The job files of a command line: their list, and whether they have changed since they were read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Signature = tuple[tuple[str, int, int], ...]
 def job_files(arguments: Iterable[Path], documents: Documents | None = None) -> list[Path]:
     """Return the job files that a command line names: files, and the YAML files of folders, sorted.
 
-    A folder's fabric files are left out. `documents`: parses the folders' files, and keeps them.
+    Fabric files in folders are left out. `documents` parses the files of folders, and keeps the result.
     """
     documents = Documents() if documents is None else documents
     files: list[Path] = []
@@ -39,29 +39,29 @@ class JobFiles:
         return ", ".join(str(argument) for argument in self._arguments)
 
     def read(self) -> JobSet:
-        """Read all of them now, each once. Later, a named file that is gone is a job that is removed."""
+        """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
         documents, first = Documents(), not self._seen
         self._seen = self._signature()
         files = job_files(self._arguments, documents)
         found = read_set([file for file in files if first or file.exists()], documents)
-        if set(found.files) != set(self._read):  # fabric files that jobs name have come or gone
+        if set(found.files) != set(self._read):  # the list of fabric files has changed
             self._read = found.files
             self._seen = self._signature()
         return found
 
     def changed(self) -> bool:
-        """Return whether a file came, went or was written since the last `read`."""
+        """Return whether a file was added, removed or written since the last `read`."""
         return self._signature() != self._seen
 
     def _signature(self) -> Signature:
-        """The folders' files and those that were read, fabric files included, as they are now."""
+        """Return name, time and size of all files in the folders, and of those that were read."""
         named = (_yaml_files(one) if one.is_dir() else [one] for one in self._arguments)
         found = []
         for file in sorted({*self._read, *(file for files in named for file in files)}):
             try:
                 stat = file.stat()
             except OSError:
-                continue  # gone between the listing and the look
+                continue  # removed after the listing
             found.append((str(file), stat.st_mtime_ns, stat.st_size))
         return (*found, ("", 0, 0))
 
@@ -70,7 +70,7 @@ def _yaml_files(folder: Path) -> Iterator[Path]:
     try:
         found = sorted(folder.iterdir())
     except OSError:
-        return  # gone since the look
+        return  # removed meanwhile
     yield from (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
 
 

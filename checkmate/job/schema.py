@@ -1,7 +1,7 @@
-"""The job's schema: what one training job's YAML may say (design, section 6).
+"""The schema of a job's YAML file (design, section 6).
 
-Structure only. What must hold between the parts of a job, and between jobs, is in `checks`;
-reading files is in `jobs`.
+Structure only. Rules between the parts of a job are in `checks`, those between jobs in `conflicts`; `files`
+reads files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 CPU_PORT: Final = 510
-"""The CPU port that the v1model program was compiled with (`CPU_PORT` in the P4 source)."""
+"""CPU port of the v1model program (`CPU_PORT` in the P4 source)."""
 
 
 def _mac(value: object) -> str:
@@ -59,13 +59,13 @@ def _host_port(value: str) -> str:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of `host:port` or `[host]:port`, as sockets take them."""
+    """Return host and port of `host:port` or `[host]:port`, as sockets expect them."""
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def records_beside(mgmt: str) -> tuple[str, int]:
-    """Return where a node at this mgmt address takes step records by default: at the port after it."""
+    """Return the default address for step records of a node: the port after that of `mgmt`."""
     host, port = split_address(mgmt)
     return host, port + 1
 
@@ -79,14 +79,14 @@ def _dscp_bit(value: int) -> int:
 def _port(value: object) -> object:
     if isinstance(value, str):
         raise ValueError(
-            f"must be a number from 0 to {CPU_PORT - 1}; only on a switch whose target is tofino or tofino2 "
-            'may it be a front-panel name such as "1/0"'
+            f"must be a number from 0 to {CPU_PORT - 1}; a front-panel name such as "
+            '"1/0" is possible only on a switch whose target is tofino or tofino2'
         )
     return value
 
 
 def _device_port(value: object) -> object:
-    """A port of a Tofino's front panel may be given by its device port alone."""
+    """Accept a device port alone for a port of a Tofino's front panel."""
     return {"device_port": value} if isinstance(value, int) else value
 
 
@@ -123,7 +123,7 @@ class Stub(_Model):
 
 
 class Tls(_Model):
-    """PEM files for the P4Runtime channel; `cert` and `key` where the switch asks for a client's."""
+    """PEM files for the P4Runtime channel; `cert` and `key` if the switch requires them of clients."""
 
     ca: Path
     cert: Path | None = None
@@ -137,7 +137,7 @@ class Tls(_Model):
 
 
 class MgmtTls(_Model):
-    """PEM files for gRPC between trainers and shadow nodes, both of which prove who they are."""
+    """PEM files for mutual TLS between trainers and shadow nodes."""
 
     ca: Path
     cert: Path
@@ -145,7 +145,7 @@ class MgmtTls(_Model):
 
 
 class PanelPort(_Model):
-    """A port of a Tofino's front panel: what differs from its board's map, or its switch's other ports."""
+    """Settings of a port of a Tofino's front panel that differ from its board or switch."""
 
     device_port: Port | None = None
     speed: Speed | None = None
@@ -154,9 +154,9 @@ class PanelPort(_Model):
 
 
 class Pfc(_Model):
-    """How a Tofino is kept lossless. Times in milliseconds; `cells` of the buffer to divide.
+    """Settings for lossless delivery on a Tofino. Times in milliseconds; `cells` of buffer to divide.
 
-    `watchdog` is within what mlx5 takes as its PFC prevention timeout, which it is the same as.
+    The limits of `watchdog` are those of mlx5's PFC prevention timeout, which has the same value.
     """
 
     watchdog: Annotated[int, Field(ge=80, le=8000, strict=True)] = 200
@@ -165,7 +165,7 @@ class Pfc(_Model):
 
 
 class Switch(_Model):
-    """A switch and how its P4Runtime server is reached. What is below `tls` is for a Tofino alone."""
+    """A switch and the address of its P4Runtime server. Fields below `tls` are for Tofinos only."""
 
     name: Name
     target: Literal["softswitch", "bmv2", "tofino", "tofino2"] = "bmv2"
@@ -189,25 +189,25 @@ class Switch(_Model):
 
     @property
     def packet_port(self) -> int:
-        """The port under which the switch speaks with its controller: `cpu_port`, or the target's usual."""
+        """The switch's port to its controller: `cpu_port`, or the default of the target."""
         if self.cpu_port is not None:
             return self.cpu_port
         return chips.cpu_port(self.target, self.front_panel) if self.is_tofino else CPU_PORT
 
 
 class Fabric(_Model):
-    """What jobs share: switches, and the links between them as pairs of ports."""
+    """The network that jobs share: switches, and links between them as pairs of ports."""
 
     switches: Annotated[tuple[Switch, ...], Field(min_length=1)]
     links: tuple[tuple[Attachment, Attachment], ...] = ()
 
 
 class TagSettings(_Model):
-    """How tagged segments are marked."""
+    """Settings for marking tagged segments."""
 
     dscp_bit: Annotated[int, Field(strict=True), AfterValidator(_dscp_bit)] = wire.DEFAULT_DSCP_BIT
     priority: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
-    """Of all training traffic where PFC is used (IEEE 802.1Q); a Tofino's queues honour none for 0."""
+    """IEEE 802.1Q priority of all training traffic if PFC is used; Tofino has no PFC for 0."""
 
 
 class Rank(Attachment):
@@ -220,7 +220,7 @@ class Rank(Attachment):
 
 
 class DpGroup(_Model):
-    """A data-parallel group; its ranks stand in ring order. `shadow_nodes`: by id, default all."""
+    """A data-parallel group with its ranks in ring order. `shadow_nodes` are ids, by default all."""
 
     ranks: Annotated[tuple[Rank, ...], Field(min_length=2)]
     shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHADOW_IDS_MAX)] | (
@@ -236,7 +236,7 @@ class Nic(Attachment):
 
 
 class ShadowNode(_Model):
-    """A shadow node and its one or two shadow NICs. `records`: where it takes step records."""
+    """A shadow node and its one or two shadow NICs. `records` is its address for step records."""
 
     id: ShadowNodeId
     mgmt: HostPort
@@ -245,7 +245,7 @@ class ShadowNode(_Model):
 
     @property
     def records_at(self) -> tuple[str, int]:
-        """Host and port for step records: by default `mgmt`'s host, and the port after its own."""
+        """Host and port for step records, by default the host of `mgmt` and the port after its port."""
         return records_beside(self.mgmt) if self.records is None else split_address(self.records)
 
 
@@ -262,20 +262,20 @@ class Job(_Model):
     shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
 
     def shadow_list(self, group: int) -> tuple[int, ...]:
-        """The shadow nodes, by id, between which a DP group's shards go round."""
+        """Return the ids of the shadow nodes that hold a DP group's shards, in the order of shards."""
         return self.dp_groups[group].shadow_nodes or tuple(node.id for node in self.shadow_nodes)
 
     def shards(self, group: int) -> int:
-        """How many shards, and so shadow ids, a DP group's model has."""
+        """Return the number of shards (and shadow ids) of a DP group's model."""
         return len(self.shadow_list(group))
 
     def holder(self, group: int, shard: int, replication_id: int) -> ShadowNode:
-        """Shard `shard`'s holder number `replication_id` (1 .. replicas)."""
+        """Return holder number `replication_id` (1 .. replicas) of a shard."""
         nodes = self.shadow_list(group)
         return self.node(nodes[(shard + replication_id - 1) % len(nodes)])
 
     def node(self, node_id: int) -> ShadowNode:
-        """The shadow node of that id; `KeyError` where the job has none."""
+        """Return the shadow node with an id. Raise `KeyError` if there is none."""
         for node in self.shadow_nodes:
             if node.id == node_id:
                 return node

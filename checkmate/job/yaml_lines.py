@@ -1,4 +1,4 @@
-"""YAML files with the line of everything in them, and faults with their place."""
+"""YAML files with line numbers, and faults with their location."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkmate.job.faults import Fault, show_path
 
 @dataclass(frozen=True)
 class Located:
-    """A fault with the place in its file; line 0 where it is the file itself."""
+    """A fault with its location in a file; line 0 if it concerns the whole file."""
 
     file: Path
     line: int
@@ -28,7 +28,7 @@ class Located:
 
 
 class JobError(Exception):
-    """Job files that can't be used, or the files that `where` says; `faults` has every reason."""
+    """Job files, or files of the kind that `where` names, cannot be used; `faults` has all reasons."""
 
     where = "the job files"
 
@@ -38,7 +38,7 @@ class JobError(Exception):
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML forbids and PyYAML lets pass."""
+    """A SafeLoader that rejects duplicate keys, which YAML forbids but PyYAML accepts."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         if isinstance(node, yaml.MappingNode):
@@ -62,7 +62,7 @@ class Document:
     lines: dict[faults.Path, int]
 
     def locate(self, fault: Fault) -> Located:
-        """The fault at its line, or at that of the nearest thing above it that is there."""
+        """Return the fault with its line, or the line of the nearest existing parent."""
         path = fault.path
         while path and path not in self.lines:
             path = path[:-1]
@@ -70,14 +70,14 @@ class Document:
 
 
 def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
-    """Parse a YAML file that is a mapping, with `keys` for example; `JobError` says why it can't be."""
+    """Parse a YAML file that is a mapping with keys such as `keys`. Raise `JobError` if it is not."""
     try:
         text = file.read_text()
         data, lines = _parse(text)
     except OSError as error:
-        raise JobError([Located(file, 0, "(file)", f"can't be read: {error.strerror}")]) from None
+        raise JobError([Located(file, 0, "(file)", f"cannot be read: {error.strerror}")]) from None
     except UnicodeDecodeError:
-        raise JobError([Located(file, 0, "(file)", "is no text in UTF-8")]) from None
+        raise JobError([Located(file, 0, "(file)", "is not valid UTF-8")]) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise JobError([Located(file, line, "(YAML)", f"{error.problem}")]) from None
@@ -86,7 +86,7 @@ def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
     except RecursionError:
         raise JobError([Located(file, 1, "(YAML)", "is nested too deeply, or contains itself")]) from None
     except ValueError as error:
-        raise JobError([Located(file, 1, "(YAML)", f"has a value that can't be read: {error}")]) from None
+        raise JobError([Located(file, 1, "(YAML)", f"has a value that cannot be read: {error}")]) from None
     if not isinstance(data, dict):
         raise JobError([Located(file, 1, "(top level)", f"must be a mapping of keys such as {keys}")])
     return Document(file, data, lines)

@@ -1,1 +1,1 @@
-"""The client's side of a job's shadow nodes: what can be had from whom, and one way of reading it."""
+"""The client side of a job's shadow nodes: which nodes have which state, and how to read it."""

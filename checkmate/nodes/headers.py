@@ -1,4 +1,4 @@
-"""What holders say of the shards that they send, held against what was asked for. Pure."""
+"""Checks the headers of shards that holders send against the request. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from checkmate.wire.layout import Layout, LayoutError, from_json
 
 @dataclass(frozen=True)
 class Asked:
-    """One shard of a job's DP group at an iteration of a run; of any incarnation or start if none is named.
+    """A request for one shard of a job's DP group at an iteration of a run.
 
-    `parameters`: some of the shard's; all of them if none is named.
+    Without `incarnation` or `start`, any is accepted. Without `parameters`, all of the shard's are requested.
     """
 
     job: str
@@ -28,7 +28,7 @@ class Asked:
 
 
 def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
-    """The layout of a stream of seeds; `StateError` where that is of something else, or not whole."""
+    """Return the layout of a stream of seeds. Raise `StateError` if it is not the requested shard."""
     there = Asked(
         header.job,
         header.run,
@@ -41,25 +41,25 @@ def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
     )
     if there != asked:
         ours, theirs = _shown(asked), _shown(there)
-        raise StateError(f"it sent {theirs}, not {ours if ours != theirs else 'of the start that was asked'}")
+        raise StateError(f"it sent {theirs}, not {ours if ours != theirs else 'of the requested start'}")
     try:
         layout = from_json(header.layout)
     except LayoutError as error:
         raise StateError(str(error)) from None
     if sorted(header.parameters) != sorted(asked.parameters or layout.of_shard(asked.shard)):
-        raise StateError("it announced other parameters than were asked for")
+        raise StateError("it announced other parameters than requested")
     return layout
 
 
 def most_parts(headers: Sequence[pb.SeedHeader]) -> pb.SeedHeader:
-    """Of a DP group's headers one with all parts of the record: a holder of no parameters may lack them."""
+    """Return the header with the most parts of the record: a shard without parameters may lack some."""
     return max(headers, key=lambda header: len(header.record.parts))
 
 
 def record_of(headers: Sequence[pb.SeedHeader]) -> tuple[pb.IterationRecord, list[str]]:
-    """A DP group's record, with the buffers of all its headers together, and the buffers that none has.
+    """Return a DP group's record with the buffers of all its headers, and the names of buffers that none has.
 
-    A node that has come late may lack buffers that another one has.
+    A node that joined late may lack buffers that another one has.
     """
     record = pb.IterationRecord()
     record.CopyFrom(most_parts(headers).record)

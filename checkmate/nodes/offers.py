@@ -1,4 +1,4 @@
-"""Which shadow nodes offer a job's newest iteration, to be read while training goes on or after it. Pure."""
+"""Selects the shadow nodes to read a job's newest iteration from, during training or after it. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from checkmate.nodes.standing import (
 )
 from checkmate.rpc import shadow_pb2 as pb
 
-LAB_HINT: Final = "a lab's shadow nodes are reached from its namespace of the controller only"
-"""Told with `NoAnswer`."""
+LAB_HINT: Final = "a lab's shadow nodes can be reached from its controller namespace only"
+"""Part of messages about `NoAnswer`."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,25 @@ class Source:
     """The newest iteration that any of them has stepped."""
     holders: Mapping[Shard, tuple[int, ...]]
     fenced: frozenset[int] = frozenset()
-    """Nodes that a restart has stopped: they serve the iteration at which they are, without a reservation."""
+    """Nodes that a restart has stopped. They serve their current iteration, without a reservation."""
     ended: bool = False
-    """Whether training has come to its end: no iteration follows `stepped`."""
+    """Whether training is complete: no iteration follows `stepped`."""
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """All of them, each once."""
+        """All holders, each once."""
         return tuple(sorted({node for nodes in self.holders.values() for node in nodes}))
 
 
 def find_source(job: Job, answers: Answers) -> Source:
-    """Return who offers the shards of the newest start of training. `Lacking`, `NoAnswer`.
+    """Return the nodes that offer the shards of the newest start of training.
 
-    A shard that nobody offers is had from nodes that lack nothing but buffers, which those of other shards
-    may have: the caller sees to it that all are there.
+    A shard that no node offers is read from nodes that lack only buffers, because nodes of other shards may
+    have them: the caller checks that all are there.
+
+    Raises:
+        Lacking: Some shard is not available.
+        NoAnswer: No node answers.
     """
     fenced = frozenset(node for node, a in answers.items() if isinstance(a, pb.NodeStatus) and a.fenced)
     return decide(job, answers, lambda stood, beginning: _source(job, stood, beginning, fenced))
@@ -69,7 +73,7 @@ def _holds(found: Sequence[Standing], nodes: Sequence[int]) -> list[pb.HoldStatu
 
 
 def _trouble(standing: Standing, beginning: Beginning) -> str:
-    """Return why a node can't give a shard; empty if it can."""
+    """Return why a node can't provide a shard, or ""."""
     hold = standing.hold
     if hold is None:
         return standing.trouble

@@ -1,4 +1,4 @@
-"""Reads shards from shadow nodes, each verified; many at once, from another holder if one fails."""
+"""Reads and verifies shards from shadow nodes, in parallel, from another holder if one fails."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ States = dict[int, tuple[torch.Tensor, dict[str, object]]]
 """Parameters by number: the tensor, and the optimizer state."""
 
 Accept = Callable[[pb.SeedHeader, Layout], None]
-"""Looks at what a node is about to send. `StateError` passes the node over, other exceptions end the read."""
+"""Checks a stream's header. After a `StateError` the next node is tried; other exceptions end the read."""
 
 _LEAST_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """A shard as a node gave it: parameters and their optimizer state, and what else its header has."""
+    """A shard as a node has sent it: parameters and their optimizer state, and the header."""
 
     header: pb.SeedHeader
     layout: Layout
@@ -42,21 +42,20 @@ class ShardState:
 
 @dataclass(frozen=True)
 class Reading:
-    """How shards are read.
-
-    `deadline`: on the monotonic clock. `step_seconds`: for a node to step the iteration; one that isn't
-    stepped so soon may never be. `progress` is told of bytes as they come, from several threads.
-    """
+    """How shards are read."""
 
     deadline: float
+    """On the monotonic clock."""
     step_seconds: float | None = None
+    """How long a node may take to step the iteration; a later one may never be stepped."""
     progress: Callable[[int], None] = lambda nbytes: None
+    """Called with numbers of bytes as they arrive, from several threads."""
     accept: Accept = lambda header, layout: None
 
 
 @dataclass
 class _Tried:
-    """What came of a shard: its state, or what each node that was asked said."""
+    """The result for one shard: its state, or the failures of all nodes asked."""
 
     shard: Shard
     state: ShardState | None = None
@@ -65,7 +64,12 @@ class _Tried:
 
 
 def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
-    """Read a shard from one node. `StateError` if it is another one, or damaged; `grpc.RpcError`."""
+    """Read a shard from one node.
+
+    Raises:
+        StateError: The node sent another shard, or damaged data.
+        grpc.RpcError: The call failed.
+    """
     request = pb.FetchRequest(
         job=asked.job,
         shard=pb.Shard(group=asked.group, shard=asked.shard),
@@ -84,11 +88,20 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
             how.progress(sum(v.nbytes for v in (tensor, *values.values()) if isinstance(v, torch.Tensor)))
         return ShardState(reader.header, layout, states)
     finally:
-        stream.cancel()  # of what has ended, nothing
+        stream.cancel()  # without effect if it has ended
 
 
 def read_shards(stubs: Stubs, wanted: Mapping[Asked, Sequence[int]], how: Reading) -> dict[Shard, ShardState]:
-    """Read shards, all at once, each from the first of its nodes that gives it. `Lacking` if none does."""
+    """Read shards in parallel, each from the first of its nodes that provides it.
+
+    Args:
+        stubs: Stubs of the job's nodes.
+        wanted: The nodes of each shard, in the order in which to try them.
+        how: Timeouts and callbacks.
+
+    Raises:
+        Lacking: No node provides some shard.
+    """
     with ThreadPoolExecutor(max(len(wanted), 1), thread_name_prefix="read") as pool:
         tried = list(pool.map(lambda asked: _from_any(stubs, asked, wanted[asked], how), wanted))
     failed = [one for one in tried if one.state is None]
@@ -121,7 +134,7 @@ def _reason(error: grpc.RpcError, how: Reading) -> str:
 
 @contextmanager
 def _cancelled_after(seconds: float | None, call: grpc.Call) -> Iterator[None]:
-    """Cancel a call that is waited for longer than this."""
+    """Cancel a call if the block takes longer than this."""
     if seconds is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Reserves an iteration on shadow nodes, so that all of them serve the same one while training goes on."""
+"""Reserves an iteration on shadow nodes, so that all of them serve the same one while training continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 
 _MARGINS: Final = (0, 1, 2, 4, 8)
-"""How far ahead of the newest iteration to name one, if training was faster."""
-_TOO_FAST: Final = "goes on faster than iterations can be reserved"
+"""How many iterations to reserve ahead of the newest one, in successive attempts."""
+_TOO_FAST: Final = "advances faster than iterations can be reserved"
 
 
 @dataclass
 class NotReserved(Exception):
-    """No iteration could be reserved on enough of the nodes. `refused`: by node, why not."""
+    """No iteration could be reserved on enough nodes. `refused`: the reasons, by node."""
 
     refused: Mapping[int, str]
 
@@ -27,7 +27,7 @@ class NotReserved(Exception):
 
 @dataclass(frozen=True)
 class Reservation:
-    """An iteration, and the nodes that keep it readable. `refused`: the others, and why not."""
+    """An iteration, and the nodes that keep it readable. `refused`: the reasons of the others, by node."""
 
     iteration: int
     granted: frozenset[int]
@@ -44,10 +44,18 @@ def reserved(
     at_least: int = 0,
     enough: Callable[[Collection[int]], bool] | None = None,
 ) -> Iterator[Reservation]:
-    """Reserve the newest iteration that `enough` of the nodes grant, by default all; release it in the end.
+    """Reserve the newest iteration that enough nodes grant, and release it at the end of the block.
 
-    `newest`: the newest iteration that they have stepped; if `None`, they are asked. What is reserved is not
-    below `at_least`. `seconds`: after which the nodes release it by themselves. `NotReserved`.
+    Args:
+        stubs: Stubs of the job's nodes.
+        nodes: The nodes to ask.
+        seconds: The time after which nodes release the iteration on their own.
+        newest: The newest iteration that the nodes have stepped; `None` to ask them.
+        at_least: The lowest iteration to reserve.
+        enough: Returns whether these nodes are enough; by default all are required.
+
+    Raises:
+        NotReserved: Too few nodes have granted any iteration.
     """
     enough = enough or (lambda granted: len(granted) == len(nodes))
     refused: Mapping[int, str] = {}
@@ -67,12 +75,12 @@ def reserved(
             stubs.ask(granted, lambda stub: stub.Release, release)
         stepped = max([stepped, *_stepped(answers)])
         if stepped < 0:
-            break  # nothing is live: no later iteration would be granted either
+            break  # no hold is live: no later iteration would be granted either
     raise NotReserved(refused)
 
 
 def _refusals(answers: Mapping[int, pb.ReserveReply | str]) -> dict[int, str]:
-    """Return why nodes have not granted a reservation, of those that haven't."""
+    """Return why nodes have refused a reservation."""
     return {node: why for node, answer in answers.items() if (why := _refusal(answer))}
 
 
@@ -83,5 +91,5 @@ def _refusal(answer: pb.ReserveReply | str) -> str:
 
 
 def _stepped(answers: Mapping[int, pb.ReserveReply | str]) -> list[int]:
-    """Return what nodes have stepped that have answered."""
+    """Return the iterations that nodes have stepped."""
     return [answer.stepped for answer in answers.values() if not isinstance(answer, str)]

@@ -1,4 +1,4 @@
-"""A job's shards, the nodes that should hold them, and what messages call them. Pure."""
+"""A job's shards, the nodes that should hold them, and their names in messages. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def holders_of(job: Job) -> dict[Shard, tuple[int, ...]]:
 
 
 def name(shard: Shard) -> str:
-    """Return what messages call a shard: `shard 0 of DP group 1`."""
+    """Return a shard's name in messages: `shard 0 of DP group 1`."""
     return f"shard {shard[1]} of DP group {shard[0]}"
 
 
 def names(shards: Iterable[Shard]) -> str:
-    """Return what messages call shards: `shard 0 of DP group 1, ...`."""
+    """Return the names of shards in messages: `shard 0 of DP group 1, ...`."""
     return ", ".join(map(name, shards))
 
 
 def node_name(job: Job, node: int) -> str:
-    """Return what messages call a node: `shadow node 0 (10.0.0.1:7000)`."""
+    """Return a node's name in messages: `shadow node 0 (10.0.0.1:7000)`."""
     return f"shadow node {node} ({job.node(node).mgmt})"

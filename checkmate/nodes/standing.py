@@ -1,6 +1,6 @@
-"""What shadow nodes say of a job's shards, and which start of training is the newest. Pure.
+"""The shadow nodes' answers about a job's shards, and the newest start of training among them. Pure.
 
-`offers` (a read while training goes on) and `target` (a restart) decide over this what can be had from whom.
+From this, `offers` (reading during training) and `target` (a restart) select the nodes to read from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from checkmate.rpc import shadow_pb2 as pb
 T = TypeVar("T")
 
 Answers = Mapping[int, pb.NodeStatus | str]
-"""By node: its status, or why it gave none."""
+"""By node: its status, or why there is none."""
 
 INCARNATIONS: Final = 256
 _NO_ANSWER: Final = "has not answered"
@@ -24,7 +24,7 @@ _NO_ANSWER: Final = "has not answered"
 
 @dataclass(frozen=True, order=True)
 class Beginning:
-    """A start of training. Holds of one are never put together with those of another."""
+    """A start of training. Holds of different starts are never combined."""
 
     generation: int
     incarnation: int
@@ -35,7 +35,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a node says of one shard: its hold, or why there is none."""
+    """One node's hold of one shard, or why there is none."""
 
     node: int
     hold: pb.HoldStatus | None
@@ -43,47 +43,51 @@ class Standing:
 
 
 Standings = Mapping[Shard, Sequence[Standing]]
-"""By shard: the nodes that should hold it, in order, then others that do."""
+"""By shard: the nodes that should hold it, in order, then others that hold it."""
 
 Trouble = Callable[[Standing], str]
-"""Why a node can't give a shard; empty if it can."""
+"""Returns why a node can't provide a shard, or ""."""
 
 
 @dataclass
 class Lacking(Exception):
-    """Not all shards can be had: for each that stands in the way, what each of its holders says."""
+    """Some shards are not available: the reasons of each of their holders."""
 
     shards: dict[Shard, list[str]] = field(default_factory=dict)
     wrong: frozenset[Shard] = frozenset()
-    """Of these, shards that are there and no good: that doesn't pass as nodes are started and seeded."""
+    """Those of them that are there but wrong. Waiting for nodes to be started and seeded does not help."""
 
     def __str__(self) -> str:
         return "; ".join(
-            f"{name(shard)}: {', '.join(troubles) or 'nobody holds it'}"
+            f"{name(shard)}: {', '.join(troubles) or 'no node holds it'}"
             for shard, troubles in sorted(self.shards.items())
         )
 
 
 @dataclass
 class NoAnswer(Lacking):
-    """No shadow node answers at all."""
+    """No shadow node answers."""
 
 
 def lacking(
     job: Job, troubles: Mapping[Shard, Iterable[tuple[int, str]]], wrong: Iterable[Shard] = ()
 ) -> Lacking:
-    """Return `Lacking` from what is wrong with nodes, by shard."""
+    """Return `Lacking` with the troubles of nodes, by shard."""
     shards = {
-        shard: [f"{node_name(job, node)}: {text}" for node, text in said] for shard, said in troubles.items()
+        shard: [f"{node_name(job, node)}: {text}" for node, text in found]
+        for shard, found in troubles.items()
     }
     return Lacking(shards, frozenset(wrong))
 
 
 def decide(job: Job, answers: Answers, of: Callable[[Standings, Beginning], T]) -> T:
-    """Return what `of` makes of the newest start of training.
+    """Return the result of `of` for the newest start of training.
 
-    If several starts have its number, which can't be told apart by age, the first that is whole counts.
-    `Lacking` if none is whole; `NoAnswer` if no node answers.
+    If several starts have the newest number, their order is unknown, and the first that is complete counts.
+
+    Raises:
+        Lacking: None of them is complete.
+        NoAnswer: No node answers.
     """
     stood = standings(job, answers)
     troubles = []
@@ -99,8 +103,8 @@ def decide(job: Job, answers: Answers, of: Callable[[Standings, Beginning], T]) 
 
 
 def all_able(job: Job, stood: Standings, trouble: Trouble) -> dict[Shard, list[Standing]]:
-    """Return who has no trouble, for each shard. `Lacking` if that is nobody for one of them."""
-    able = {shard: [one for one in said if not trouble(one)] for shard, said in stood.items()}
+    """Return the standings without trouble, by shard. Raise `Lacking` if some shard has none."""
+    able = {shard: [one for one in found if not trouble(one)] for shard, found in stood.items()}
     without = {shard: stood[shard] for shard, found in able.items() if not found}
     if without:
         raise why_lacking(job, without, trouble)
@@ -108,10 +112,10 @@ def all_able(job: Job, stood: Standings, trouble: Trouble) -> dict[Shard, list[S
 
 
 def why_lacking(job: Job, without: Standings, trouble: Trouble) -> Lacking:
-    """Return `Lacking` of shards with which all nodes have trouble. Those in doubt are wrong themselves."""
-    said = {shard: [(one.node, trouble(one)) for one in stood] for shard, stood in without.items()}
+    """Return `Lacking` for shards that no node can provide. Doubtful ones count as wrong."""
+    troubles = {shard: [(one.node, trouble(one)) for one in stood] for shard, stood in without.items()}
     wrong = [shard for shard, stood in without.items() if any(_is_wrong(one, trouble) for one in stood)]
-    return lacking(job, said, wrong)
+    return lacking(job, troubles, wrong)
 
 
 def _is_wrong(standing: Standing, trouble: Trouble) -> bool:
@@ -124,11 +128,11 @@ def _any_answered(answers: Answers) -> bool:
 
 
 def _holds(stood: Standings) -> Iterator[pb.HoldStatus]:
-    return (one.hold for said in stood.values() for one in said if one.hold is not None)
+    return (one.hold for found in stood.values() for one in found if one.hold is not None)
 
 
 def standings(job: Job, answers: Answers) -> dict[Shard, list[Standing]]:
-    """Return what nodes say, sorted by shard."""
+    """Return the nodes' standings, by shard."""
     holds = {
         (node, (hold.shard.group, hold.shard.shard)): hold
         for node, answer in answers.items()
@@ -156,7 +160,7 @@ def _why_none(answer: pb.NodeStatus | str) -> str:
 def newest_beginnings(holds: Iterable[pb.HoldStatus]) -> list[Beginning]:
     """Return the starts of the greatest generation and, in it, the newest incarnation.
 
-    It is one, unless incarnations have come round.
+    There is only one, unless incarnations have wrapped.
     """
     begun = {beginning_of(hold) for hold in holds}
     generation = max((one.generation for one in begun), default=0)
@@ -166,9 +170,9 @@ def newest_beginnings(holds: Iterable[pb.HoldStatus]) -> list[Beginning]:
 
 
 def newest_incarnation(incarnations: Iterable[int]) -> int | None:
-    """Return the newest of some: the one that none is less than 128 ahead of (RFC 1982).
+    """Return the newest of some incarnations, which wrap at 256: no other is ahead of it by less than 128.
 
-    They count mod 256.
+    This is the serial number arithmetic of RFC 1982.
     """
     seen = sorted(set(incarnations))
     ahead = {i: sum(0 < (other - i) % INCARNATIONS < INCARNATIONS // 2 for other in seen) for i in seen}
@@ -181,7 +185,7 @@ def beginning_of(hold: pb.HoldStatus) -> Beginning:
 
 
 def stranger(hold: pb.HoldStatus, beginning: Beginning) -> str:
-    """Return how a hold's start of training differs; empty if it is of this one."""
+    """Return how a hold's start of training differs from this one, or ""."""
     if beginning_of(hold) == beginning:
         return ""
     if hold.generation != beginning.generation:
@@ -192,7 +196,7 @@ def stranger(hold: pb.HoldStatus, beginning: Beginning) -> str:
 
 
 def unfit(hold: pb.HoldStatus) -> str:
-    """Return why what a hold has is worth nothing; empty if it isn't."""
+    """Return why a hold's state can't be used, or ""."""
     if not hold.seeded:
         return hold.trouble or "is not seeded yet"
     if hold.doubtful:
@@ -201,9 +205,9 @@ def unfit(hold: pb.HoldStatus) -> str:
 
 
 def most_complete(able: Sequence[Standing]) -> tuple[int, ...]:
-    """Return the nodes whose holds lack no buffers; all of them if each lacks some.
+    """Return the nodes whose holds do not lack buffers, or all nodes if each lacks some.
 
-    Of a DP group's buffers those count that any of its shards brings.
+    Buffers may come with any shard of a DP group.
     """
     complete = [one.node for one in able if one.hold is not None and not one.hold.lacks_buffers]
     return tuple(complete or [one.node for one in able])

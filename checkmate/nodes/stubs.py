@@ -1,4 +1,4 @@
-"""A job's shadow nodes as gRPC stubs; one call to many of them at once, and why a node gave no answer."""
+"""A job's shadow nodes as gRPC stubs: parallel calls, and the wording of failures."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 ANSWER_SECONDS: Final = 5.0
-"""A node that takes longer for a short answer is taken to be away."""
+"""A node that takes longer for a short answer is considered away."""
 
 UNREACHABLE: Final = "can't be reached"
-"""So begins the reason of a node whose address refuses connections, or that no way leads to."""
+"""The beginning of the reason if a node's address refuses connections or has no route."""
 
 _REFUSALS: Final = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
-"""With these a shadow node refuses a call, in words of its own."""
+"""A shadow node's own refusals, with a message."""
 _PLAIN: Final = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: "gave no answer in time",
-    grpc.StatusCode.UNIMPLEMENTED: "another service than a shadow node's is there",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
+    grpc.StatusCode.UNIMPLEMENTED: "runs a service other than a shadow node's",
 }
 _ROOT: Final = re.compile(
     r"(?:ipv[46]|unix):\S+: (?:Failed to connect to remote host: )?(?:[a-z_]+: )?(?P<why>.+?)(?: \(\d+\))?$"
 )
-"""In gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
+"""Matches gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
 
 
 class Stubs:
-    """A job's shadow nodes as gRPC stubs, each with one channel. Context manager."""
+    """A job's shadow nodes as gRPC stubs, with one channel per node. It is a context manager."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -52,9 +52,11 @@ class Stubs:
         self.close()
 
     def to(self, node: int) -> ShadowStub:
-        """Return the stub of a node; it connects at the first call. `TlsError` for a file of the job's.
+        """Return the stub of a node. It connects at the first call.
 
-        `ValueError` once it is closed, as gRPC has it for calls.
+        Raises:
+            TlsError: One of the job's TLS files can't be used.
+            ValueError: The stubs are closed (gRPC raises the same for calls).
         """
         with self._lock:
             if node not in self._channels:
@@ -70,7 +72,7 @@ class Stubs:
         request: Q,
         timeout: float = ANSWER_SECONDS,
     ) -> dict[int, R | str]:
-        """Call nodes, all at once; return each one's answer, or why there is none. `timeout`: seconds."""
+        """Call nodes in parallel. Return each one's answer, or why there is none. `timeout`: in seconds."""
         return self.ask_each(dict.fromkeys(nodes, request), call, timeout)
 
     def ask_each(
@@ -79,7 +81,7 @@ class Stubs:
         call: Callable[[ShadowStub], grpc.UnaryUnaryMultiCallable[Q, R]],
         timeout: float = ANSWER_SECONDS,
     ) -> dict[int, R | str]:
-        """The same with a request of its own for each node."""
+        """Call nodes in parallel like `ask`, each with its own request."""
         calls = {node: call(self.to(node)).future(one, timeout=timeout) for node, one in requests.items()}
         found: dict[int, R | str] = {}
         for node, answer in calls.items():
@@ -91,7 +93,7 @@ class Stubs:
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
-        """What step records are sent with, if the job has TLS. `TlsError` for its files."""
+        """The TLS context for step records, if the job has TLS; `TlsError` if its files can't be used."""
         return None if self.job.mgmt_tls is None else client_context(self.job.mgmt_tls)
 
     def close(self) -> None:
@@ -103,7 +105,7 @@ class Stubs:
 
 
 def reason(error: Exception) -> str:
-    """Return what went wrong with a node or with what it sent, in one line that follows the node's name."""
+    """Return what went wrong with a node, in one line that follows the node's name."""
     if not isinstance(error, grpc.Call):
         return str(error) or type(error).__name__
     code, detail = error.code(), str(error.details() or "").partition("\n")[0]
@@ -115,7 +117,7 @@ def reason(error: Exception) -> str:
 
 
 def unreached(detail: str) -> str:
-    """Return, of what gRPC says of a connection, only why, if that is found: ` (Connection refused)`."""
+    """Return the reason in gRPC's message about a connection, e.g. ` (Connection refused)`."""
     found = _ROOT.search(detail)
     why = found["why"] if found else detail
     return f" ({why})" if why else ""

@@ -1,4 +1,4 @@
-"""Which iteration a restart resumes from, and which shadow nodes have it. Pure (design, section 7)."""
+"""Selects the iteration that a restart resumes from, and the nodes that have it. Pure (design, section 7)."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from checkmate.rpc import shadow_pb2 as pb
 
 @dataclass(frozen=True)
 class Target:
-    """The iteration to settle at, the start that it belongs to, and the nodes that can reach it, by shard."""
+    """The iteration to settle at, its run, and the nodes that can reach it, by shard."""
 
     iteration: int
     run: str
     holders: Mapping[Shard, tuple[int, ...]]
     lacking: int = 0
-    """How many buffers all these nodes lack so far, of the DP group that lacks most."""
+    """Number of buffers that all these nodes lack so far, in the DP group that lacks most."""
     behind: int = 0
-    """How many iterations beyond it a node has stepped that no other shard's nodes can follow."""
+    """Number of later iterations that some node has stepped, but that not all shards can reach."""
     generation: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether nodes that have not answered can add nothing."""
+        """Whether further answers of nodes can't improve it."""
         return not (self.lacking or self.behind)
 
 
 @dataclass(frozen=True)
 class _Reach:
-    """What a hold can be settled at: each iteration from `stepped` to `in_full`."""
+    """The iterations that a hold can be settled at: from `stepped` to `in_full`."""
 
     standing: Standing
     shard: Shard
@@ -57,21 +57,26 @@ class _Reach:
 
 
 def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
-    """Return the one after the newest that any node has seen; the clock's seconds mod 256 if none has."""
+    """Return the incarnation after the newest that any node has seen, or the clock's seconds mod 256."""
     last = newest_incarnation(answer.incarnation for answer in answers if not answer.holds_nothing)
     return int(clock if last is None else last + 1) % INCARNATIONS
 
 
 def find_target(job: Job, answers: Answers) -> Target:
-    """Return the target of fenced nodes. `Lacking` names the shards that stand in its way; `NoAnswer`.
+    """Return the target of fenced nodes.
 
-    It is the smallest "in full" of the holds whose "in full" is not below the largest "stepped": nothing that
-    was stepped is repeated, and as many holds as can be stay. If not every shard has such a hold, it is the
-    newest iteration that every shard can be settled at.
+    Of the holds whose `in_full` is at least the largest `stepped`, it is the smallest `in_full`. So no
+    stepped iteration is repeated, and as many holds as possible can be used. If some shard has no such hold,
+    it is the newest iteration that all shards can be settled at.
 
-    A hold counts if it is seeded and not doubtful, and of the newest start; or of an older incarnation of the
-    same run, if it can be settled at what the newest began from. Of a shard's holders, those that lack
-    buffers are left out if another has them all: ranks take what buffers they find with any shard.
+    A hold counts if it is seeded, not doubtful, and of the newest start of training. It also counts if it is
+    of an older incarnation of the same run, and can be settled at the iteration from which the newest start
+    began. Of a shard's holders, those that lack buffers are left out if another one has all: ranks accept
+    buffers from any shard.
+
+    Raises:
+        Lacking: The shards that no node can settle at a common iteration.
+        NoAnswer: No node answers.
     """
     return decide(job, answers, lambda stood, beginning: _target(job, stood, beginning))
 
@@ -97,12 +102,12 @@ def _holders(shards: Iterable[Shard], able: Sequence[_Reach]) -> dict[Shard, tup
 
 
 def _without(shards: Iterable[Shard], holds: Iterable[_Reach]) -> list[Shard]:
-    """Return the shards that none of the holds is of."""
+    """Return the shards that are not among the holds."""
     return sorted(set(shards) - {hold.shard for hold in holds})
 
 
 def _newest_whole(shards: Iterable[Shard], usable: Sequence[_Reach]) -> list[_Reach]:
-    """Return the holds that can be settled at the newest iteration that every shard can; empty: at none."""
+    """Return the holds that can be settled at the newest iteration common to all shards, if there is one."""
     for iteration in sorted({hold.in_full for hold in usable}, reverse=True):
         able = [hold for hold in usable if hold.stepped <= iteration <= hold.in_full]
         if not _without(shards, able):
@@ -111,15 +116,15 @@ def _newest_whole(shards: Iterable[Shard], usable: Sequence[_Reach]) -> list[_Re
 
 
 def _usable(stood: Standings, beginning: Beginning) -> Iterator[_Reach]:
-    for shard, said in stood.items():
-        for standing in said:
+    for shard, found in stood.items():
+        for standing in found:
             reach = _reach(standing, shard, beginning)
             if reach is not None:
                 yield reach
 
 
 def _reach(standing: Standing, shard: Shard, beginning: Beginning) -> _Reach | None:
-    """Return what a node's hold can be settled at, if it can."""
+    """Return the iterations that a node's hold can be settled at, if any."""
     hold, origin = standing.hold, beginning.first_iteration - 1
     if hold is None or unfit(hold):
         return None
@@ -136,44 +141,48 @@ def _older(hold: pb.HoldStatus, beginning: Beginning) -> bool:
 
 
 def _lacking_buffers(holds: Sequence[_Reach]) -> int:
-    """Return, of each DP group, the fewest buffers that one of its holds lacks; the most of these."""
+    """Return how many buffers even the most complete hold lacks, in the DP group that lacks most."""
     least: dict[int, int] = {}
     for hold in holds:
-        lacks = hold.lacks_buffers if hold.stepped >= 0 else 0  # records bring them: there was none yet
+        lacks = hold.lacks_buffers if hold.stepped >= 0 else 0  # they come with records: there was none yet
         least[hold.shard[0]] = min(lacks, least.get(hold.shard[0], lacks))
     return max(least.values(), default=0)
 
 
 def _trouble(standing: Standing, beginning: Beginning, stepped: int) -> str:
-    """Return why a node's hold can't be settled where others are."""
+    """Return why a node's hold can't be settled at the same iteration as others."""
     hold = standing.hold
     if hold is None:
         return standing.trouble
     strange = stranger(hold, beginning)
     if strange and _older(hold, beginning):
-        strange = f"{strange}, which began at iteration {beginning.first_iteration}, and {_stands(hold)}"
-    return strange or unfit(hold) or hold.trouble or f"{_stands(hold)}, and another has stepped {stepped}"
+        strange = f"{strange}, which began at iteration {beginning.first_iteration}, and {_progress(hold)}"
+    return strange or unfit(hold) or hold.trouble or f"{_progress(hold)}, but another has stepped {stepped}"
 
 
-def _stands(hold: pb.HoldStatus) -> str:
+def _progress(hold: pb.HoldStatus) -> str:
     return f"has stepped iteration {hold.stepped} and has {hold.in_full} in full"
 
 
 def find_settled(job: Job, target: Target, answers: Answers) -> dict[Shard, list[int]]:
-    """Return which nodes hold the target now, by their answers to Settle. `Lacking`: of a shard none does."""
+    """Return the nodes that hold the target now, by their answers to Settle.
+
+    Raises:
+        Lacking: No node holds some shard.
+    """
     stood = {
-        shard: [one for one in said if one.node in target.holders[shard]]
-        for shard, said in standings(job, answers).items()
+        shard: [one for one in found if one.node in target.holders[shard]]
+        for shard, found in standings(job, answers).items()
     }
     able = all_able(job, stood, lambda one: _unsettled(one, target))
     return {shard: [one.node for one in found] for shard, found in able.items()}
 
 
 def _unsettled(standing: Standing, target: Target) -> str:
-    """Return why a node doesn't hold the target; empty if it does."""
+    """Return why a node doesn't hold the target, or ""."""
     hold = standing.hold
     if hold is None:
         return standing.trouble
     if (hold.stepped, hold.run) == (target.iteration, target.run):
         return unfit(hold)
-    return unfit(hold) or hold.trouble or _stands(hold)
+    return unfit(hold) or hold.trouble or _progress(hold)

@@ -1,1 +1,1 @@
-"""Which optimizers Checkmate follows, and their options to the last bit."""
+"""The optimizers that Checkmate supports, and their options exact to the last bit."""

@@ -1,6 +1,6 @@
-"""A parameter group's options as JSON, exactly: floats to the last bit, tuples, tensors, NumPy's numbers.
+"""A parameter group's options as exact JSON: floats to the last bit, tuples, tensors, NumPy's numbers.
 
-JSON knows no tuple, no tensor and no infinity; each is an object with one key that says what it is.
+JSON has no tuples, tensors or infinities. Each is an object with one key that specifies its type.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 OUTSIDE: Final = ("params", "param_names")
-"""Keys of a group that are no options: they say which parameters it has."""
+"""Keys of a group that are not options but list its parameters."""
 
 
 class OptionsError(ValueError):
-    """Options that can't be kept as JSON, or a text that no options gave."""
+    """Options cannot be stored as JSON, or a text does not contain options."""
 
 
 def options_of(group: Mapping[str, Any]) -> str:
-    """A parameter group's options (all but its parameters) as JSON.
+    """Return a parameter group's options (all but its parameters) as JSON.
 
-    Every value comes back from `parse_options` with its type and bits. `OptionsError` names an option whose
-    type can't be kept.
+    `parse_options` restores every value with its type and bits. Raises `OptionsError` if the type of an
+    option is not supported.
     """
     said: dict[str, object] = {}
     for key, value in group.items():
@@ -39,7 +39,7 @@ def options_of(group: Mapping[str, Any]) -> str:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The options that `options_of` wrote; `OptionsError` where it wrote no such text."""
+    """Return the options that `options_of` wrote. Raise `OptionsError` if the text is invalid."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -50,16 +50,16 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def apply_options(group: MutableMapping[str, Any], text: str) -> None:
-    """Give a parameter group the options that `options_of` wrote; its parameters stay.
+    """Set a parameter group's options to those that `options_of` wrote. Its parameters do not change.
 
-    A tensor (such as a learning rate) keeps its place and device where dtype and shape are the same, so what
-    else refers to it sees the new value.
+    A tensor (such as a learning rate) is updated in place if dtype and shape are the same, so that other
+    references to it see the new value.
     """
     put_options(group, parse_options(text))
 
 
 def put_options(group: MutableMapping[str, Any], options: Mapping[str, Any]) -> None:
-    """`apply_options` of options that are parsed already."""
+    """Set a parameter group's options, like `apply_options`, but from parsed ones."""
     for key, value in options.items():
         there = group.get(key)
         if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
@@ -77,7 +77,7 @@ def _encode(value: Any) -> object:
         return {"tensor": _encode_tensor(value)}
     if isinstance(value, np.generic):
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
-            raise OptionsError(f"a NumPy {value.dtype}, which can't be kept; give a Python number")
+            raise OptionsError(f"a NumPy {value.dtype}, which is not supported; use a Python number")
         return {"numpy": [value.dtype.name, _encode(value.item())]}
     if value is None or type(value) in (bool, int, str):
         return value
@@ -90,7 +90,7 @@ def _encode(value: Any) -> object:
         return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise OptionsError(
-        f"of type {kind}, which can't be kept; give numbers, strings, None, tensors, or tuples, lists and "
+        f"of type {kind}, which is not supported; use numbers, strings, None, tensors, or tuples, lists and "
         "dicts of them"
     )
 

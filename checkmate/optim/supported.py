@@ -1,8 +1,8 @@
-"""Which optimizers Checkmate can follow, and how one is described and built again.
+"""The optimizers that Checkmate supports, and their descriptions, from which they are rebuilt.
 
-A shadow node steps a shard, whole parameters, with the class and implementation (`foreach`, `fused`, neither)
-that training uses. That gives training's bits only if a parameter's step reads no other parameter, and if it
-works element by element, so that no sum depends on the number of threads.
+A shadow node steps the whole parameters of a shard, with the class and implementation (`foreach`, `fused`,
+neither) that training uses. The results are bit-identical only if a parameter's step does not read other
+parameters, and works element by element, so that no sum depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FROZEN: Final = 0xFFFF_FFFF
-"""In a spec: a parameter that the optimizer has and training doesn't reduce, for it needs no gradient."""
+"""In a spec: a parameter of the optimizer that training does not reduce, because it needs no gradient."""
 
 SUPPORTED: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     f"torch.optim.{kind.__name__}": kind
@@ -49,32 +49,40 @@ SUPPORTED: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
         torch.optim.ASGD,
     )
 }
-"""Their steps were read: element by element, and from a parameter's own gradient and state alone."""
+"""Optimizers whose steps work element by element, on a parameter's own gradient and state only."""
 
 _INSTEAD: Final = "use one of " + ", ".join(kind.__name__ for kind in SUPPORTED.values())
 _REASONS: Final = {
-    "LBFGS": "its step couples all parameters and evaluates the model again",
-    "SparseAdam": "it takes sparse gradients, and what training reduces is dense",
+    "LBFGS": "its step couples all parameters and reevaluates the model",
+    "SparseAdam": "it takes sparse gradients, but training reduces dense ones",
     "Adafactor": "its step sums over whole parameters, and the bits of sums depend on the number of threads",
     "Muon": "its step multiplies matrices, and the bits of products depend on the number of threads",
-    "ZeroRedundancyOptimizer": "it keeps each rank's part of the state elsewhere",
+    "ZeroRedundancyOptimizer": "it keeps a different part of the state on each rank",
 }
 _EXOTIC: Final = {
-    "capturable": "it is meant for CUDA graphs; build the optimizer with capturable=False",
-    "differentiable": "a step through which gradients flow can't be repeated elsewhere; "
+    "capturable": "it is for CUDA graphs; build the optimizer with capturable=False",
+    "differentiable": "a differentiable step cannot be repeated on shadow nodes; "
     "build the optimizer with differentiable=False",
 }
 
 
 class UnsupportedOptimizer(ValueError):
-    """An optimizer whose steps a shadow node can't repeat; the message says why and what to do instead."""
+    """A shadow node cannot repeat an optimizer's steps; the message has the reason and an alternative."""
 
 
 def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]) -> pb.OptimizerSpec:
-    """Describe an optimizer: class, groups, and each group's parameters by their number in the layout.
+    """Describe an optimizer: class, groups, and the numbers of each group's parameters.
 
-    `number` has the parameters that training reduces. A parameter that it lacks and that needs no gradient is
-    `FROZEN`. `UnsupportedOptimizer` for a class, an option or a parameter that can't be followed.
+    Args:
+        optimizer: the optimizer.
+        number: numbers in the layout of the parameters that training reduces. Other parameters that need no
+            gradient are `FROZEN`.
+
+    Returns:
+        The description for shadow nodes.
+
+    Raises:
+        UnsupportedOptimizer: if its class, an option or a parameter is not supported.
     """
     kind = type(optimizer)
     name = f"torch.optim.{kind.__name__}"
@@ -95,7 +103,7 @@ def spec_of(optimizer: torch.optim.Optimizer, number: Mapping[nn.Parameter, int]
 
 
 def default_dtype(spec: pb.OptimizerSpec) -> torch.dtype:
-    """Torch's default type where the optimizer was described. `UnsupportedOptimizer` if there is no such."""
+    """Return the trainers' default type of torch. Raise `UnsupportedOptimizer` if it is unknown."""
     found = getattr(torch, spec.default_dtype or "float32", None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UnsupportedOptimizer(f"torch has no floating-point type {spec.default_dtype}")
@@ -103,7 +111,7 @@ def default_dtype(spec: pb.OptimizerSpec) -> torch.dtype:
 
 
 def steps_alike(one: pb.OptimizerSpec, other: pb.OptimizerSpec) -> bool:
-    """Whether what is built for one spec steps like the other: hyperparameters come with each step."""
+    """Return whether two specs step alike, apart from hyperparameters, which are part of each step."""
     try:
         return _kind_of_step(one) == _kind_of_step(other)
     except OptionsError:
@@ -111,7 +119,7 @@ def steps_alike(one: pb.OptimizerSpec, other: pb.OptimizerSpec) -> bool:
 
 
 def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
-    """All that `build` and a node's cut depend on."""
+    """Return everything on which `build` and a replica's blocks depend."""
     options = [parse_options(group.options) for group in spec.groups]
     implementations = [(one.get("foreach"), one.get("fused")) for one in options]
     groups = [list(group.parameters) for group in spec.groups]
@@ -119,9 +127,9 @@ def _kind_of_step(spec: pb.OptimizerSpec) -> tuple[object, ...]:
 
 
 def beginnings(optimizer: torch.optim.Optimizer) -> list[pb.Beginning]:
-    """Groups and 16-bit types of which only some parameters have momentum before SGD's next `foreach` step.
+    """Return groups and 16-bit types in which only some parameters have momentum before SGD's `foreach` step.
 
-    It then multiplies the momentum of all of these by other kernels than else, and to other bits.
+    That step then uses other kernels than usual for the momentum of all of them, with different bits.
     """
     found: list[pb.Beginning] = []
     if type(optimizer) is not torch.optim.SGD:
@@ -136,21 +144,29 @@ def beginnings(optimizer: torch.optim.Optimizer) -> list[pb.Beginning]:
 
 
 def check_options(group: Mapping[str, object], index: int) -> None:
-    """Refuse a parameter group that asks for a step that can't be repeated."""
+    """Raise `UnsupportedOptimizer` if a parameter group has an option whose step cannot be repeated."""
     for option, reason in _EXOTIC.items():
         if group.get(option):
             raise UnsupportedOptimizer(f"parameter group {index} has {option}=True: {reason}")
 
 
 def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
-    """An optimizer of the spec's class, groups, options and implementation, of those parameters only.
+    """Return an optimizer of the spec's class, groups, options and implementation for some parameters.
 
-    `parameters` has tensors by their number in the layout; groups without any are left out. `ValueError`
-    where the spec has none of them, `UnsupportedOptimizer` where it names a class that isn't followed.
+    Args:
+        spec: the description.
+        parameters: tensors by their number in the layout. Groups without any are left out.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if the spec has none of the parameters.
+        UnsupportedOptimizer: if its class is not supported.
     """
     kind = SUPPORTED.get(spec.name)
     if kind is None:
-        raise UnsupportedOptimizer(f"{spec.name or 'no optimizer'} can't be followed: {_INSTEAD}")
+        raise UnsupportedOptimizer(f"{spec.name or '(unnamed)'} is not supported: {_INSTEAD}")
     groups = []
     for group in spec.groups:
         chosen = [parameters[i] for i in group.parameters if i in parameters]
@@ -162,11 +178,11 @@ def build(spec: pb.OptimizerSpec, parameters: Mapping[int, torch.Tensor]) -> tor
 
 
 def _check_fused_momentum(group: Mapping[str, Any], index: int) -> None:
-    """Torch's fused SGD gives such momentum other bits in each run (seen with 2.13)."""
+    """Refuse fused SGD with 16-bit momentum, whose bits differ from run to run (with torch 2.13)."""
     if group["fused"] and group["momentum"] and any(p.element_size() == 2 for p in group["params"]):
         raise UnsupportedOptimizer(
-            f"parameter group {index} has 16-bit parameters, and torch's fused SGD gives their momentum "
-            "other bits in each run; use foreach=True"
+            f"parameter group {index} has 16-bit parameters, and with torch's fused SGD their momentum "
+            "differs from run to run; use foreach=True"
         )
 
 
@@ -177,7 +193,7 @@ def _number(parameter: nn.Parameter, number: Mapping[nn.Parameter, int], group: 
     if parameter.requires_grad:
         raise UnsupportedOptimizer(
             f"parameter group {group} has a parameter of shape {tuple(parameter.shape)} that the model "
-            "does not have or that training does not reduce; give it an optimizer of its own"
+            "does not have or that training does not reduce; use another optimizer for it"
         )
     return FROZEN
 
@@ -186,10 +202,8 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     reason = _REASONS.get(kind.__name__)
     if reason is not None:
-        return f"{kind.__name__} can't be followed: {reason}; {_INSTEAD}"
+        return f"{kind.__name__} is not supported: {reason}; {_INSTEAD}"
     ours = next((base.__name__ for base in kind.__mro__ if base in SUPPORTED.values()), None)
     if ours is not None:
-        return (
-            f"{kind.__name__} is a class of its own, and its step may differ from {ours}'s: use {ours} itself"
-        )
-    return f"{kind.__module__}.{kind.__name__} is not known to step each parameter by itself: {_INSTEAD}"
+        return f"{kind.__name__} is a subclass whose step may differ from {ours}'s: use {ours} itself"
+    return f"{kind.__module__}.{kind.__name__} may not step each parameter separately: {_INSTEAD}"

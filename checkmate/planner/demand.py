@@ -1,7 +1,7 @@
-"""What a job takes of its shadow nodes: bytes at each NIC in each round, memory, shards. Pure.
+"""A job's demand on its shadow nodes: bytes at each NIC in each round, memory, shards. Pure.
 
-Streams come from the job, buckets from the layout, chunks from the ring's schedule: nothing is worked out
-again here, only added up (paper, section "Network Resource Planning").
+Sums over the job's streams, the layout's buckets and the ring's schedule (paper, section "Network Resource
+Planning").
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from checkmate.wire.schedule import tagged_chunks
 
 
 class KeepsState(Protocol):
-    """An optimizer, as far as its memory goes."""
+    """The memory of an optimizer."""
 
     def state_bytes(self, dtype: str) -> int:
-        """Bytes of state for each element of a parameter of that type."""
+        """Return the bytes of state for each element of a parameter of a type."""
 
 
 @dataclass(frozen=True)
 class NicDemand:
-    """What one shadow NIC receives. Index 0 of the tuples is round 0 of the ring.
+    """Data that one shadow NIC receives. Index 0 of the tuples is round 0 of the ring.
 
-    `peak_bits_per_s` counts every DP group whose gradients it may get at the same time.
+    `peak_bits_per_s` includes every DP group whose gradients may arrive at the same time.
     """
 
     node: int
@@ -41,7 +41,7 @@ class NicDemand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an iteration."""
+        """Bytes per iteration."""
         return sum(self.round_bytes)
 
 
@@ -63,10 +63,11 @@ class ShardDemand:
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """Bytes that a shadow node needs. `reading`: what checkpoint readers may make it keep at most.
+    """Memory that a shadow node needs, in bytes.
 
-    `socket_buffers` is what the kernel may take while the node pauses. Frozen parameters, buffers such as
-    BatchNorm's statistics, and the process itself are not in it.
+    `reading` is the maximum of copies for checkpoint readers, `socket_buffers` the kernel's maximum while the
+    node pauses. Frozen parameters, buffers such as BatchNorm's statistics, and the process itself are not
+    included.
     """
 
     parameters: int
@@ -76,23 +77,23 @@ class MemoryDemand:
 
     @property
     def reading(self) -> int:
-        """A copy of what the next step overwrites before it was read."""
+        """A copy of everything that the next step overwrites before it has been read."""
         return self.parameters + self.optimizer_state
 
     @property
     def process(self) -> int:
-        """Of the process itself: without the kernel's buffers, while nobody reads."""
+        """Memory of the process, without the kernel's buffers and without readers."""
         return self.parameters + self.optimizer_state + self.gradients
 
     @property
     def total(self) -> int:
-        """All at once."""
+        """Sum of all parts."""
         return self.process + self.socket_buffers + self.reading
 
 
 @dataclass(frozen=True)
 class NodeDemand:
-    """A shadow node that holds something."""
+    """The demand on a shadow node with at least one shard."""
 
     node: int
     shards: tuple[ShardDemand, ...]
@@ -101,13 +102,13 @@ class NodeDemand:
 
     @property
     def elements(self) -> int:
-        """Of all that it steps in an iteration."""
+        """Number of elements that it steps per iteration."""
         return sum(shard.elements for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the job's YAML does not say. `link_bits_per_s`: of a training rank, which its channels share."""
+    """Settings beside the job's YAML. The channels of a training rank share `link_bits_per_s`."""
 
     optimizer: KeepsState
     link_bits_per_s: float
@@ -116,7 +117,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a job takes. `models`: of each DP group, its stage."""
+    """The demand of a job. `models` has the stage of each DP group."""
 
     job: Job
     models: tuple[Model, ...]
@@ -134,7 +135,7 @@ class Demand:
 
     @cached_property
     def longest_stream(self) -> int:
-        """Bytes that the longest stream brings in an iteration."""
+        """Bytes per iteration of the longest stream."""
         return max(sum(self._rounds(stream)) for stream in self.streams)
 
     @cached_property
@@ -172,7 +173,7 @@ class Demand:
 
     @property
     def rounds(self) -> int:
-        """Of the largest ring's AllGather."""
+        """Number of rounds in the AllGather of the largest ring."""
         return max(len(group.ranks) for group in self.job.dp_groups) - 1
 
     def _holders(self, group: int, shard: int) -> tuple[int, ...]:
@@ -184,7 +185,7 @@ class Demand:
         return {}
 
     def _rounds(self, stream: boundaries.Stream) -> tuple[int, ...]:
-        """Bytes that a stream brings in each round of its ring; holders of one shard get the same."""
+        """Return a stream's bytes in each round of its ring, which are equal for all holders of a shard."""
         boundary = stream.boundary
         key = boundary.number, stream.channel, stream.shadow_id
         if key not in self._of_stream:
@@ -209,7 +210,7 @@ class Demand:
         return tuple(total)
 
     def _peaks(self, streams: Sequence[boundaries.Stream]) -> tuple[float, ...]:
-        """A channel of a boundary sends to one shard at a time, at its part of the rank's line."""
+        """Return peak rates. A boundary's channel sends to one shard at a time, at its share of the line."""
         sending: list[set[tuple[int, int]]] = [set() for _ in range(self.rounds)]
         for stream in streams:
             for round_, nbytes in enumerate(self._rounds(stream)):
@@ -232,13 +233,13 @@ class Demand:
 
 
 def socket_bytes(streams: int, receive_buffer: int) -> int:
-    """What the kernel may take for so many streams: twice what is asked for (man 7 socket)."""
+    """Return the memory of N streams in the kernel: twice the requested size (man 7 socket)."""
     return 2 * receive_buffer * streams
 
 
 @lru_cache(maxsize=256)
 def layout_of(model: Model, shards: int) -> Layout:
-    """The layout that training makes of a model."""
+    """Return the layout of a model in training."""
     return make_layout(model.parameters, shards)
 
 

@@ -1,4 +1,4 @@
-"""Pictures as files: PNG or SVG, whole or not at all."""
+"""Figures as PNG or SVG files, written atomically."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STYLE: Final[dict[Any, Any]] = {
     "legend.frameon": False,
     "svg.hashsalt": "checkmate",
 }
-"""For `mpl.rc_context`."""
+"""Settings for `mpl.rc_context`."""
 
 
 def save(figure: Figure, file: Path) -> None:
-    """By the name's ending; the same figure gives the same file. Raises `OSError`."""
+    """Save a figure, in the format of the file's extension. Equal figures give equal files."""
     kind = file.suffix[1:].lower()
     picture = io.BytesIO()
     figure.savefig(picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)

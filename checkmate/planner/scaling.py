@@ -1,8 +1,8 @@
-"""How long an optimizer step takes on so many cores and nodes, from what was measured on a few. Pure.
+"""Prediction of the time of an optimizer step for other numbers of cores and nodes. Pure.
 
-Up to the largest number of threads measured it is what was measured; beyond, Amdahl's law through that
-point: a + b / cores, with a and b of the least squares of relative error. A node's share of the step is its
-share of the elements (paper, section "Optimizer Scaling across Multiple Nodes").
+Up to the largest measured number of threads it follows the measurements. Beyond, it follows Amdahl's law
+through that point: a + b / cores, with a and b from least squares of the relative error. A node's share of
+the step is its share of the elements (paper, section "Optimizer Scaling across Multiple Nodes").
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from checkmate.planner.models.named import Model
 from checkmate.wire.tag import SHADOW_IDS_MAX
 
 NOISE: Final = 1.1
-"""Slower by less is not worth a word."""
+"""Smaller slowdowns are not reported."""
 CACHES: Final = 1.25
-"""More cores have more cache too: so much more than their number they may bring."""
+"""Superlinear speedup that is plausible, because more cores also have more cache."""
 NODES_MAX = SHADOW_IDS_MAX
-"""A DP group has at most so many shards, and so nodes that share its step."""
+"""Maximum number of shards of a DP group, and so of nodes that share its step."""
 
 
 class ProfileError(ValueError):
-    """No profile, or one of something else."""
+    """A profile is invalid, or lacks the required measurement."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A model's optimizer step on one machine. `seconds`: by number of threads, ascending, one at least.
+    """Times of a model's optimizer step on one machine.
 
-    `by_layer`: it was not stepped whole, but each kind of layer by itself, and added up.
+    `seconds` has at least one time, by number of threads in ascending order. If `by_layer`, times are sums
+    over kinds of layers, each measured separately.
     """
 
     model: str
@@ -48,14 +49,14 @@ class StepTimes:
 
     @cached_property
     def amdahl(self) -> tuple[float, float]:
-        """Seconds that more cores don't change, and seconds that they share."""
+        """Serial and parallel part of the step, in seconds."""
         return amdahl(self.seconds)
 
     def on(self, cores: float) -> float:
-        """Seconds of a step of the whole model on one node of so many cores.
+        """Return the seconds of a step of the whole model on one node.
 
-        More cores are never worse: `checkmate shadow --threads` can leave some out. One measurement tells
-        nothing of more cores, so they are taken to be of no use.
+        More cores are never slower, because `checkmate shadow --threads` can leave some unused. With a single
+        measurement, more cores are assumed to have no effect.
         """
         fewer = [took for n, took in self.seconds.items() if n <= cores]
         if not fewer:
@@ -64,7 +65,7 @@ class StepTimes:
         return min(*fewer, self._between(cores))
 
     def _between(self, cores: float) -> float:
-        """Between two measurements, or after the last; at one, what it says."""
+        """Interpolate between measurements, or extrapolate after the last."""
         most = max(self.seconds)
         if cores > most:
             fixed, shared = self.amdahl
@@ -79,7 +80,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Point:
-    """The step of `nodes` nodes that have `cores` between them; the slowest node decides."""
+    """The step time of the slowest of `nodes` nodes, which have `cores` in total."""
 
     cores: int
     nodes: int
@@ -88,14 +89,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a machine can do as a shadow node. `receive_bytes_per_s`: by number of NICs, a thread each."""
+    """Measurements of a machine as a shadow node. `receive_bytes_per_s` is by number of NICs."""
 
     cores: int
     receive_bytes_per_s: Mapping[int, float]
     steps: tuple[StepTimes, ...]
 
     def steps_of(self, model: Model, optimizer: str) -> StepTimes:
-        """The times of this model, or of another with the same optimizer and type; `ProfileError`."""
+        """Return the times of this model, or of another with the same optimizer and type.
+
+        Raises `ProfileError` if there are none.
+        """
         dtype = dtype_of(model)
         alike = [s for s in self.steps if (s.optimizer, s.dtype) == (optimizer, dtype)]
         for step in alike:
@@ -108,9 +112,9 @@ class Profile:
 
 
 def outliers(seconds: Mapping[int, float]) -> dict[int, str]:
-    """Of times by number of threads (or NICs), those that the others contradict, and why.
+    """Return times by number of threads (or NICs) that contradict others, with the reason.
 
-    More may be of no use, but don't harm; and n of them aren't more than n times as fast as one.
+    More threads may not help, but do not harm, and n threads are at most n times as fast as one.
     """
     found = {}
     for most, took in seconds.items():
@@ -125,12 +129,12 @@ def outliers(seconds: Mapping[int, float]) -> dict[int, str]:
 
 
 def dtype_of(model: Model) -> str:
-    """The type of a model's parameters; several joined by +."""
+    """Return the type of a model's parameters; several are joined by +."""
     return "+".join(sorted({parameter.dtype for parameter in model.parameters}))
 
 
 def amdahl(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """a and b, neither negative, of a + b / threads. Of one measurement: none of it is shared."""
+    """Return non-negative a and b of a + b / threads. With one measurement, b is 0."""
     if len(seconds) == 1:
         (took,) = seconds.values()
         return took, 0.0
@@ -149,7 +153,7 @@ def amdahl(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 
 def largest_share(model: Model, nodes: int) -> float:
-    """The part of the model's elements that the fullest of so many nodes steps."""
+    """Return the share of the model's elements on the fullest node."""
     layout = layout_of(model, nodes)
     sizes = [0] * nodes
     for bucket in layout.buckets:
@@ -158,12 +162,12 @@ def largest_share(model: Model, nodes: int) -> float:
 
 
 def predicted(times: StepTimes, model: Model, nodes: int, cores_each: float) -> float:
-    """Seconds of a step on so many nodes of so many cores each."""
+    """Return the seconds of a step on `nodes` nodes with `cores_each` cores each."""
     return times.on(cores_each) * largest_share(model, nodes)
 
 
 def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> list[Point]:
-    """The paper's scaling figure: step time over cores, a node more for every `cores_each`.
+    """Return the paper's scaling figure: step time over cores, with one more node for every `cores_each`.
 
     Cores are spread evenly over the nodes.
     """
@@ -176,20 +180,20 @@ def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> l
 
 
 def read_profile(file: Path) -> Profile:
-    """What `checkmate profile --json` printed; `ProfileError` where the file is something else."""
+    """Read the output of `checkmate profile --json`. Raise `ProfileError` if it is invalid."""
     try:
         said = json.loads(file.read_text())
         steps = tuple(_step_times(step) for step in said["steps"])
         received = {int(nics): float(rate) for nics, rate in said["receive_bytes_per_s"].items()}
         found = Profile(int(said["cores"]), received, steps)
     except OSError as error:
-        raise ProfileError(f"{file} can't be read: {error.strerror}") from None
+        raise ProfileError(f"{file} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         found = None
     wrong = "" if found is None else _wrong(found)
     if found is None or wrong:
         why = f" ({wrong})" if wrong else ""
-        raise ProfileError(f"{file} is no profile{why}; make one: checkmate profile --json > {file}")
+        raise ProfileError(f"{file} is not a profile{why}; create one: checkmate profile --json > {file}")
     return found
 
 
@@ -209,7 +213,7 @@ def _first(item: tuple[str, float]) -> int:
 
 
 def _wrong(found: Profile) -> str:
-    """What can't have been measured; empty where all can."""
+    """Return a description of an impossible measurement, or an empty text."""
     if found.cores < 1:
         return f"cores: {found.cores}"
     if not found.steps:
@@ -227,5 +231,5 @@ def _wrong(found: Profile) -> str:
 
 
 def _measurable(value: float) -> bool:
-    """A rate or a time; all that follows from it is finite."""
+    """Return whether a rate or time is plausible, so that derived values are finite."""
     return 1e-15 <= value <= 1e24

@@ -1,7 +1,7 @@
-"""Values as people write them, `10ms` or `419 in 54d on 16384`, and how they are shown. Pure.
+"""Parsing and formatting of values with units, such as `10ms` or `419 in 54d on 16384`. Pure.
 
-A number without a unit is refused where it could mean several things. Every parser takes text or what
-YAML made of it, and raises `UnitError`, which quotes the value and says what would be right.
+Numbers without a unit are rejected if they are ambiguous. Every parser accepts text or a value from YAML, and
+raises `UnitError`, which quotes the value and describes a correct one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LARGEST: Final = 1e30
 
 
 class UnitError(ValueError):
-    """A value that can't be used: quotes it, and says what would be right."""
+    """An invalid value; the message quotes it and describes a correct one."""
 
 
 def seconds(value: object) -> float:
-    """A time such as `10ms`, `1.2s`, `30min`, `54d` or `2w`, in seconds; 0 needs no unit."""
+    """Parse a time such as `10ms`, `1.2s`, `30min`, `54d` or `2w` to seconds. 0 needs no unit."""
     text = _text(value)
     if re.fullmatch(r"0(\.0*)?", text):
         return 0.0
@@ -54,25 +54,25 @@ def seconds(value: object) -> float:
 
 
 def price_per_hour(value: object) -> float:
-    """Dollars for an hour of one GPU or one node: `11.06`, `$11.06` or `11.06 $/h`."""
-    return _quantity(value, _PRICE, "dollars an hour such as 11.06")
+    """Parse dollars per hour of one GPU or node: `11.06`, `$11.06` or `11.06 $/h`."""
+    return _quantity(value, _PRICE, "dollars per hour such as 11.06")
 
 
 def failures_per_hour(value: object) -> float:
-    """Failures of one GPU or node in an hour: `2e-5`, `0.17/y`, `1/week`; as seen: `419 in 54d on 16384`."""
-    right = "failures an hour of one GPU or node such as 2e-5, 0.17/y or '419 in 54d on 16384'"
+    """Parse failures per hour of one GPU or node: `2e-5`, `0.17/y`, `1/week`, `419 in 54d on 16384`."""
+    right = "failures per hour of one GPU or node such as 2e-5, 0.17/y or '419 in 54d on 16384'"
     found = _OBSERVED.fullmatch(_text(value))
     if not found:
         return _quantity(value, _PER_HOUR, right)
     hours = seconds(found["time"]) / HOUR_S
     units = _float(found["units"])
     if not hours or not units:
-        raise UnitError(f"must be {right}, not {_shown(value)}: it counts nothing")
+        raise UnitError(f"must be {right}, not {_shown(value)}, which has no time or no units")
     return _float(found["failures"]) / hours / units
 
 
 def count(value: object) -> int:
-    """A whole number: `16384` or `16,384`."""
+    """Parse a whole number: `16384` or `16,384`."""
     right = "a whole number such as 16384"
     number = _quantity(value, {"": 1.0}, right)
     if number != int(number):
@@ -81,32 +81,32 @@ def count(value: object) -> int:
 
 
 def amount(value: object) -> float:
-    """A large number: `405e9` or `405B`; K, M, B and T are powers of 1,000."""
+    """Parse a large number: `405e9` or `405B`; K, M, B and T are powers of 1,000."""
     return _quantity(value, _AMOUNT, "a number such as 405e9 or 405B")
 
 
 def bytes_per_second(value: object) -> float:
-    """A bandwidth such as `2TB/s`; prefixes are powers of 1,000."""
-    return _quantity(value, _BYTES_A_SECOND, "bytes a second such as 2TB/s or 500GB/s")
+    """Parse a bandwidth such as `2TB/s`; prefixes are powers of 1,000."""
+    return _quantity(value, _BYTES_A_SECOND, "bytes per second such as 2TB/s or 500GB/s")
 
 
 def bits_per_second(value: object) -> float:
-    """A line's rate such as `100Gbit/s`; prefixes are powers of 1,000."""
-    return _quantity(value, _BITS_A_SECOND, "a line's rate such as 100Gbit/s")
+    """Parse a line rate such as `100Gbit/s`; prefixes are powers of 1,000."""
+    return _quantity(value, _BITS_A_SECOND, "a line rate such as 100Gbit/s")
 
 
 def nbytes(value: object) -> float:
-    """A memory's size such as `128GB`; prefixes are powers of 1,000."""
+    """Parse a size of memory such as `128GB`; prefixes are powers of 1,000."""
     return _quantity(value, _BYTES, "a size such as 128GB")
 
 
 def flops(value: object) -> float:
-    """Floating-point operations a second, such as `400TFLOPS`."""
-    return _quantity(value, _FLOPS, "operations a second such as 400TFLOPS")
+    """Parse floating-point operations per second, such as `400TFLOPS`."""
+    return _quantity(value, _FLOPS, "operations per second such as 400TFLOPS")
 
 
 def show_seconds(value_s: float) -> str:
-    """`10 ms`, `4.58 s`, `2.7 min`: three digits, in the unit that suits."""
+    """Format a time with three digits in a fitting unit: `10 ms`, `4.58 s`, `2.7 min`."""
     fitting = [unit for unit in _SHOWN if _TIME_S[unit] <= abs(value_s) * (1 + 1e-9)]
     unit = fitting[-1] if fitting else "s" if not value_s else "us"
     number = value_s / _TIME_S[unit]
@@ -114,13 +114,13 @@ def show_seconds(value_s: float) -> str:
 
 
 def show_enough(value: float) -> str:
-    """Three digits, rounded up: what is there at least where `value` is needed. More than 0."""
+    """Format a positive value with three digits, rounded up so that it suffices."""
     step = 10.0 ** (math.floor(math.log10(value)) - 2)
     return f"{math.ceil(value / step * (1 - 1e-9)) * step:.6g}"
 
 
 def show_dollars(value: float) -> str:
-    """`$3.45 million`, `$48,300`."""
+    """Format dollars: `$3.45 million`, `$48,300`."""
     sign = "-" if value < 0 else ""
     if abs(value) >= 999_500:
         return f"{sign}${abs(value) / 1e6:,.2f} million"
@@ -128,12 +128,12 @@ def show_dollars(value: float) -> str:
 
 
 def _quantity(value: object, units: Mapping[str, float], right: str) -> float:
-    """`value` in the base unit of `units`; not negative, finite."""
+    """Parse a finite, non-negative value to the base unit of `units`."""
     found = _QUANTITY.fullmatch(_text(value))
     if not found:
         raise UnitError(f"must be {right}, not {_shown(value)}")
     if found["sign"] == "-":
-        raise UnitError(f"must be {right}, and not negative as {_shown(value)} is")
+        raise UnitError(f"must be {right}, and not negative like {_shown(value)}")
     unit = found["unit"]
     if found["dollar"]:
         unit = "$" + unit.removeprefix("$")
@@ -142,7 +142,7 @@ def _quantity(value: object, units: Mapping[str, float], right: str) -> float:
         why = (
             f"has no unit (one of {known})"
             if not unit
-            else f"has the unit {unit!r}, which is none of {known}"
+            else f"has the unit {unit!r}, which is not one of {known}"
         )
         raise UnitError(
             f"must be {right}; {_shown(value)} {why}" if known else f"must be {right}, not {_shown(value)}"

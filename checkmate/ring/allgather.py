@@ -1,4 +1,4 @@
-"""AllGather of buckets over one ring, again and again: what the labs' ranks run; or another collective."""
+"""Repeated AllGather of buckets over one ring, or another collective. Labs use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkmate.wire.schedule import Bucket
 
 
 class AllGather:
-    """Gathers the same buckets again and again over one ring. A context manager: `close` ends its threads."""
+    """Gathers the same buckets repeatedly over one ring. It is a context manager; `close` ends threads."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class AllGather:
         slice_bytes: int = SLICE_BYTES,
         steps_of: Callable[[Bucket, Position, int], RingSteps] = allgather_steps,
     ) -> None:
-        """`steps_of` `allreduce_steps` makes an AllReduce of it: buckets are summed and averaged first."""
+        """Start the threads. With `allreduce_steps` as `steps_of` it is an AllReduce."""
         self._buckets = buckets
         self._gathered = Watermark()
         self._error: RingError | None = None
@@ -32,10 +32,16 @@ class AllGather:
         )
 
     def run(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
-        """Gather: rank i brings chunk (i + 1) mod n of each channel, and leaves with all of them.
+        """Gather all chunks of each channel; rank i contributes chunk (i + 1) mod n.
 
-        `tensors` are flat, contiguous CPU tensors, one for each bucket. When it returns, all is received and
-        all is with the kernel, so they may be overwritten. After a `RingError` the ring is broken for good.
+        When it returns, everything is received and passed to the kernel, so `tensors` may be overwritten.
+
+        Args:
+            tensors: Flat, contiguous CPU tensors, one per bucket.
+            on_tagged: Called before tagged bytes are sent.
+
+        Raises:
+            RingError: The ring is broken, for good.
         """
         self._engine.bind(tensors, on_tagged)
         gathered = self._gathered.value + len(self._buckets)
@@ -44,7 +50,7 @@ class AllGather:
                 self._engine.submit(index)
             if not self._gathered.wait_for(gathered):
                 raise self._error or RingError("the AllGather is closed")
-        except BaseException:  # Ctrl-C too: the threads have to let go of the tensors
+        except BaseException:  # including Ctrl-C, because the threads must release the tensors
             self.close()
             raise
 

@@ -1,7 +1,7 @@
-"""AllReduce of buckets over one ring, in place, again and again; boundary ranks tag what is reduced.
+"""Repeated in-place AllReduce of buckets over one ring. Boundary ranks tag reduced chunks.
 
 Reduce-scatter, average by each chunk's owner, tagged AllGather (design, section 3). An element's bits depend
-on where it stands in its bucket and on the slicing into channels and chunks; on no timing, and no slice size.
+on its place in its bucket and on the division into channels and chunks, but not on timing or the slice size.
 """
 
 from __future__ import annotations
@@ -19,19 +19,15 @@ from checkmate.tagger import TaggedSocket
 from checkmate.wire.schedule import Bucket, side_of
 
 SWITCH_SECONDS = 0.0005
-"""Python's switch interval meanwhile: after each slice a thread of the ring waits so long for a main thread
-that computes in Python, and 5 ms, the default, is longer than most slices take.
+"""Python's switch interval while an AllReduce is open. After each slice a thread of the ring waits this long
+for a main thread that computes in Python; the default of 5 ms is longer than most slices take.
 """
 
 
 class AllReduce:
-    """Averages the same buckets again and again over one ring. A context manager: `close` ends its threads.
+    """Averages the same buckets repeatedly over one ring. It is a context manager; `close` ends its threads.
 
-    `tensors`, one a bucket, are flat, contiguous, of a floating type and on the CPU; each is reduced in place
-    once an iteration. `on_done(index)`: the bucket is reduced, and all that had to be sent of it is with the
-    kernel, so it may be overwritten; called in order of index. `on_error`, at most once: the ring is broken
-    for good. Both are called from a thread of the ring's, which waits for them to return. While it is open
-    the process has a shorter switch interval (`sys.setswitchinterval`).
+    While it is open the process has a shorter switch interval (`sys.setswitchinterval`).
     """
 
     def __init__(
@@ -43,6 +39,18 @@ class AllReduce:
         on_error: Callable[[RingError], None],
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
+        """Start the threads.
+
+        Args:
+            ring: The connected ring.
+            buckets: The buckets of each iteration.
+            tensors: One per bucket: flat, contiguous, floating point and on the CPU. Each is reduced in place
+                once per iteration.
+            on_done: Called with a bucket's index, in order of index, when it is reduced and passed to the
+                kernel completely, so that it may be overwritten. A thread of the ring waits for it to return.
+            on_error: Called at most once, by a thread of the ring, if the ring breaks for good.
+            slice_bytes: The size of the pieces in which chunks are sent and reduced.
+        """
         for tensor in tensors:
             if not tensor.is_floating_point():
                 raise ValueError(f"a bucket of {tensor.dtype} can't be averaged")
@@ -59,27 +67,28 @@ class AllReduce:
         sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
 
     def submit(self, index: int) -> None:
-        """Let bucket `index` go: this rank's gradients are in it. In order of index, each once an iteration.
+        """Reduce bucket `index`, which contains this rank's gradients.
 
-        `RingError` where the ring is broken.
+        Buckets must be submitted in order of index, each once per iteration. Raise `RingError` if the ring is
+        broken.
         """
         self._engine.submit(index)
 
     def ends(self) -> dict[tuple[int, int], int]:
-        """Each stream's tagged bytes so far in this incarnation, by channel and shard; 64 bits.
+        """Return each stream's number of tagged bytes in this incarnation, by channel and shard.
 
-        Empty unless this rank tags. Exact while no bucket is under way.
+        It is empty unless this rank tags, and exact only while no bucket is in progress.
         """
         return {(channel, shard): sender.position(shard) for (channel, shard), sender in self._tagged.items()}
 
     def passed(self, ends: Mapping[tuple[int, int], int]) -> bool:
-        """Whether the next rank has acknowledged every byte up to these ends, as `ends` gave them."""
+        """Return whether the next rank has acknowledged all bytes up to these ends, as returned by `ends`."""
         return all(self._tagged[stream].acknowledged(stream[1]) >= end for stream, end in ends.items())
 
     def close(self) -> None:
-        """End the threads. Buckets that are under way are given up, which breaks the ring."""
+        """End the threads. If buckets are in progress, this breaks the ring."""
         self._engine.close()
-        if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # nobody else has changed it
+        if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # unless someone else has changed it
             sys.setswitchinterval(self._interval)
 
     def __enter__(self) -> AllReduce:

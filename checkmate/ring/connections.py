@@ -1,7 +1,8 @@
-"""The ring's TCP connections: each rank connects to the next one, once for each channel.
+"""The ring's TCP connections: each rank connects to the next one, once per channel.
 
-A connection carries data one way. It begins with an untagged greeting, so that a rank with another idea of
-the ring, or one from an earlier start of training, is told apart before any gradient moves.
+A connection carries data in one direction. It begins with an untagged greeting that identifies the ring, so
+that a rank with another configuration, or from an earlier start of training, is rejected before gradients
+move.
 """
 
 from __future__ import annotations
@@ -21,50 +22,47 @@ from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire import tag, tcp
 
 DEFAULT_PORT = 47000
-"""Of channel 0; channel c has this plus c."""
+"""Port of channel 0; channel c uses this plus c."""
 
 _GREETING = struct.Struct("!IHHBB16s")
 _GREETING_MAGIC = 0xC4EC0002
 _RETRY_SECONDS = 0.05
 _TOKEN = b"\x01"
-_VANISHED_SECONDS = 120  # a restarted switch is back earlier
-# Room for a slice or two: the next one is copied while the last is under way.
-_BUFFER_BYTES = 4 << 20
+_VANISHED_SECONDS = 120  # longer than a restart of the switch takes
+_BUFFER_BYTES = 4 << 20  # a few slices: the next one is copied while the last is being sent
 
 
 class RingError(RuntimeError):
-    """The ring can't be made, or is broken."""
+    """The ring can't be connected, or is broken."""
 
 
 @dataclass(frozen=True)
 class RingPlace:
-    """A rank's place in its ring: what `connect_ring` needs to know.
-
-    `ips` has one address for each rank, in ring order. `fingerprint` (16 bytes) is of what all ranks must
-    have in common, such as the buckets; a rank with another one is refused.
-    """
+    """A rank's place in its ring, for `connect_ring`."""
 
     rank: int
     ips: Sequence[str]
+    """One address per rank, in ring order."""
     channels: int
     port: int = DEFAULT_PORT
     incarnation: int = 0
     dscp_bit: int = tag.DEFAULT_DSCP_BIT
     fingerprint: bytes = bytes(16)
+    """A hash (16 bytes) of everything that ranks must have in common, such as the buckets."""
 
     @property
     def ranks(self) -> int:
-        """How many ranks the ring has."""
+        """Number of ranks in the ring."""
         return len(self.ips)
 
     def greeting(self, rank: int, channel: int) -> bytes:
-        """What `rank` says first on `channel`."""
+        """Return the first bytes that `rank` sends on `channel`."""
         ours = (self.ranks, rank, channel, self.incarnation, self.fingerprint)
         return _GREETING.pack(_GREETING_MAGIC, *ours)
 
 
 class PlainSocket:
-    """Sends chunks without tags: the interface of `TaggedSocket`, where there is nothing to tag."""
+    """Sends chunks without tags, with the interface of `TaggedSocket`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -74,7 +72,7 @@ class PlainSocket:
         self.socket.sendall(buffer)
 
     def begin_chunk(self, length: int, shadow_id: int | None = None) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def write(self, piece: memoryview | bytes) -> None:
         """Send a chunk's next bytes."""
@@ -93,34 +91,36 @@ class Ring:
         self.place = place
         self.senders = senders
         self.receivers = receivers
-        # A handler can't be taken back: it holds the ring no longer than others do.
+        # A weak reference, because handlers can't be unregistered.
         os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def barrier(self) -> None:
-        """Return when all ranks have called it: a token goes round twice on channel 0, untagged."""
+        """Wait until all ranks have called it: an untagged token circulates twice on channel 0."""
         try:
             for _ in range(2):
                 if self.place.rank == 0:
                     self.senders[0].send_chunk(_TOKEN)
                 token = self.receivers[0].recv(1)
                 if token != _TOKEN:
-                    raise RingError(f"rank {self.place.rank}: the rank before left, or is not at the barrier")
+                    raise RingError(
+                        f"rank {self.place.rank}: the previous rank left, or is not at the barrier"
+                    )
                 if self.place.rank:
                     self.senders[0].send_chunk(_TOKEN)
         except OSError as error:
             raise RingError(f"rank {self.place.rank}: barrier: {error}") from error
 
     def drain(self, timeout: float) -> None:
-        """Wait until the next rank has acknowledged all that was sent; `TimeoutError` otherwise."""
+        """Wait until the next rank has acknowledged all; raise `TimeoutError` after `timeout` seconds."""
         for sender in self.senders:
             tcp.drain(sender.socket, timeout)
 
     def retransmitted(self) -> int:
-        """How many segments were sent again, on all channels."""
+        """Return the number of segments sent again, on all channels."""
         return sum(tcp.retransmitted(sender.socket) for sender in self.senders)
 
     def abort(self) -> None:
-        """Break all connections, so that threads blocked on them wake."""
+        """Break all connections, to wake threads that are blocked on them."""
         for sock in self._sockets():
             with contextlib.suppress(OSError):  # it is broken already
                 sock.shutdown(socket.SHUT_RDWR)
@@ -143,20 +143,27 @@ class Ring:
 
 
 def _close_in_child(ring: weakref.ref[Ring]) -> None:
-    """A forked child, such as a DataLoader's worker, must not keep a connection open that its parent's end
-    would close: the other ranks would wait for a rank that is dead.
+    """Close the ring in a forked child, such as a DataLoader worker.
+
+    Otherwise other ranks would wait for a dead parent whose connections its child keeps open.
     """
     if (here := ring()) is not None:
         here.close()
 
 
 def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float = 30) -> Ring:
-    """Connect to the next rank and wait for the one before, on every channel.
+    """Connect to the next rank and wait for the previous one, on every channel.
 
-    The ranks may start in any order within `timeout` seconds. `RingError` says which rank is missing.
+    Args:
+        place: This rank's place.
+        tagger: Tags this rank's segments; `None` for ranks that do not tag.
+        timeout: Seconds within which all ranks must start, in any order.
+
+    Raises:
+        RingError: A rank is missing or has another configuration.
     """
     if place.ranks < 2:
-        raise RingError(f"a ring has 2 ranks or more, not {place.ranks}")
+        raise RingError(f"a ring needs at least 2 ranks, not {place.ranks}")
     deadline = time.monotonic() + timeout
     channels = range(place.channels)
     with contextlib.ExitStack() as undo:
@@ -195,7 +202,7 @@ def _listen(place: RingPlace, channel: int) -> socket.socket:
 def _connect(
     place: RingPlace, channel: int, tagger: Tagger | None, deadline: float
 ) -> TaggedSocket | PlainSocket:
-    """A connection to the next rank; tried again until it listens."""
+    """Connect to the next rank; retry until it listens."""
     peer = (place.rank + 1) % place.ranks
     address = (place.ips[peer], place.port + channel)
     while True:
@@ -225,7 +232,7 @@ def _connect(
 
 
 def _accept(place: RingPlace, channel: int, listener: socket.socket, deadline: float) -> socket.socket:
-    """The connection from the rank before; others are closed, and named if it never comes."""
+    """Return the connection from the previous rank. Close others, and mention them if it times out."""
     peer = (place.rank - 1) % place.ranks
     expected = place.greeting(peer, channel)
     why = "it has not connected"
@@ -246,7 +253,7 @@ def _accept(place: RingPlace, channel: int, listener: socket.socket, deadline: f
             return connection
         connection.close()
         why = _difference(greeting, expected, address[0]) if greeting else why
-    raise RingError(f"rank {place.rank} has waited in vain for rank {peer} on channel {channel}: {why}")
+    raise RingError(f"rank {place.rank} timed out waiting for rank {peer} on channel {channel}: {why}")
 
 
 def _difference(greeting: bytes, expected: bytes, address: str) -> str:
@@ -254,19 +261,19 @@ def _difference(greeting: bytes, expected: bytes, address: str) -> str:
     for name, theirs, ours in zip(names, _GREETING.unpack(greeting), _GREETING.unpack(expected), strict=True):
         if theirs != ours:
             shown = [value.hex() if isinstance(value, bytes) else value for value in (theirs, ours)]
-            return f"{address} came with {name} {shown[0]}, not {shown[1]}"
-    raise AssertionError("equal greetings were told apart")
+            return f"{address} connected with {name} {shown[0]}, not {shown[1]}"
+    raise AssertionError("the greetings are equal")
 
 
 def receive_exactly(sock: socket.socket, length: int) -> bytes:
-    """Read `length` bytes; `ConnectionError` where the connection ends before."""
+    """Return `length` bytes; raise `ConnectionResetError` if the connection ends before."""
     data = bytearray(length)
     receive_into(sock.recv_into, memoryview(data))
     return bytes(data)
 
 
 def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryview) -> None:
-    """Fill `view` from a socket's `recv_into`; `ConnectionError` where the connection ends before."""
+    """Fill `view` from a socket's `recv_into`; raise `ConnectionResetError` if the connection ends before."""
     done = 0
     while done < len(view):
         count = receive(view[done:], 0, socket.MSG_WAITALL)
@@ -276,7 +283,7 @@ def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryvie
 
 
 def _enlarge(sock: socket.socket, option: int, force: int) -> None:
-    """A buffer of `_BUFFER_BYTES`, as far as this process may."""
+    """Set a socket buffer to `_BUFFER_BYTES`, or to the limit for processes without privileges."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)
     except PermissionError:

@@ -1,6 +1,6 @@
-"""Moves buckets' bytes round the ring: for each channel one thread that sends, one that receives and reduces.
+"""Moves the bytes of buckets around the ring: each channel has one thread to send, one to receive and reduce.
 
-One thread with blocking sockets would deadlock as soon as a chunk is larger than both socket buffers.
+A single thread with blocking sockets would deadlock when a chunk is larger than both socket buffers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
 
 OnTagged = Callable[[int, int, memoryview], None]
-"""Called with (channel, shadow id, bytes) right before they are sent tagged, on the channel's own thread."""
+"""Called with (channel, shadow id, bytes) before tagged bytes are sent, in the channel's own thread."""
 
 
 class Engine:
-    """Takes the same buckets through their steps again and again, in order of index.
+    """Executes the steps of the same buckets repeatedly, in order of index.
 
-    `on_done(index)`: all of the bucket is received, and all that had to be sent of it is with the kernel, so
-    it may be overwritten. `on_error(error)`, at most once: the ring is broken for good. Both are called from
-    the engine's threads, which wait for them to return.
+    `on_done(index)` is called when all of a bucket is received, and all that has to be sent is passed to the
+    kernel, so that the bucket may be overwritten. `on_error(error)` is called at most once, if the ring
+    breaks for good. The engine's threads wait for both to return.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Engine:
         self._error: RingError | None = None
         self._done = 0
         self._at_work = 2 * place.channels
-        self._left = [self._at_work] * len(buckets)  # threads that are still at work on the bucket
+        self._left = [self._at_work] * len(buckets)  # threads still at work on the bucket
         self._submitted = Watermark()
         self._received = [Watermark() for _ in channels]
         self._threads: list[threading.Thread] = []
 
     def bind(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
-        """Work on these tensors, flat, contiguous and on the CPU, from now on; nothing may be under way."""
+        """Work on these tensors (flat, contiguous, on the CPU) from now on. No bucket may be in progress."""
         views = [byte_view(tensor) for tensor in tensors]
         sizes = [(tensor.numel(), tensor.element_size()) for tensor in tensors]
         if sizes != [(bucket.elements, bucket.itemsize) for bucket in self._buckets]:
@@ -74,23 +74,28 @@ class Engine:
             self._start()
 
     def submit(self, index: int) -> None:
-        """Let the next bucket go; it must be bucket `index`. `RingError` where the ring is broken."""
+        """Start work on the next bucket, which must be bucket `index`.
+
+        Raises:
+            RingError: The ring is broken.
+            ValueError: It is not the next bucket, or is still in progress.
+        """
         if self._error is not None:
             raise self._error
         expected = self._submitted.value % len(self._buckets)
         if index != expected:
-            raise ValueError(f"bucket {index} submitted, where bucket {expected} is next")
+            raise ValueError(f"bucket {index} submitted, but bucket {expected} is next")
         if self._submitted.value - self._done == len(self._buckets):
             raise ValueError(f"bucket {index} submitted again before it was done")
         self._submitted.advance()
 
     def close(self) -> None:
-        """End the threads. Buckets that are under way are given up, and that breaks the ring."""
+        """End the threads. If buckets are in progress, this breaks the ring."""
         with self._lock:
             left = self._submitted.value - self._done
         closed = f"rank {self._ring.place.rank}: closed"
         if left:
-            self._fail(RingError(f"{closed} with {left} buckets under way"))
+            self._fail(RingError(f"{closed} with {left} buckets in progress"))
         self._error = self._error or RingError(closed)
         self._end()
         for thread in self._threads:
@@ -100,7 +105,7 @@ class Engine:
         for channel in range(self._ring.place.channels):
             for word, work in (("send", self._send), ("receive", self._receive)):
                 name = f"ring {word} {channel}"
-                # A daemon: a script that ends without `close` isn't held up.
+                # A daemon, so that a script can end without `close`.
                 self._threads.append(
                     threading.Thread(target=self._run, args=(work, channel), name=name, daemon=True)
                 )
@@ -112,7 +117,7 @@ class Engine:
             work(channel)
         except RingError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for this thread for ever
+        except Exception as error:  # noqa: BLE001 - otherwise others would wait for this thread for ever
             what = f"rank {self._ring.place.rank}, channel {channel}: {type(error).__name__}: {error}"
             broken = RingError(what)
             broken.__cause__ = error
@@ -175,8 +180,9 @@ class Engine:
             sum_.div_(self._ring.place.ranks)
 
     def _finish(self, index: int) -> None:
-        """A thread is through with a bucket; the last one says so. It reaches the next bucket only then, so
-        buckets are done in order.
+        """Note that a thread has finished a bucket; the last one calls `on_done`.
+
+        It continues with the next bucket only then, so buckets finish in order.
         """
         with self._lock:
             self._left[index] -= 1
@@ -192,7 +198,7 @@ class Engine:
             if first:
                 self._error = error
         if first:
-            self._ring.abort()  # threads that are blocked wake, here and at the other ranks
+            self._ring.abort()  # wakes blocked threads, here and at the other ranks
             self._end()
             self._on_error(error)
 
@@ -223,13 +229,13 @@ class Watermark:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """It grows no more: wake whoever waits."""
+        """Wake all waiting threads: the number does not grow any more."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def wait_for(self, value: int) -> bool:
-        """Wait until it is `value` or more; whether it is, for it may have ended before."""
+        """Wait until it is at least `value`. Return false if it has ended before."""
         if self.value >= value:  # without the lock: it only grows
             return True
         with self._changed:
@@ -238,7 +244,7 @@ class Watermark:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """A flat, contiguous CPU tensor's bytes, in place; `ValueError` for others."""
+    """Return a view of the bytes of a flat, contiguous CPU tensor; raise `ValueError` for others."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(f"not a flat, contiguous CPU tensor: {tuple(tensor.shape)} on {tensor.device}")
     return tensor.detach().view(torch.uint8).numpy().data

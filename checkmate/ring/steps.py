@@ -1,6 +1,6 @@
-"""What one rank sends and receives on one channel for one bucket, slice by slice. Pure.
+"""The slices that one rank sends and receives on one channel for one bucket. Pure.
 
-Rounds are counted from the AllGather's first, 0 to n - 2; the reduce-scatter's n - 1 rounds come before, from
+The AllGather's rounds are numbered from 0 to n - 2; the reduce-scatter's n - 1 rounds precede them, from
 -(n - 1) to -1. In every round a rank sends the chunk that it received in the round before.
 """
 
@@ -17,33 +17,33 @@ SLICE_BYTES = 1 << 20
 
 
 class Arrival(Enum):
-    """What becomes of bytes that arrive."""
+    """The operation on bytes that arrive."""
 
     KEEP = "keep"
-    """They replace what the bucket holds."""
+    """Replace the bucket's content."""
     ADD = "add"
-    """They are added to it."""
+    """Add to it."""
     AVERAGE = "average"
-    """They are added to it, and the sum is divided by the number of ranks: the chunk is reduced."""
+    """Add to it, and divide the sum by the number of ranks: the chunk is reduced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Bytes [start, stop) of the bucket, to be sent when `after` of its receives are done.
-
-    `chunk` is the chunk's length where this is its first slice, else 0; `shadow_id` None is untagged.
-    """
+    """A slice to send: bytes [start, stop) of the bucket."""
 
     start: int
     stop: int
     chunk: int
+    """The length of the chunk of which this is the first slice, or 0."""
     shadow_id: int | None
+    """The tag; `None` for untagged bytes."""
     after: int
+    """The number of the bucket's receives that must be done before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Bytes [start, stop) of the bucket."""
+    """A slice to receive: bytes [start, stop) of the bucket."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class RingSteps:
-    """All sends and all receives, each in order."""
+    """All sends and all receives of a bucket, each in order."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
@@ -60,7 +60,7 @@ class RingSteps:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A rank's place in a ring with channels; the channel that is meant."""
+    """A rank's place in a ring, on one channel."""
 
     rank: int
     ranks: int
@@ -69,23 +69,23 @@ class Position:
 
 
 def allgather_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> RingSteps:
-    """An AllGather (design, section 3): rank i brings chunk (i + 1) mod n."""
+    """Return the steps of an AllGather (design, section 3). Rank i contributes chunk (i + 1) mod n."""
     return _steps(bucket, at, slice_bytes, range(at.ranks - 1))
 
 
 def allreduce_steps(bucket: Bucket, at: Position, slice_bytes: int = SLICE_BYTES) -> RingSteps:
-    """Reduce-scatter, average by each chunk's owner, and the AllGather.
+    """Return the steps of a reduce-scatter, the averaging by each chunk's owner, and the AllGather.
 
-    Chunk k is summed from rank k on, in ring order, and so ends where the AllGather begins with it.
+    Chunk k is summed from rank k on, in ring order, so it ends at the rank where its AllGather begins.
     """
     return _steps(bucket, at, slice_bytes, range(1 - at.ranks, at.ranks - 1))
 
 
 def _steps(bucket: Bucket, at: Position, slice_bytes: int, rounds: range) -> RingSteps:
-    """A slice is passed on in the next round as soon as it is here, before the rest of its chunk is."""
+    """Return the steps of some rounds. A slice is forwarded before the rest of its chunk has arrived."""
     sends: list[Send] = []
     receives: list[Receive] = []
-    before = 0  # receives done when the last round's chunk began to come
+    before = 0  # receives before the last round's chunk
     for round_ in rounds:
         shadow_id = bucket.shadow_id if round_ >= 0 and tags(at.ranks, at.rank, round_) else None
         start, stop = _bytes(bucket, at, chunk_sent(at.ranks, at.rank, round_))

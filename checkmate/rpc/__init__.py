@@ -1,1 +1,1 @@
-"""What goes over the management network: `shadow.proto`, and what `make proto` generates from it."""
+"""The protocol of the management network: `shadow.proto`, and the code that `make proto` generates."""

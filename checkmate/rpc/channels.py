@@ -1,4 +1,4 @@
-"""Channels to shadow nodes, and what they serve with: limits, keepalive, and TLS if the job has it."""
+"""gRPC channels to shadow nodes, and server settings: limits, keepalive, and TLS if the job has it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import grpc
 from checkmate.job.schema import Job, MgmtTls
 
 MESSAGE_BYTES: Final = 256 << 20
-"""A record has all of a model's buffers; parameters go in pieces of 1 MiB."""
+"""Enough for a record with all buffers of a model; parameters are sent in pieces of 1 MiB."""
 
 WINDOW_BYTES: Final = 4 << 20
-"""As much moves in a round trip."""
+"""Data per round trip."""
 
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -32,21 +32,22 @@ OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
-"""Of servers and channels. Without a local pool, a channel would share the connection of an earlier one.
+"""Options of servers and channels.
 
-To find how large a window should be, gRPC sends a ping for every message, which is a third of what a record
-costs a trainer: it is large from the start instead.
+Without a local pool, a channel would share the connection of an earlier one. Without `bdp_probe=0`, gRPC
+would send a ping for every message to find the size of the window, at a third of the cost of a record. The
+window is large from the start instead.
 """
 
 
 class TlsError(RuntimeError):
-    """A file of `mgmt_tls` can't be used."""
+    """A file of `mgmt_tls` cannot be used."""
 
     exit_code = 2
 
 
 def open_channel(job: Job, node_id: int) -> grpc.Channel:
-    """A channel to a shadow node. It connects by itself, at the first call; `TlsError` for a file."""
+    """Return a channel to a shadow node; it connects at the first call. Raise `TlsError` if files are bad."""
     address = job.node(node_id).mgmt
     if job.mgmt_tls is None:
         return grpc.insecure_channel(address, options=OPTIONS)
@@ -55,18 +56,18 @@ def open_channel(job: Job, node_id: int) -> grpc.Channel:
 
 
 def server_credentials(tls: MgmtTls) -> grpc.ServerCredentials:
-    """What a node serves with; clients must show a certificate of the same authority."""
+    """Return a node's server credentials. Clients need a certificate of the same authority."""
     ca, cert, key = _files(tls)
     return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
 
 
 def client_context(tls: MgmtTls) -> ssl.SSLContext:
-    """Return what a trainer connects with, beside gRPC. `TlsError` for a file that can't be used."""
+    """Return a trainer's TLS context for step records. Raise `TlsError` if files cannot be used."""
     return _context(ssl.Purpose.SERVER_AUTH, tls)
 
 
 def server_context(tls: MgmtTls) -> ssl.SSLContext:
-    """Return what a node serves with, beside gRPC. `TlsError` for a file that can't be used."""
+    """Return a node's TLS context for step records. Raise `TlsError` if files cannot be used."""
     context = _context(ssl.Purpose.CLIENT_AUTH, tls)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -78,7 +79,7 @@ def _context(purpose: ssl.Purpose, tls: MgmtTls) -> ssl.SSLContext:
         context = ssl.create_default_context(purpose, cadata=ca.decode("ascii"))
         context.load_cert_chain(tls.cert, tls.key)
     except (ssl.SSLError, ValueError) as error:
-        raise TlsError(f"can't use the TLS files {tls.ca}, {tls.cert} and {tls.key}: {error}") from None
+        raise TlsError(f"cannot use the TLS files {tls.ca}, {tls.cert} and {tls.key}: {error}") from None
     return context
 
 
@@ -90,4 +91,4 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise TlsError(f"can't read the TLS file {file}: {error.strerror}") from None
+        raise TlsError(f"cannot read the TLS file {file}: {error.strerror}") from None

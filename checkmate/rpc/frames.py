@@ -1,11 +1,11 @@
 """Step records on the wire: frames over a TCP connection of their own (design, section 7, *Records*).
 
-gRPC drops what it has received and not yet handed over when the sender dies; a socket's receive buffer stays.
-So a shadow node that was stopped for a while still gets every record of trainers that have died meanwhile.
+When a sender dies, gRPC drops received data that it has not delivered yet, but a socket keeps its receive
+buffer. A shadow node that was stopped therefore still gets every record of trainers that died meanwhile.
 
-A trainer begins with `GREETING`. Then each side sends frames: 4 bytes length, big-endian, 1 byte flags, and
-a message: `RecordPart` from trainers, `RecordReply` from shadow nodes. An empty frame of a trainer only asks
-for a reply.
+A trainer first sends `GREETING`. Then each side sends frames: 4 bytes length, big-endian, 1 byte flags, and
+a message: `RecordPart` from trainers, `RecordReply` from shadow nodes. An empty frame from a trainer only
+requests a reply.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 from checkmate.rpc.channels import MESSAGE_BYTES
 
 GREETING: Final = bytes.fromhex("c4ec0002")
-"""What a trainer sends first. The hello of a shadow stream begins with c4ec0001."""
+"""The first bytes from a trainer. The hello of a shadow stream begins with c4ec0001."""
 ANSWER: Final = 1
-"""A flag: a reply is wanted, which answers all parts before it too."""
+"""Flag that requests a reply, which also answers all parts before it."""
 _HEADER: Final = struct.Struct(">IB")
 
 
@@ -28,33 +28,33 @@ class FrameError(ValueError):
 
 
 class RecordFrame(NamedTuple):
-    """One message, serialized; empty: none."""
+    """One serialized message, or none if empty."""
 
     data: bytes
     flags: int = 0
 
     @property
     def wants_answer(self) -> bool:
-        """Whether a reply is wanted."""
+        """Whether a reply is requested."""
         return bool(self.flags & ANSWER)
 
 
 def pack(data: bytes, flags: int = 0) -> bytes:
-    """Return a message as a frame. `FrameError` if it has more than `MESSAGE_BYTES`."""
+    """Return a message as a frame. Raise `FrameError` if it is longer than `MESSAGE_BYTES`."""
     if len(data) > MESSAGE_BYTES:
-        raise FrameError(f"a message of {len(data)} bytes; a frame has {MESSAGE_BYTES} at most")
+        raise FrameError(f"a message of {len(data)} bytes; a frame has at most {MESSAGE_BYTES}")
     return _HEADER.pack(len(data), flags) + data
 
 
 class Unpacker:
-    """Takes bytes as they come, and gives the frames in them. `greeting`: what must come first."""
+    """Splits received bytes, which must begin with `greeting`, into frames."""
 
     def __init__(self, greeting: bytes = b"") -> None:
         self._awaited = greeting
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[RecordFrame]:
-        """Yield the frames that `data` completes. `FrameError` for what isn't the greeting or a frame."""
+        """Yield the frames that `data` completes. Raise `FrameError` if it is not the greeting or a frame."""
         self._bytes += data
         if not self._greeted():
             return

@@ -95,57 +95,57 @@ class ShadowServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """What a node is and where it stands. Changes nothing.
+        """The status of a node. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """Restart, step 1: first, with `drain`, step what is recorded; then stop committing for good in this incarnation.
+        """Restart, step 1: first, with `drain`, step all recorded iterations; then stop commits in this incarnation for good.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Copy(self, request, context):
-        """Between the two: take step record parts that this node lacks from nodes that have them.
+        """Between the two: copy parts of step records that this node lacks from nodes that have them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Parts(self, request, context):
-        """Step record parts, for another node; of a start of training that has been fenced or drained.
+        """Parts of step records, for another node, of a start of training that has been fenced or drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Settle(self, request, context):
-        """Restart, step 2: step up to the target, then drop old streams and gradients. Holds that can't are emptied.
+        """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Begin(self, request, context):
-        """A DP group starts, or a node has come back to it: incarnation, layout, first iteration, keep or seed.
-        Returns at once; `Status` tells when streams are connected and holds seeded.
+        """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
+        Returns at once; `Status` reports when streams are connected and holds are seeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Seed(self, request_iterator, context):
-        """Parameters and optimizer state, piece by piece; the answer comes when the stream ends.
+        """Parameters and optimizer state, in pieces; the node answers when the stream ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """A holder serves iteration `iteration` once it has stepped it, until `Release` or the hold time is over.
+        """A holder serves iteration `iteration` once it has stepped it, until `Release` or the end of the hold time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,14 +158,14 @@ class ShadowServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """A reserved iteration, or the one at which a fenced node is settled. Waits until it is stepped.
+        """The state after a reserved iteration, once it is stepped, or the one at which a fenced node is settled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request_iterator, context):
-        """Between shadow nodes: each says to those with lower ids what it has; the lowest live one decides what to step.
+        """Between shadow nodes: each reports its progress to nodes with lower ids; the lowest live one decides what to step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

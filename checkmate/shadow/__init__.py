@@ -1,4 +1,4 @@
-"""The shadow node: its streams, and the sink that reads and digests them (design, section 4)."""
+"""The shadow node (design, sections 4 and 7)."""
 
 from checkmate.shadow.receive.connect import StreamError, connect_stream, tcp_memory_shortfall
 

@@ -1,4 +1,4 @@
-"""Seeds our holds from their other holders, a piece at a time (design, section 7, *Loss*)."""
+"""Seeding of our holds from their other holders, one piece at a time (design, section 7, *Loss*)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from checkmate.wire.layout import Layout
 log = logging.getLogger("checkmate")
 
 PIECE_BYTES = 16 << 20
-"""Of parameters, fetched from another holder at a time."""
+"""Size of parameters fetched from another holder at a time."""
 
 _FETCH_SECONDS = 60.0
 _IDLE_SECONDS = 0.1
 
 
 class Copier:
-    """A thread that copies, from `start` to `stop`."""
+    """A thread that copies seeds between `start` and `stop`."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -37,12 +37,12 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
 
     def start(self) -> None:
-        """Look after holds from now on."""
+        """Start the thread, if any hold has another holder."""
         if any(plan.others for plan in self._node.plans):
             self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop the thread and close the connections."""
         self._stubs.close()
         if self._thread.is_alive():
             self._thread.join()
@@ -56,12 +56,12 @@ class Copier:
                 time.sleep(_IDLE_SECONDS)
 
     def _help(self, group: ShadowGroup, hold: HoldState) -> bool:
-        """Fetch one piece for a hold that needs one; whether any of its other holders could give it."""
+        """Fetch one piece for a hold. Return whether any of its other holders had it."""
         for other in hold.plan.others:
             try:
                 given = self._piece(other, group, hold)
             except (grpc.RpcError, NotReserved, state.StateError, ValueError) as error:
-                log.debug("shadow node %d gives no seeds of %s: %s", other, hold, error)
+                log.debug("no seeds of %s from shadow node %d: %s", hold, other, error)
                 given = False
             with self._node.changed:
                 hold.from_holder = given
@@ -70,13 +70,13 @@ class Copier:
         return False
 
     def _piece(self, other: int, group: ShadowGroup, hold: HoldState) -> bool:
-        """Some of what a hold wants, from one of its other holders; whether that was asked for anything."""
+        """Fetch some wanted parameters from one other holder. Return whether there was anything to fetch."""
         begin = group.begin
         with reserved(self._stubs, [other], _FETCH_SECONDS, at_least=hold.released) as kept:
             with self._node.changed:
                 wanted = some(hold.wanted(), group.layout, PIECE_BYTES)
             if not wanted:
-                return False  # trainers were faster; to name none would mean all
+                return False  # trainers were faster; an empty request would mean all parameters
             asked = Asked(
                 self._node.job.job,
                 begin.run,
@@ -94,7 +94,7 @@ class Copier:
 
 
 def some(wanted: Sequence[int], layout: Layout, most: int) -> list[int]:
-    """The first of them, so many as have `most` bytes; one at least."""
+    """Return the first parameters, at least one, until their size reaches `most` bytes."""
     found: list[int] = []
     nbytes = 0
     for number in wanted:

@@ -1,6 +1,6 @@
-"""What a hold consists of: the replica, two sets of buckets, and the streams' receiving ends.
+"""The data of a hold: the replica, two sets of buckets, and the receiving ends of the streams.
 
-`hold_state` says where it stands and decides; here tensors are written and sockets read.
+`hold_state` has its state and decisions; this module writes tensors and reads sockets.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ class Hold:
         first: int,
         joined: int,
     ) -> None:
-        """`first`: the iteration of the streams' byte 0. `joined`: the one from which on it receives.
+        """Create a hold without seeds.
 
-        `StreamTooLong` if an iteration of a stream is.
+        Args:
+            first: the iteration at byte 0 of the streams.
+            joined: the first iteration that it receives.
+
+        Raises:
+            StreamTooLong: if an iteration of a stream is too long.
         """
         self.layout, self.replica = layout, replica
         self.lock = OrderedLock("hold")
@@ -58,7 +63,7 @@ class Hold:
         return str(self.state)
 
     def look(self) -> None:
-        """Tell the state where the streams stand."""
+        """Copy the positions of the streams to the state."""
         if self.state.settled:
             return
         for inlet, stream in zip(self.inlets, self.state.streams, strict=False):
@@ -67,9 +72,9 @@ class Hold:
             stream.queued = inlet.queued() if stream.paused else 0
 
     def step(self, iteration: int, step: pb.Step) -> Stepped:
-        """Step what is at the iteration before, release the buckets, and compare.
+        """Step parameters that are at the previous iteration, release the buckets, and compare.
 
-        `ReplicaError` if the record or the gradients don't fit.
+        Raises `ReplicaError` if the record or the gradients do not fit.
         """
         with self.lock:
             troubles = []
@@ -83,13 +88,13 @@ class Hold:
     def load(
         self, iteration: int, seeds: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
     ) -> list[int]:
-        """Take parameters as they are after `iteration`; the late ones, whose next gradients are gone."""
+        """Load parameters in their state after `iteration`. Return those whose next gradients are gone."""
         late: list[int] = []
         with self.lock:
             released = self.sets.released
             for number, tensor, values in seeds:
                 if self.replica.at.get(number, iteration - 1) >= max(iteration, released):
-                    continue  # it has come before
+                    continue  # a duplicate
                 if iteration < released:
                     late.append(number)
                 else:
@@ -103,18 +108,18 @@ class Hold:
             return self._snapshot()
 
     def take_loaded(self) -> bool:
-        """Return whether parameters were loaded since this was last asked."""
+        """Return whether parameters were loaded since the last call."""
         loaded, self._loaded = self._loaded, False
         return loaded
 
     def empty(self) -> None:
-        """Forget parameters and optimizer state."""
+        """Discard parameters and optimizer state."""
         with self.lock:
             self.replica.clear()
             self.state.took(self._snapshot())
 
     def join(self) -> None:
-        """Receive everything from the state's `joined` on; what was received before is dropped."""
+        """Discard all received gradients, and receive from iteration `state.joined` on."""
         self.close()
         with self.lock:
             self.sets.released = self.state.joined - 1
@@ -122,21 +127,21 @@ class Hold:
         self.look()
 
     def settle(self) -> None:
-        """Drop streams and gradients; the state stays, to be read."""
+        """Discard streams and gradients; keep parameters and optimizer state for readers."""
         self.close()
         with self.lock:
             self.sets.tensors = [{} for _ in range(SETS)]
         self.inlets = []
 
     def close(self) -> None:
-        """Receive nothing more."""
+        """Stop receiving."""
         for inlet in self.inlets:
             inlet.close()
 
     def read(
         self, iteration: int, parameters: Sequence[int]
     ) -> Iterator[tuple[int, torch.Tensor, Mapping[str, object]]]:
-        """The state after an iteration that is stepped; of all parameters if none is named."""
+        """Yield the state after a stepped iteration, of the given parameters or all."""
         return iter(self.replica.read(iteration, tuple(parameters))) if self.state.parameters else iter(())
 
     def _snapshot(self) -> HoldSnapshot:

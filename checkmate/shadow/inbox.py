@@ -1,7 +1,7 @@
-"""Takes step records from trainers: one thread, a connection for each rank (`rpc.frames`).
+"""Reception of step records from trainers: one thread, one connection for each rank (`rpc.frames`).
 
-Its sockets' receive buffers are as large as a stream's, and outlive trainers: what was sent to a node that
-was stopped meanwhile is read once it goes on.
+Receive buffers are as large as those of streams, and outlive trainers. A node that was stopped therefore
+reads everything that was sent to it meanwhile.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _VANISHED_SECONDS: Final = 15
 _AGAIN_SECONDS: Final = 0.1
 
 Take = Callable[[pb.RecordPart, bool], pb.RecordReply | None]
-"""Takes a part, and gives the reply if one is wanted; `CallRefused` or `StateError`."""
+"""Processes a part and returns the reply, if one is wanted. Raises `CallRefused` or `StateError`."""
 
 
 class Inbox:
-    """Serves at an address from `start` to `stop`."""
+    """A server of step records between `start` and `stop`."""
 
     def __init__(self, listener: socket.socket, take: Take, tls: ssl.SSLContext | None = None) -> None:
-        """`listener` is taken over."""
+        """Take over `listener`, which `stop` closes."""
         self._listener, self._take, self._tls = listener, take, tls
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -51,11 +51,11 @@ class Inbox:
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
 
     def start(self) -> None:
-        """Take records from now on."""
+        """Start to accept records."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, close all connections. Calling it again does nothing."""
+        """End the thread and close all connections. Does nothing if called again."""
         if self._stopping:
             return
         self._stopping = True
@@ -69,7 +69,7 @@ class Inbox:
         os.close(self._wake)
 
     def unread(self) -> int:
-        """Return how many bytes wait to be read."""
+        """Return the number of bytes that wait to be read."""
         return sum(waiting(one.socket) for one in list(self._connections))
 
     def _run(self) -> None:
@@ -81,7 +81,7 @@ class Inbox:
                     self._turn(key.data)
 
     def _accept(self) -> None:
-        """Take a connection; one that goes wrong changes nothing for the others."""
+        """Accept a connection. A failure does not affect other connections."""
         sock = None
         try:
             sock, address = self._listener.accept()
@@ -89,8 +89,8 @@ class Inbox:
             connection = _Connection(sock, address[0])
             self._selector.register(sock, selectors.EVENT_READ, connection)
             self._connections[connection] = None
-        except (OSError, ValueError) as error:  # it has gone already, or we have too many files open
-            log.warning("a connection for step records can't be accepted: %s", error)
+        except (OSError, ValueError) as error:  # closed already, or too many open files
+            log.warning("cannot accept a connection for step records: %s", error)
             if sock is not None:
                 sock.close()
             else:
@@ -105,7 +105,7 @@ class Inbox:
         return self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def _turn(self, connection: _Connection) -> None:
-        """Read what is there, answer, and write what can be written."""
+        """Read available frames, answer them, and write without blocking."""
         try:
             for frame in connection.read():
                 self._answer(connection, frame)
@@ -113,7 +113,7 @@ class Inbox:
         except (OSError, FrameError, DecodeError) as error:
             self._end(connection, str(error) or type(error).__name__)
             return
-        except Exception as error:  # our own fault: the others' records go on
+        except Exception as error:  # our own bug: keep serving the others
             log.exception("taking step records")
             self._end(connection, repr(error))
             return
@@ -150,20 +150,20 @@ class Inbox:
 
 
 class _Connection:
-    """One rank's. `newest`: the newest iteration of which a part has come on it."""
+    """One rank's connection. `newest` is the newest iteration of which it has brought a part."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.socket, self.peer = sock, peer
         self.outgoing = bytearray()
         self.over = False
-        """Whether the trainer has ended it."""
+        """Whether the trainer has closed it."""
         self.refused = False
-        """Whether we end it, once the reply has left."""
+        """Whether to close it once the reply is sent."""
         self.newest = -1
         self._unpacker = Unpacker(GREETING)
 
     def read(self) -> Iterator[RecordFrame]:
-        """Yield all that is there, also what came before the connection broke: `OSError` after that."""
+        """Yield all available frames; then raise `OSError` if the connection is broken."""
         while not (self.over or self.refused):
             try:
                 data = self.socket.recv(_READ_BYTES)
@@ -173,7 +173,7 @@ class _Connection:
             self.over = not data
 
     def write(self) -> None:
-        """Send what can be sent now."""
+        """Send as much as possible without blocking."""
         while self.outgoing:
             try:
                 count = self.socket.send(self.outgoing)

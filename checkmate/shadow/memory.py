@@ -1,4 +1,4 @@
-"""This process's memory: how much it has, and giving back what seeding and steps have freed."""
+"""Memory of this process: its size, and the return of freed memory to the kernel."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ _M_ARENA_MAX: Final = -8  # <malloc.h>
 
 
 def resident() -> int:
-    """Resident memory, in bytes."""
+    """Return the resident memory in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 def trim() -> None:
-    """Give freed memory back to the kernel."""
+    """Return freed memory to the kernel."""
     _glibc("malloc_trim", 0)
 
 
 def one_arena() -> None:
-    """Have no more heaps made: threads that are yet to come share those that there are.
+    """Have future threads share the existing malloc arenas.
 
-    Else each thread that steps keeps what one parameter's step needs beside it, for good: a tenth of a node's
-    memory with parameters of 8 MB.
+    Otherwise each stepping thread permanently keeps the temporaries of one parameter's step, which is a tenth
+    of a node's memory with parameters of 8 MB.
     """
     _glibc("mallopt", _M_ARENA_MAX, 1)
 
 
 def _glibc(name: str, *arguments: int) -> None:
-    """Call one of glibc's own functions; with another C library nothing happens."""
+    """Call a glibc-specific function; do nothing with another C library."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*arguments)
 
 
 def load_optimizers() -> None:
-    """Have torch load all that a first optimizer needs, which takes it seconds: not while trainers wait."""
+    """Make torch load what a first optimizer needs, which takes seconds, before trainers wait for it."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()

@@ -1,8 +1,8 @@
-"""A shadow node: the one owner of its lock and its threads.
+"""A shadow node: the owner of the node's lock and threads.
 
-Reader threads fill buckets, one thread steps, one tells the state that time has passed, and gRPC's threads
-call `starting`, `restarting`, `seeding` and `reading`. All of them move `node_state.NodeState` in the same
-way: under the lock `changed`, by `moving`. Nobody steps, receives or talks to the network under it (`locks`).
+Reader threads fill buckets, one thread steps, one reports the passage of time to the state, and gRPC's
+threads run the functions in `calls`. All of them change `node_state.NodeState` in the same way: by `moving`,
+which holds the lock `changed`. No thread steps, receives or uses the network while it holds that lock.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from checkmate.shadow.receive.reader import Reader
 log = logging.getLogger("checkmate")
 
 GRACE = 2.0
-"""Seconds for which a stream may stand below its recorded end before the rest is lost."""
+"""Seconds that a stream may stay below its recorded end before the rest counts as lost."""
 TICK = 0.1
 
 Seeds = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
-"""Parameters by number: the tensor, and the optimizer's state of it."""
+"""Tensor and optimizer state of parameters, by number."""
 
-_PAUSE = 1.0  # seconds, after what should not happen
+_PAUSE = 1.0  # seconds, after an unexpected error
 
 
 class Node:
-    """One shadow node of a job. `start` starts its threads, `close` ends them."""
+    """One shadow node of a job. Its threads run between `start` and `close`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Node:
         self.step_seconds = 0.0
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
-        """Count bytes that wait for other readers than ours."""
+        """Functions that count bytes waiting for other readers."""
         self._stepping = False
         self._torch_threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
@@ -75,47 +75,47 @@ class Node:
         ]
 
     def start(self) -> None:
-        """Step, and look for what does not come, from now on."""
+        """Start to step, and to detect missing data."""
         for thread in self._threads:
             thread.start()
 
     def now(self) -> float:
-        """Return the time by which the state lives: seconds in which this process was not stopped."""
+        """Return the state's time: seconds, without those in which this process was stopped."""
         return self._clock.now()
 
     @contextmanager
     def moving(self) -> Iterator[NodeState]:
-        """Hold the lock while something happens to the state; then see what follows from it, and do that."""
+        """Hold the lock while the caller changes the state; then carry out the effects."""
         with self.changed:
             yield self.state
             self._follow_up()
 
     def touch(self) -> None:
-        """See what streams have brought."""
+        """Update the state after streams have received data."""
         with self.moving():
             pass
 
     def holds(self) -> list[Hold]:
-        """All holds, by group."""
+        """Return all holds, by group."""
         with self.changed:
             return [self.data[hold] for _, hold in self.state.holds]
 
     def unread(self) -> int:
-        """Return how many bytes this machine has received that can be read, and have not been."""
+        """Return the number of bytes that this machine has received and this process could read."""
         with self.changed:
             inlets = [inlet for hold in self.data.values() for inlet in hold.inlets if not inlet.paused]
         return sum(inlet.queued() for inlet in inlets) + sum(count() for count in self.also_unread)
 
     def wait_for(self, known: Callable[[], bool], timeout: float) -> bool:
-        """Wait until something is so; the caller has the lock."""
+        """Wait until `known` returns true. The caller holds the lock."""
         return self.changed.wait_for(lambda: known() or self.stopping, timeout) and known()
 
     def quiet(self, timeout: float) -> bool:
-        """Wait until no step is under way. The caller has the lock, and has seen to it that none starts."""
+        """Wait until no step is running. The caller holds the lock and prevents new steps."""
         return self.changed.wait_for(lambda: not self._stepping, timeout)
 
     def step(self, due: Due) -> None:
-        """Step one hold; nothing happens if it has joined again meanwhile."""
+        """Step one hold. Do nothing if it has rejoined in the meantime."""
         with self.changed:
             hold = self.data.get(due.hold)
             step = None if hold is None else self.state.begin_step(due)
@@ -124,7 +124,7 @@ class Node:
         try:
             result = hold.step(due.iteration, step)
         except Exception as error:
-            log.exception("%s: iteration %d can't be stepped", hold, due.iteration)
+            log.exception("%s: stepping iteration %d failed", hold, due.iteration)
             snapshot = hold.snapshot()
             with self.moving() as state:
                 state.step_failed(due, error, snapshot)
@@ -133,10 +133,10 @@ class Node:
             state.stepped(due, step, result, self.now())
 
     def load(self, hold: HoldState, iteration: int, parameters: Seeds) -> list[int]:
-        """Give a hold parameters as they are after `iteration`; return those whose next gradients are gone.
+        """Load parameters in their state after `iteration`. Return late ones, whose next gradients are gone.
 
-        Nothing happens if it is live or settled: these are duplicates, or of a start that is over.
-        `ReplicaError` if one doesn't fit.
+        Does nothing if the hold is live or settled: the seeds are duplicates, or belong to an earlier start.
+        Raises `ReplicaError` if one does not fit.
         """
         with self.changed:
             data = self.data.get(hold)
@@ -152,7 +152,7 @@ class Node:
                 hold.took(snapshot)
 
     def close(self) -> None:
-        """End all threads, close all sockets."""
+        """End all threads and close all sockets."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
@@ -191,15 +191,15 @@ class Node:
                 log.log(level, "%s", message)
 
     def _connect(self, hold: Hold, incarnation: int) -> None:
-        """Connect a hold's streams, in the background."""
+        """Connect a hold's streams in the background."""
         for reader in self.readers:
-            reader.wake()  # to close what was closed
+            reader.wake()  # to close sockets of closed inlets
         for inlet in hold.inlets:
             self._connector.connect(inlet, incarnation)
 
     def _broken(self, inlet: Inlet) -> None:
-        """A connection broke: it goes on where it stood, and a gap shows if something was sent meanwhile."""
-        log.warning("%s: %s; connecting again", inlet.plan, inlet.broken)
+        """Reconnect a stream at its position; data sent in the meantime shows as a gap."""
+        log.warning("%s: %s; reconnecting", inlet.plan, inlet.broken)
         with self.changed:
             group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
@@ -217,7 +217,7 @@ class Node:
         while not self.stopping:
             try:
                 turn()
-            except Exception as error:  # our own fault; a thread that ended would look alive
+            except Exception as error:  # our own bug; a node without this thread would look alive
                 log.exception("%s", what)
                 with self.changed:
                     if what == "stepping":
@@ -229,13 +229,13 @@ class Node:
         with self.changed:
             self.changed.wait_for(lambda: self.stopping, TICK)
             if stopped := self._clock.beat():
-                log.warning("this process was stopped for %.1f s; it goes on with what has come", stopped)
+                log.warning("this process was stopped for %.1f s, and continues", stopped)
             if not self.stopping:
                 self.state.tick(self.now())
                 self._follow_up()
 
     def _step_due(self) -> None:
-        """Wait until holds are due, and step them."""
+        """Wait until steps are due, and do them."""
         with self.changed:
             while not (due := self.state.due(self.now())) and not self.stopping:
                 self.changed.wait()

@@ -1,6 +1,7 @@
-"""Carries what nodes tell each other for commits: a stream to each node with a lower id, kept up by a thread.
+"""Exchange of commit messages between nodes: one gRPC stream, with a thread, to each node with a lower id.
 
-To the decider goes every change, to the others a word now and then; each answers where to step (`commit`).
+A node reports every change to the decider, and sends heartbeats to the others. Each answers up to which
+iteration to step (`commit`).
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _BACKOFF = (0.05, 1.0)
 _PROBE_SECONDS = 0.5
 
 Channels = Callable[[int], grpc.Channel]
-"""A channel to the node of that id."""
+"""Opens a channel to the node with that id."""
 
 
 class Peers:
-    """Our streams to the nodes with lower ids, and our answers to those with higher ones."""
+    """Our streams to nodes with lower ids, and our answers to nodes with higher ids."""
 
     def __init__(self, node: Node, channel_to: Channels) -> None:
         self._node = node
         self._stopping = threading.Event()
         self._calls: dict[int, grpc.Call] = {}
         self._newest: dict[int, object] = {}
-        """Of each node with a higher id, its newest stream to us."""
+        """The newest stream from each node with a higher id."""
         lower = [other.id for other in node.job.shadow_nodes if other.id < node.id]
         self._threads = [
             threading.Thread(
@@ -52,12 +53,12 @@ class Peers:
         ]
 
     def start(self) -> None:
-        """Keep the streams up from now on."""
+        """Open the streams, and reopen them when they break."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the streams."""
+        """Close the streams."""
         self._stopping.set()
         self._node.touch()
         for call in list(self._calls.values()):
@@ -66,7 +67,7 @@ class Peers:
             thread.join()
 
     def answer(self, reports: Iterable[pb.Progress], done: threading.Event) -> Iterator[pb.Decision]:
-        """A node with a higher id has opened its stream: take its reports, answer until it ends."""
+        """Process the reports of a node with a higher id, and yield decisions, until its stream ends."""
         ended = threading.Event()
         threading.Thread(target=self._hear, args=(reports, ended), name="peer reports", daemon=True).start()
         news = News(self._decision, lambda: True)
@@ -82,17 +83,17 @@ class Peers:
                     self._newest[report.node] = stream
                 node = report.node
                 if self._newest[node] is not stream:
-                    break  # an old one, whose end comes late
+                    break  # an old stream that ends late
                 self._take(report)
         except grpc.RpcError:
-            pass  # it broke: the same as its end
+            pass  # a broken stream is handled like one that ended
         finally:
             ended.set()
             if node is not None and self._newest[node] is stream:
                 self._ended(node)
 
     def _ended(self, other: int) -> None:
-        """A stream ended. If the node's process did, connections are refused; else it may only be silent."""
+        """Handle the end of a stream: if the node refuses connections, its process has ended."""
         address = split_address(self._node.job.node(other).mgmt)
         try:
             socket.create_connection(address, _PROBE_SECONDS).close()
@@ -100,7 +101,7 @@ class Peers:
             with self._node.moving() as state:
                 state.committee.gone(other)
         except OSError:
-            pass  # it can't be reached now: silent, for all we know
+            pass  # unreachable: it may only be silent
 
     def _take(self, report: pb.Progress) -> None:
         progress = Progress(
@@ -128,7 +129,7 @@ class Peers:
                     pause = _BACKOFF[0]
                     self._told(other, decision)
             except grpc.RpcError:
-                pass  # said by the committee where it matters
+                pass  # the committee reports it if it matters
             self._ended(other)
             self._stopping.wait(pause)
             pause = min(2 * pause, _BACKOFF[1])
@@ -205,7 +206,7 @@ def _to_kept(kept: Iterable[Kept]) -> list[pb.Kept]:
 
 
 class News(Generic[M]):
-    """What a stream says next: at once where it has changed and `urgent`, else each `HEARTBEAT` seconds."""
+    """The next message of a stream: at once if it changed and is `urgent`, else every `HEARTBEAT` seconds."""
 
     def __init__(self, now: Callable[[], M], urgent: Callable[[], bool]) -> None:
         self._now, self._urgent = now, urgent
@@ -213,7 +214,7 @@ class News(Generic[M]):
         self._sent = 0.0
 
     def wait(self, changed: threading.Condition) -> M | None:
-        """Wait for news, or a heartbeat's time; what is to be said, if anything is."""
+        """Wait for news or the next heartbeat. Return the message to send, if any."""
         with changed:
             fresh = changed.wait_for(lambda: self._now() != self._last and self._urgent(), HEARTBEAT)
             said = self._now()

@@ -1,4 +1,4 @@
-"""A node together with its service and its streams to the other nodes: what `checkmate shadow` runs."""
+"""The process that `checkmate shadow` runs: a node, its service, and its streams to other nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("checkmate")
 
 
 class Serving:
-    """A running shadow node, from `__enter__` on. `StreamError`, `ServeError`, `TlsError` where it can't."""
+    """A running shadow node, as a context manager."""
 
     def __init__(
         self,
@@ -32,6 +32,20 @@ class Serving:
         grace: float = GRACE,
         threads: int | None = None,
     ) -> None:
+        """Prepare a node, which runs from `__enter__` on.
+
+        Args:
+            job: the node's job.
+            node_id: the node's id in the job.
+            receive_buffer: bytes of each stream's socket buffer.
+            grace: seconds until missing bytes of a stream count as lost.
+            threads: threads of a step; by default one per core.
+
+        Raises:
+            StreamError: if this machine lacks the NICs' addresses or the right to such buffers.
+            ServeError: if an address cannot be used.
+            TlsError: if TLS files are faulty.
+        """
         check_address(job, node_id)
         check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
@@ -42,7 +56,7 @@ class Serving:
             tls = server_context(job.mgmt_tls) if job.mgmt_tls is not None else None
             self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
             undo.callback(self.node.close)
-            connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one at most
+            connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one buffer
             if shortfall := tcp_memory_shortfall(connections, receive_buffer):
                 log.warning("%s", shortfall)
                 self.node.state.troubles.append(shortfall)

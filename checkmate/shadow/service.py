@@ -1,4 +1,4 @@
-"""The node's gRPC service: every call of `shadow.proto`, with its errors as gRPC's."""
+"""The node's gRPC service: the RPCs of `shadow.proto`, with errors as gRPC status codes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from checkmate.wire import tcp
 R = TypeVar("R")
 
 FETCH_SECONDS: Final = 600.0
-"""A Fetch without a deadline waits no longer."""
+"""Time limit of a Fetch without a deadline."""
 
 _NAME: Final = "checkmate.v1.Shadow"
 _BACKLOG: Final = 128
 
 
 class ShadowService(rpc.ShadowServicer):
-    """Translates calls to the node's methods; nothing else."""
+    """Translation of RPCs to functions over the node."""
 
     def __init__(self, node: Node, peers: Peers) -> None:
         self._node, self._peers = node, peers
@@ -104,26 +104,32 @@ def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
 
 
 def _left(context: grpc.ServicerContext) -> float:
-    """Seconds until the caller's deadline."""
+    """Return the seconds until the caller's deadline."""
     left = context.time_remaining()
     return FETCH_SECONDS if left is None else max(0.0, left)
 
 
 class ServeError(RuntimeError):
-    """The node can't serve, and why."""
+    """The node cannot serve; the message has the reason."""
 
     exit_code = 1
 
 
 def check_address(job: Job, node_id: int) -> None:
-    """Bind a node's mgmt address as gRPC will, which only says on standard error what fails. `ServeError`."""
+    """Raise `ServeError` if the mgmt address cannot be bound; gRPC itself only prints the reason."""
     _listen(split_address(job.node(node_id).mgmt), _named(job, node_id), node_id).close()
 
 
 def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.socket:
-    """Return a socket that listens at a node's address for step records. `ServeError` if it can't.
+    """Return a socket that listens at a node's address for step records.
 
-    `receive_buffer`: bytes of each connection, for which this process needs CAP_NET_ADMIN.
+    Args:
+        job: the node's job.
+        node_id: the node's id in the job.
+        receive_buffer: bytes of each connection's buffer; needs CAP_NET_ADMIN.
+
+    Raises:
+        ServeError: if the address cannot be used.
     """
     host, port = job.node(node_id).records_at
     what = f"{host}:{port}, the address of shadow node {node_id} for step records,"
@@ -147,8 +153,8 @@ def _listen(address: tuple[str, int], what: str, node_id: int, receive_buffer: i
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: f"is in use; is shadow node {node_id} running already?",
-            errno.EADDRNOTAVAIL: "is no address of this machine; "
-            "a shadow node of a lab is started in its own namespace",
+            errno.EADDRNOTAVAIL: "is not an address of this machine; "
+            "start a shadow node of a lab in its own namespace",
         }
         why = reasons.get(error.errno or 0, f"can't be used: {error.strerror or error}")
         raise ServeError(f"{what} {why}") from None
@@ -160,9 +166,10 @@ def _named(job: Job, node_id: int) -> str:
 
 
 class Server:
-    """Serves a node at its `mgmt` address, with TLS where the job says so. Context manager; `ServeError`."""
+    """The gRPC server at a node's `mgmt` address, with TLS if the job has it. A context manager."""
 
     def __init__(self, node: Node, peers: Peers) -> None:
+        """Bind the address. Raise `ServeError` if that fails."""
         job = node.job
         ranks = sum(len(group.ranks) for group in job.dp_groups)
         workers = 2 * ranks + 2 * len(job.shadow_nodes) + 16  # seeds, fetches, commits

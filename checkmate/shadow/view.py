@@ -1,4 +1,4 @@
-"""A node's live view, and the same as JSON lines."""
+"""A node's live view, as text and as JSON lines."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from rich.text import Text
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.status import node_status
 from checkmate.shadow.node import Node
+from checkmate.wording import counted, size
 
 SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A status, and each NIC's bytes a second since the one before."""
+    """A status, and each NIC's bytes per second since the previous status."""
 
     status: pb.NodeStatus
     rates: dict[str, float]
 
 
 class Watch:
-    """Reads a node's status again and again, and works out rates."""
+    """Repeated reading of a node's status, with rates."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -38,7 +39,7 @@ class Watch:
         self._bytes: dict[str, int] = {}
 
     def see(self) -> Seen:
-        """The node now."""
+        """Return the current status and rates."""
         status = node_status(self._node, self._node.job.job)
         now = time.monotonic()
         passed = max(now - self._at, 1e-6)
@@ -58,12 +59,12 @@ def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool
         while not stopped.wait(SECONDS):
             print(json.dumps(data(watch.see())), flush=True)
     else:
-        while not stopped.wait(SECONDS):  # a signal that another thread took is handled between two waits
+        while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
             pass
 
 
 def data(seen: Seen) -> dict[str, object]:
-    """What `--json` prints: the status as `shadow.proto` names its fields, and rates."""
+    """Return what `--json` prints: the fields of the status, and rates."""
     said = plain(seen.status)
     for hold, of in zip(said["holds"], seen.status.holds, strict=True):
         hold["lag"] = lag(of)
@@ -71,7 +72,7 @@ def data(seen: Seen) -> dict[str, object]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as data: numbers as numbers (protobuf's JSON has 64 bits as text), bytes as hex."""
+    """Return a message as data, bytes as hex. Unlike protobuf's JSON, 64-bit numbers stay numbers."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -86,12 +87,12 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def lag(hold: pb.HoldStatus) -> int:
-    """Iterations that trainers are ahead: the newest that is coming, less the last stepped."""
+    """Return the number of iterations by which trainers are ahead of the last step."""
     return max(0, hold.receiving - hold.stepped) if hold.seeded else 0
 
 
 def picture(seen: Seen) -> Group:
-    """A table of holds, and lines of the rest."""
+    """Return a table of holds, and lines about the node."""
     status = seen.status
     table = Table(title=f"shadow node {status.node}, job {status.job}", title_justify="left")
     for column in ("group", "shard", "state"):
@@ -112,16 +113,16 @@ def picture(seen: Seen) -> Group:
     times = f"pull {status.pull_seconds * 1000:.3g} ms; step {status.step_seconds * 1000:.3g} ms"
     troubles = [hold.trouble for hold in status.holds if hold.trouble] + list(status.trouble)
     troubles += [
-        f"shadow node {other.node} is {other.iterations} iterations behind what is committed"
+        f"shadow node {other.node} is {counted(other.iterations, 'iteration')} behind the last commit"
         for other in status.behind
     ]
     lines = [Text(f"{nics}; {times}; memory {size(status.memory_bytes)}")]
-    # Not as markup: names of parameters may look like it.
+    # Not as markup, because names of parameters may look like it.
     return Group(table, *lines, *(Text(trouble, "yellow") for trouble in troubles))
 
 
 def state_of(hold: pb.HoldStatus, fenced: bool) -> str:
-    """One word for what a hold is doing."""
+    """Return one word for the state of a hold."""
     if hold.doubtful:
         return "[red]doubtful[/red]"
     if fenced:
@@ -134,12 +135,3 @@ def state_of(hold: pb.HoldStatus, fenced: bool) -> str:
 def _behind(hold: pb.HoldStatus) -> str:
     behind = lag(hold)
     return f"[yellow]{behind}[/yellow]" if behind > 2 else str(behind)
-
-
-def size(count: float) -> str:
-    """Bytes, in decimal units: `1.2 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

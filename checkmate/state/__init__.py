@@ -1,4 +1,4 @@
-"""State of training as messages and bytes, and back, bit for bit: all that others need of this folder."""
+"""Exact conversion of training state to messages and bytes, and back: the public names of this package."""
 
 from checkmate.state.frozen import frozen_states, is_frozen_state, name_frozen
 from checkmate.state.generators import dump_generators, load_generators

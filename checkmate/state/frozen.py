@@ -1,6 +1,6 @@
-"""Optimizer state of parameters that training doesn't reduce: tensors by name, kept with the buffers. Pure.
+"""Optimizer state of parameters that training does not reduce: named tensors among the buffers. Pure.
 
-The optimizer has it from before they were frozen, or (Adagrad) from the start, and seldom changes it.
+Optimizers have such state from before a parameter was frozen, or (Adagrad) from the start. It seldom changes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _TENSOR: Final = "tensor"
 _NAME: Final = re.compile(
     r"optimizer\.state\[(?P<index>\d+)\]\[(?P<place>\d+)\]\.(?P<entry>.+) \((?P<kind>\w+)\)", re.DOTALL
 )
-"""Entries have places because buffers have no order. No attribute of a module has such a name."""
+"""Names contain the place of an entry because buffers have no order. No buffer has such a name."""
 _NUMBERS: Final = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
 
 def is_frozen_state(name: str) -> bool:
-    """Whether a tensor among the buffers is such state."""
+    """Return whether a name among the buffers is such state."""
     return _NAME.fullmatch(name) is not None
 
 
 def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """State of the parameter with this number in `optimizer.state_dict()`, by names of its own.
+    """Yield the state of the parameter with this number in `optimizer.state_dict()`, as named tensors.
 
-    `StateError` for an entry that is neither a tensor nor a number.
+    Raises `StateError` if an entry is neither a tensor nor a number.
     """
     for place, (entry, value) in enumerate(entries.items()):
         kind = _TENSOR if isinstance(value, torch.Tensor) else type(value).__name__
@@ -45,7 +45,7 @@ def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str
 
 
 def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:
-    """The state of each such parameter, by its number; what else is found counts for nothing."""
+    """Return the state of each such parameter, by its number. Ignore other names."""
     states: dict[int, dict[str, object]] = {}
     matches = [match for name in found if (match := _NAME.fullmatch(name)) is not None]
     for match in sorted(matches, key=lambda match: (int(match["index"]), int(match["place"]))):

@@ -1,6 +1,6 @@
-"""The states of a rank's random generators as bytes, and back. Pure.
+"""Conversion of the states of a rank's random generators to bytes, and back. Pure.
 
-A message of their own: `torch.save` takes ten times as long, in every iteration of every rank.
+They have their own message, because `torch.save` takes ten times as long, in every iteration of every rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from checkmate.state.tensors import StateError, bytes_of
 
 
 def dump_generators(found: Mapping[str, Any]) -> bytes:
-    """`torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as generators give their states.
+    """Return the states of generators as bytes.
 
-    `in_loop`, if it is there: whether they were captured between two batches of one iterator. Words may be
-    native uint32 in bytes already, which is how `load_generators` gives them.
+    Args:
+        found: `torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as returned by the
+            generators. `in_loop`, if present, is true if they were captured between two batches of one
+            iterator. Words may be bytes of native uint32, as from `load_generators`.
     """
     message = pb.Generators()
     for name in ("torch", "cuda"):
@@ -44,7 +46,7 @@ def dump_generators(found: Mapping[str, Any]) -> bytes:
 
 
 def load_generators(data: bytes) -> dict[str, Any]:
-    """What `dump_generators` was given, words as bytes. `StateError` where the bytes are no such message."""
+    """Return the argument of `dump_generators`, with words as bytes. Raise `StateError` if invalid."""
     try:
         message = pb.Generators.FromString(data)
     except DecodeError as error:
@@ -69,5 +71,5 @@ def load_generators(data: bytes) -> dict[str, Any]:
 
 
 def _packed(words: Any) -> bytes:
-    """Native uint32."""
+    """Return words as bytes of native uint32."""
     return words if isinstance(words, bytes) else array("I", words).tobytes()

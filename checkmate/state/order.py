@@ -1,4 +1,4 @@
-"""Parameters and optimizer state in memory order, as shadow nodes hold them, and back. Pure; no copies."""
+"""Conversion of parameters and optimizer state to memory order, and back. Pure; without copies."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Values = tuple[torch.Tensor, dict[str, object]]
 
 
 def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """A tensor with its dimensions from the outermost in memory to the innermost; empty: as they are."""
+    """Return a tensor with its dimensions in the given order, or unchanged if `order` is empty."""
     return tensor.permute(*order) if order else tensor
 
 
 def from_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """What `in_memory_order` was given, with the same strides if it is contiguous."""
+    """Return the argument of `in_memory_order`, with the same strides if it is contiguous."""
     return tensor.permute([order.index(d) for d in range(len(order))]) if order else tensor
 
 
 def to_held(parameter: Parameter, tensor: torch.Tensor, state: Mapping[str, object]) -> Values:
-    """A parameter and its state as the script has them, as a shadow node holds them."""
+    """Convert a parameter and its state from the script's form to that of shadow nodes."""
     return _turned(in_memory_order, parameter.dim_order, tensor, state)
 
 
 def from_held(parameter: Parameter, tensor: torch.Tensor, state: Mapping[str, object]) -> Values:
-    """A parameter and its state as a shadow node holds them, as the script has them."""
+    """Convert a parameter and its state from the form of shadow nodes to the script's."""
     return _turned(from_memory_order, parameter.dim_order, tensor, state)
 
 
@@ -38,7 +38,7 @@ def _turned(
     tensor: torch.Tensor,
     state: Mapping[str, object],
 ) -> Values:
-    """With all that has a value for each element of the parameter."""
+    """Convert a parameter, and all tensors of its state that have the parameter's shape."""
     return turn(tensor, order), {
         name: turn(value, order) if isinstance(value, torch.Tensor) and value.shape == tensor.shape else value
         for name, value in state.items()

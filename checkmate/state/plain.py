@@ -1,4 +1,4 @@
-"""Plain state as the bytes of `torch.save`, and back, so that no code can run. Pure."""
+"""Conversion of plain state to bytes of `torch.save`, and back without running code. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from checkmate.state.tensors import StateError
 
 _LOOKED_AT: Final = 1000
-"""Of state with more values than this it is tried whether it can be read."""
+"""State with more values than this is read back to check it."""
 
 _ZIP: Final = b"PK\x03\x04"
 _UNREADABLE: Final = (
@@ -27,14 +27,14 @@ _UNREADABLE: Final = (
     TypeError,
     ValueError,
 )
-"""What `torch.load` raises, depending on where in the bytes the fault is."""
+"""Exceptions of `torch.load`, which depend on the location of a fault."""
 
 
 def dumps(obj: object, *, known: bool = False) -> bytes:
-    """`torch.save` of plain state: tensors, numbers, strings, bytes, None, and containers of them.
+    """Return plain state (tensors, numbers, strings, bytes, None, and containers of them) as bytes.
 
-    `StateError` where `loads` could not read it again, which reads nothing that could run code. That is
-    tried, unless it is `known` or seen that all of it is plain.
+    Raises `StateError` if `loads`, which never runs code, could not read the result. This is tested by
+    reading it, unless the state is `known` or easily seen to be plain.
     """
     buffer = io.BytesIO()
     try:
@@ -45,13 +45,13 @@ def dumps(obj: object, *, known: bool = False) -> bytes:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise StateError(
             "only tensors, NumPy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of them "
-            f"can be kept: {reason}"
+            f"can be stored: {reason}"
         ) from None
     return buffer.getvalue()
 
 
 def _is_plain(obj: object) -> bool:
-    """Whether `loads` is sure to read it: then it needn't be tried, which takes thrice as long as writing."""
+    """Return whether `loads` can certainly read it. To test that takes three times as long as writing."""
     waiting = [obj]
     for _ in range(_LOOKED_AT):
         if not waiting:
@@ -68,9 +68,9 @@ def _is_plain(obj: object) -> bool:
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` was given, tensors on the CPU; `StateError` where the bytes are no such state."""
+    """Return the argument of `dumps`, with tensors on the CPU. Raise `StateError` if it is invalid."""
     if not data.startswith(_ZIP):
-        raise StateError("unreadable state: no archive of torch.save")
+        raise StateError("unreadable state: not an archive of torch.save")
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -84,7 +84,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _numpy_globals() -> list[Any]:
-    """What a pickle of NumPy arrays and numbers calls; none of it runs code of the pickle's choosing."""
+    """Return the globals in pickles of NumPy arrays and numbers, none of which can run arbitrary code."""
     array = np.zeros(1).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
@@ -92,6 +92,6 @@ def _numpy_globals() -> list[Any]:
 
 
 def _encode_codec() -> Any:
-    import _codecs  # noqa: PLC0415 - by which pickle's protocol 2 spells bytes
+    import _codecs  # noqa: PLC0415 - used for bytes by pickle's protocol 2
 
     return _codecs.encode

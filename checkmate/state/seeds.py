@@ -1,7 +1,7 @@
-"""Parameters and optimizer state as messages, and back, bit for bit.
+"""Exact conversion of parameters and optimizer state to messages, and back.
 
-Pure. A parameter goes as pieces of 1 MiB or less: first its own, then those of each entry of its optimizer
-state. A checksum ends a stream of them, so that nothing that it gave counts before it ended well.
+Pure. A parameter is sent in pieces of at most 1 MiB: first its own data, then each entry of its optimizer
+state. The stream ends with a checksum, and its contents are valid only once that has been verified.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
+from checkmate.wording import counted
 
 PIECE_BYTES: Final = 1 << 20
-"""A piece has at most so much tensor data."""
+"""Maximum tensor data of a piece."""
 
 _NO_MORE: Final = object()
 
@@ -26,10 +27,10 @@ _NO_MORE: Final = object()
 def to_pieces(
     parameter: int, tensor: torch.Tensor, state: Mapping[str, object]
 ) -> Iterator[pb.ParameterPiece]:
-    """A parameter and its optimizer state as pieces of `PIECE_BYTES` of data at most.
+    """Yield a parameter and its optimizer state as pieces of at most `PIECE_BYTES` of data.
 
-    Tensors are copied into the pieces and nowhere else, unless they are on another device or not contiguous.
-    `StateError` names an entry that is neither a tensor nor a number.
+    Tensors are only copied into the pieces, unless they are on another device or not contiguous. Raises
+    `StateError` if an entry is neither a tensor nor a number.
     """
     yield from _tensor_pieces(parameter, "", tensor)
     for name, value in state.items():
@@ -42,7 +43,7 @@ def to_pieces(
 
 
 def to_number(name: str, value: object) -> pb.Number:
-    """An entry of the optimizer state that is no tensor. `StateError` names one that is no number either."""
+    """Return an entry of the optimizer state that is not a tensor. Raise `StateError` if not a number."""
     match value:
         case None:
             return pb.Number(none=True)
@@ -58,7 +59,7 @@ def to_number(name: str, value: object) -> pb.Number:
 
 
 def from_number(number: pb.Number) -> bool | int | float | None:
-    """What `to_number` was given. `StateError` if it has no value."""
+    """Return the argument of `to_number`. Raise `StateError` if it has no value."""
     kind = number.WhichOneof("kind")
     if kind is None:
         raise StateError("a number without a value")
@@ -69,9 +70,9 @@ def from_number(number: pb.Number) -> bool | int | float | None:
 def to_seeds(
     header: pb.SeedHeader, parameters: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
 ) -> Iterator[pb.Seeds]:
-    """The messages of a Seed or Fetch stream: the header, all pieces, the checksum.
+    """Yield the messages of a Seed or Fetch stream: the header, all pieces, the checksum.
 
-    `header.parameters` names those that follow, in any order.
+    `header.parameters` lists the parameters that follow, in any order.
     """
     checksum = Checksum(header)
     yield pb.Seeds(header=header)
@@ -83,16 +84,16 @@ def to_seeds(
 
 
 def from_seeds(seeds: Iterable[pb.Seeds]) -> SeedReader:
-    """Read what `to_seeds` sent: the header at once, the rest as it is iterated."""
+    """Read a stream of `to_seeds`: the header at once, the rest during iteration."""
     return SeedReader(seeds)
 
 
 class SeedReader:
     """A stream of seeds: its `header`, then each parameter as (number, tensor, optimizer state).
 
-    Iterating raises `StateError` for a hole, a stranger, a missing parameter or a wrong checksum. The
-    checksum comes last, so **nothing counts until iteration has ended without an error**. Tensors are new and
-    belong to the caller.
+    Iteration raises `StateError` for gaps, unexpected or missing parameters, and a wrong checksum. The
+    checksum comes last, so **data is valid only once iteration has ended without an error**. Tensors are new
+    and belong to the caller.
     """
 
     def __init__(self, seeds: Iterable[pb.Seeds]) -> None:
@@ -107,14 +108,14 @@ class SeedReader:
         expected = set(self.header.parameters)
         for number, pieces in itertools.groupby(self._pieces(), lambda piece: piece.parameter):
             if number not in expected:
-                raise StateError(f"parameter {number} is not among those announced, or comes twice")
+                raise StateError(f"parameter {number} was not announced, or comes twice")
             expected.remove(number)
             yield number, *_assemble(number, pieces)
         if expected:
-            raise StateError(f"{len(expected)} parameters are missing, the first: {min(expected)}")
+            raise StateError(f"{counted(len(expected), 'parameter')} missing, the first: {min(expected)}")
 
     def all(self) -> dict[int, tuple[torch.Tensor, dict[str, object]]]:
-        """Every parameter by its number, once the checksum is found right."""
+        """Return all parameters by number, after the checksum has been verified."""
         return {number: (tensor, state) for number, tensor, state in self}
 
     def _pieces(self) -> Iterator[pb.ParameterPiece]:
@@ -125,9 +126,9 @@ class SeedReader:
                     yield message.piece
                 case "checksum":
                     if message.checksum != self._checksum.digest():
-                        raise StateError("the checksum is wrong: what came is not what was sent")
+                        raise StateError("wrong checksum: the data was corrupted")
                     if next(self._seeds, _NO_MORE) is not _NO_MORE:
-                        raise StateError("something follows the checksum")
+                        raise StateError("data follows the checksum")
                     return
                 case kind:
                     raise StateError(
@@ -137,13 +138,13 @@ class SeedReader:
 
 
 class Checksum:
-    """BLAKE2b, 16 bytes, over a stream's header and pieces: names, types and places as well as data."""
+    """BLAKE2b, 16 bytes, over a stream's header and pieces: names, types and offsets as well as data."""
 
     def __init__(self, header: pb.SeedHeader) -> None:
         self._hash = hashlib.blake2b(header.SerializeToString(deterministic=True), digest_size=16)
 
     def add(self, piece: pb.ParameterPiece) -> None:
-        """Take in the next piece."""
+        """Add the next piece."""
         tensor, number = piece.tensor, piece.number
         kind = piece.WhichOneof("value")
         said: tuple[object, ...] = (tensor.dtype, *tensor.shape, tensor.offset, len(tensor.data))
@@ -157,14 +158,14 @@ class Checksum:
         self._hash.update(tensor.data)
 
     def digest(self) -> bytes:
-        """The checksum so far."""
+        """Return the checksum of all pieces so far."""
         return self._hash.digest()
 
 
 def _tensor_pieces(parameter: int, name: str, tensor: torch.Tensor) -> Iterator[pb.ParameterPiece]:
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPES:
-        raise StateError(f"{name or 'a parameter'} has type {dtype}; it may be {', '.join(DTYPES)}")
+        raise StateError(f"{name or 'a parameter'} has type {dtype}; supported: {', '.join(DTYPES)}")
     data = bytes_of(tensor.detach().cpu().contiguous())
     for offset in range(0, max(len(data), 1), PIECE_BYTES):
         piece = pb.TensorPiece(
@@ -174,7 +175,7 @@ def _tensor_pieces(parameter: int, name: str, tensor: torch.Tensor) -> Iterator[
 
 
 def _assemble(number: int, pieces: Iterable[pb.ParameterPiece]) -> tuple[torch.Tensor, dict[str, object]]:
-    """The parameter and its state from all pieces of it; `StateError` for a hole."""
+    """Assemble a parameter and its state from its pieces. Raise `StateError` if there are gaps."""
     found: dict[str, object] = {}
     for name, run in itertools.groupby(pieces, lambda piece: piece.state):
         if name in found:
@@ -182,7 +183,7 @@ def _assemble(number: int, pieces: Iterable[pb.ParameterPiece]) -> tuple[torch.T
         found[name] = _value(f"parameter {number}{f', {name}' if name else ''}", run)
     tensor = found.pop("", None)
     if not isinstance(tensor, torch.Tensor):
-        raise StateError(f"parameter {number} has optimizer state and no data of its own")
+        raise StateError(f"parameter {number} has optimizer state but no data")
     return tensor, found
 
 
@@ -201,10 +202,10 @@ def _value(what: str, run: Iterable[pb.ParameterPiece]) -> object:
 def _tensor(what: str, first: pb.TensorPiece, more: Iterator[pb.ParameterPiece]) -> torch.Tensor:
     dtype = DTYPES.get(first.dtype)
     if dtype is None or any(size < 0 for size in first.shape):
-        raise StateError(f"{what} is no tensor: type {first.dtype}, shape {list(first.shape)}")
+        raise StateError(f"{what} is not a tensor: type {first.dtype}, shape {list(first.shape)}")
     nbytes = math.prod(first.shape) * dtype.itemsize
     if first.offset or (nbytes and not first.data):
-        raise StateError(f"{what} doesn't begin with its first bytes")
+        raise StateError(f"{what} does not begin with its first bytes")
     tensor = torch.empty(list(first.shape), dtype=dtype)
     data = bytes_of(tensor)
     at = 0
@@ -212,9 +213,9 @@ def _tensor(what: str, first: pb.TensorPiece, more: Iterator[pb.ParameterPiece])
         if (piece.dtype, piece.shape) != (first.dtype, first.shape):
             raise StateError(f"{what} changes its type or shape between pieces")
         if piece.offset != at or at + len(piece.data) > nbytes:
-            raise StateError(f"{what} has a hole: {piece.offset} of {nbytes} bytes follows {at}")
+            raise StateError(f"{what} has a gap: offset {piece.offset} of {nbytes} follows {at}")
         data[at : at + len(piece.data)] = piece.data
         at += len(piece.data)
     if at != nbytes:
-        raise StateError(f"{what} has a hole: it ends after {at} of {nbytes} bytes")
+        raise StateError(f"{what} has a gap: it ends after {at} of {nbytes} bytes")
     return tensor

@@ -1,4 +1,4 @@
-"""Which tensors state may have, and their bytes."""
+"""Supported tensors in state, and their bytes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
         torch.bool,
     )
 }
-"""Types that a tensor of a parameter or its state may have."""
+"""Supported types of tensors, by name."""
 
 
 class StateError(ValueError):
-    """State that can't be sent, or what came is not what was sent."""
+    """State cannot be converted, or received data is invalid."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return the name of a type: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; writing them writes the tensor."""
+    """Return the bytes of a contiguous CPU tensor as a writable view, without a copy."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return memoryview(bytearray())
     if flat.numel() == 1:
         flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and `view` wants 1
-    data: Any = flat.view(torch.uint8).numpy()  # a buffer, as NumPy's types don't say
+    data: Any = flat.view(torch.uint8).numpy()  # a buffer, though not according to NumPy's types
     return memoryview(data)

@@ -1,4 +1,4 @@
-"""The tagger: chunks of a kernel TCP connection, tagged segment by segment (design, sections 2 and 5)."""
+"""The tagger: tags chunks of a kernel TCP connection, segment by segment (design, sections 2 and 5)."""
 
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
 from checkmate.tagger.program import Tagger

@@ -1,4 +1,4 @@
-"""`python -m checkmate.tagger`: compiles the tagger, tries it, and says whether it works here."""
+"""`python -m checkmate.tagger`: compiles the tagger, tries it, and reports whether it works here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkmate.tagger import Tagger, TaggerUnavailable, build
 
 
 def main() -> int:
-    """Exit status 0 where the tagger works, else 1 and one line that says what is missing."""
+    """Return exit status 0 if the tagger works, or 1 after a line about the missing requirement."""
     parser = argparse.ArgumentParser(
         prog="python -m checkmate.tagger",
         description=__doc__,

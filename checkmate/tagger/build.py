@@ -1,4 +1,4 @@
-"""Compiles the tagger's C with clang, once for each state of its sources."""
+"""Compiles the tagger's C source with clang, once per version of the source."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from checkmate.tagger.errors import TaggerUnavailable
 SOURCE = Path(__file__).with_name("tagger.c")
 HEADER = Path(__file__).with_name("tagger.h")
 PACKAGES = "apt-get install clang libbpf-dev linux-libc-dev"
-"""Debian's names of what the compilation needs."""
+"""Debian's names of the packages that the compilation needs."""
 
 _FLAGS = ("-target", "bpf", "-g", "-O2", "-Wall", "-Werror")
 
 
 def cache_directory() -> Path:
-    """Where compiled objects are kept: `$XDG_CACHE_HOME/checkmate`, by default `~/.cache/checkmate`."""
+    """Return the folder of compiled objects: `$XDG_CACHE_HOME/checkmate`, by default `~/.cache/checkmate`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "checkmate"
 
 
 def object_file(cache: Path | None = None) -> Path:
-    """The compiled program; compiles it unless the cache has it already.
+    """Return the path of the compiled program. Compile it unless it is in the cache.
 
-    Raises `TaggerUnavailable` where clang or a header is missing.
+    Raises:
+        TaggerUnavailable: clang or a header is missing, or the cache can't be written.
     """
     digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + " ".join(_FLAGS).encode())
     target = (cache or cache_directory()) / f"tagger-{digest.hexdigest()[:16]}.o"
@@ -39,7 +40,7 @@ def object_file(cache: Path | None = None) -> Path:
             _compile(target)
     except OSError as error:
         raise TaggerUnavailable(
-            f"no access to its compiled program: {error}", "set XDG_CACHE_HOME to a folder of yours"
+            f"no access to its compiled program: {error}", "set XDG_CACHE_HOME to a folder you can write to"
         ) from None
     return target
 
@@ -48,9 +49,9 @@ def _compile(target: Path) -> None:
     clang = shutil.which("clang")
     if clang is None:
         raise TaggerUnavailable("clang, which compiles its eBPF program, is not on PATH", PACKAGES)
-    # Debian keeps asm/types.h in the machine's own folder, which clang's bpf target doesn't search.
+    # Debian has asm/types.h in the architecture's own folder, which clang's bpf target doesn't search.
     include = f"-I/usr/include/{platform.machine()}-linux-gnu"
-    # Several ranks may start at once: each compiles its own file, and the rename is atomic.
+    # Several ranks may compile at once, each into its own file; the rename is atomic.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / "tagger.o"
         command = [clang, *_FLAGS, include, "-c", str(SOURCE), "-o", str(fresh)]

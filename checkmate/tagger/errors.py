@@ -1,14 +1,14 @@
-"""What can go wrong with the tagger."""
+"""Errors of the tagger."""
 
 from __future__ import annotations
 
 
 class TaggerError(RuntimeError):
-    """The tagger was used in a way that it can't serve."""
+    """The tagger was used incorrectly."""
 
 
 class TaggerUnavailable(TaggerError):
-    """This machine or process can't tag: what is missing, and what would help."""
+    """This machine or process can't tag. `missing` is the reason, `remedy` a suggestion."""
 
     def __init__(self, missing: str, remedy: str) -> None:
         super().__init__(f"the tagger can't run here: {missing}; {remedy}")

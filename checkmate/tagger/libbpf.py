@@ -1,4 +1,4 @@
-"""The few calls of libbpf 1.x that the tagger needs, through ctypes."""
+"""The calls of libbpf 1.x that the tagger needs, through ctypes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def _load_library() -> ctypes.CDLL:
 
 
 class BpfObject:
-    """A loaded BPF object file with one cgroup program; the kernel drops all of it when it is closed.
-
-    Raises `TaggerUnavailable` with the kernel's own words where it is refused.
-    """
+    """A loaded BPF object file with one cgroup program, until `close`."""
 
     def __init__(self, path: Path) -> None:
+        """Load the file.
+
+        Raises:
+            TaggerUnavailable: libbpf is not installed, or the kernel refuses the program.
+        """
         self._library = _load_library()
-        self._words: list[str] = []
-        self._quiet = _PRINT(self._note)  # libbpf keeps the pointer: it has to live as long
+        self._warnings: list[str] = []
+        self._quiet = _PRINT(self._note)  # libbpf keeps the pointer, so we keep the callback
         self._library.libbpf_set_print(self._quiet)
         self._link: int | None = None
         self._object: int | None = None
@@ -53,30 +55,30 @@ class BpfObject:
             raise self._refusal("load", error)
 
     def attach(self, program: str, cgroup: int) -> None:
-        """Attach `program` to the cgroup with this file descriptor, by a link that dies with the process."""
+        """Attach `program` to the cgroup with this file descriptor, by a link that ends with the process."""
         handle = self._find(self._library.bpf_object__find_program_by_name, program)
         attach = self._library.bpf_program__attach_cgroup
         self._link = self._pointer("attach", attach, handle, ctypes.c_int(cgroup))
 
     def map_descriptor(self, name: str, value_size: int) -> int:
-        """The file descriptor of a map whose values must have `value_size` bytes."""
+        """Return the file descriptor of a map whose values must have `value_size` bytes."""
         handle = self._find(self._library.bpf_object__find_map_by_name, name)
         actual = self._library.bpf_map__value_size(handle)
         if actual != value_size:
-            raise RuntimeError(f"map {name} has values of {actual} bytes, where Python expects {value_size}")
+            raise RuntimeError(f"map {name} has values of {actual} bytes, but Python expects {value_size}")
         return int(self._library.bpf_map__fd(handle))
 
     def program_descriptor(self, name: str) -> int:
-        """The file descriptor of a loaded program."""
+        """Return the file descriptor of a loaded program."""
         handle = self._find(self._library.bpf_object__find_program_by_name, name)
         return int(self._library.bpf_program__fd(handle))
 
     def lookup(self, descriptor: int, key: ctypes.c_int, value: ctypes.Structure | ctypes.c_uint64) -> None:
-        """Read one value of a map into `value`; `OSError` where there is none."""
+        """Read one value of a map into `value`; raise `OSError` if there is none."""
         self._call(self._library.bpf_map_lookup_elem, descriptor, ctypes.byref(key), ctypes.byref(value))
 
     def update(self, descriptor: int, key: ctypes.c_int, value: ctypes.Structure) -> None:
-        """Write one value of a map, whole."""
+        """Write one value of a map, atomically."""
         self._call(
             self._library.bpf_map_update_elem,
             descriptor,
@@ -86,7 +88,7 @@ class BpfObject:
         )
 
     def close(self) -> None:
-        """Detach and unload. Calling it again does nothing."""
+        """Detach and unload. Calling it again has no effect."""
         if self._link is not None:
             self._library.bpf_link__destroy(ctypes.c_void_p(self._link))
             self._link = None
@@ -99,7 +101,7 @@ class BpfObject:
             raise RuntimeError("the BPF object is closed")
         handle = find(ctypes.c_void_p(self._object), name.encode())
         if handle is None:
-            raise RuntimeError(f"the BPF object has no {name}")
+            raise RuntimeError(f"the BPF object does not have {name}")
         return ctypes.c_void_p(handle)
 
     def _pointer(self, what: str, function: Callable[..., int | None], *arguments: Any) -> int:
@@ -121,18 +123,18 @@ class BpfObject:
         if level == _WARN:
             text = ctypes.create_string_buffer(4096)
             ctypes.CDLL(None).vsnprintf(text, ctypes.c_size_t(len(text)), form, ctypes.c_void_p(arguments))
-            self._words += [line for line in text.value.decode(errors="replace").splitlines() if line]
+            self._warnings += [line for line in text.value.decode(errors="replace").splitlines() if line]
         return 0
 
     def _refusal(self, what: str, error: int) -> TaggerUnavailable:
         if error in (errno.EPERM, errno.EACCES):
             return TaggerUnavailable(
-                f"no right to {what} an eBPF program", "run as root, or with CAP_BPF and CAP_NET_ADMIN"
+                f"no permission to {what} an eBPF program", "run as root, or with CAP_BPF and CAP_NET_ADMIN"
             )
         if error == errno.ENOSYS:
             return TaggerUnavailable("this kernel has no eBPF", "use one with CONFIG_BPF_SYSCALL=y")
-        words = self._words[-1] if self._words else os.strerror(error)
+        reason = self._warnings[-1] if self._warnings else os.strerror(error)
         return TaggerUnavailable(
-            f"the kernel refused to {what} its eBPF program ({words})",
+            f"the kernel refused to {what} its eBPF program ({reason})",
             "use Linux 5.10 or later with CONFIG_CGROUP_BPF=y",
         )

@@ -1,4 +1,4 @@
-"""The tagger's program, loaded and attached to a cgroup for as long as this process wants it."""
+"""The tagger's program, loaded and attached to a cgroup until this process closes it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROGRAM = "checkmate_tagger"
 
 
 class Tagger:
-    """The attached program. A context manager; a process that dies lets go of it too.
+    """The attached program. It is a context manager, and detaches also if the process dies.
 
-    Sockets have to be made in the cgroup and prepared before they connect (`TaggedSocket` does so).
+    Sockets must be created in the cgroup, and prepared by `TaggedSocket` before they connect.
     """
 
     def __init__(self, loaded: BpfObject) -> None:
@@ -30,9 +30,13 @@ class Tagger:
 
     @classmethod
     def attach(cls, cgroup: int | str | os.PathLike[str] | None = None) -> Tagger:
-        """Load the program and attach it to a cgroup v2 (path or file descriptor), by default our own.
+        """Load the program and attach it to a cgroup v2.
 
-        Raises `TaggerUnavailable` where kernel, privilege, clang or libbpf is missing.
+        Args:
+            cgroup: A path or file descriptor; by default this process's cgroup.
+
+        Raises:
+            TaggerUnavailable: The kernel or privileges do not suffice, or clang or libbpf is missing.
         """
         if sys.platform != "linux":
             raise TaggerUnavailable(f"{sys.platform} has no eBPF", "run it on Linux")
@@ -50,16 +54,16 @@ class Tagger:
 
     @property
     def program_id(self) -> int:
-        """The kernel's number of the program, as bpftool shows it."""
+        """The kernel's id of the program, as bpftool shows it."""
         descriptor = self._loaded.program_descriptor(PROGRAM)
         for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
             name, _, value = line.partition(":")
             if name == "prog_id":
                 return int(value)
-        raise TaggerError("the kernel doesn't say the program's id")
+        raise TaggerError("the kernel does not report the program's id")
 
     def faults(self) -> dict[str, int]:
-        """How many segments went out wrong, by reason; none is the only good answer."""
+        """Return the number of segments sent with errors, by reason. All are 0 unless there is a bug."""
         counts = {}
         for index, name in enumerate(FAULTS):
             value = ctypes.c_uint64()
@@ -68,7 +72,7 @@ class Tagger:
         return counts
 
     def store(self, sock: socket.socket, state: SocketState) -> None:
-        """Give the kernel a socket's whole state, in one atomic step."""
+        """Pass a socket's complete state to the kernel, atomically."""
         self._loaded.update(self._sockets, ctypes.c_int(sock.fileno()), state)
 
     def fetch(self, sock: socket.socket, state: SocketState) -> None:
@@ -76,7 +80,7 @@ class Tagger:
         self._loaded.lookup(self._sockets, ctypes.c_int(sock.fileno()), state)
 
     def close(self) -> None:
-        """Detach and unload; what is still unsent goes out untagged. Calling it again does nothing."""
+        """Detach and unload. Bytes not sent yet are sent untagged. Calling it again has no effect."""
         if self._object is not None:
             self._object.close()
             self._object = None
@@ -107,4 +111,6 @@ def _open(cgroup: int | str | os.PathLike[str] | None) -> int:
     try:
         return os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise TaggerUnavailable(f"cgroup {cgroup}: {error.strerror}", "name a cgroup v2 directory") from None
+        raise TaggerUnavailable(
+            f"cgroup {cgroup}: {error.strerror}", "specify a cgroup v2 directory"
+        ) from None

@@ -1,11 +1,11 @@
-"""The tagger's shared structures, as tagger.h has them."""
+"""The structures of tagger.h that the program shares with user space."""
 
 from __future__ import annotations
 
 import ctypes
 
 RANGES = 256
-"""TAGGER_RANGES: how many chunks of one socket may be unacknowledged."""
+"""TAGGER_RANGES: the number of chunks of one socket that may be unacknowledged."""
 FAULTS = ("reserve", "store", "tos", "flags")
 """Names of `enum fault`, in its order."""
 

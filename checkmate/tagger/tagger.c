@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Tags the segments of sockets that user space has given ranges (design, sections 2 and 5).
- * A sockops program: the TCP stack calls it while it builds each header, and the IP header comes after.
+ * Tags the segments of sockets for which user space has set ranges (design, sections 2 and 5).
+ * This is a sockops program: the TCP stack calls it while it builds each TCP header, before the IP header.
  */
 #include <linux/bpf.h>
 #include <linux/in.h>
@@ -43,7 +43,7 @@ static __always_inline void mark(struct bpf_sock_ops *ops, int tos)
 	count(FAULT_TOS, bpf_setsockopt(ops, IPPROTO_IP, IP_TOS, &tos, sizeof(tos)));
 }
 
-/* From here on this socket's segments come to us; sockets without ranges never do, and pay nothing. */
+/* Enable callbacks for this socket's segments. Sockets without ranges never get them, at no cost. */
 static __always_inline void begin(struct bpf_sock_ops *ops, struct tagged_socket *socket)
 {
 	socket->first_sequence = ops->snd_nxt;
@@ -52,16 +52,16 @@ static __always_inline void begin(struct bpf_sock_ops *ops, struct tagged_socket
 		ops, ops->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG));
 }
 
-/* Room in every data segment, tagged or not, for the MSS is the connection's. */
+/* Reserve room in every data segment, tagged or not, because the MSS holds for the whole connection. */
 static __always_inline void reserve(struct bpf_sock_ops *ops, struct tagged_socket *socket)
 {
 	if (ops->args[0] == BPF_WRITE_HDR_TCP_CURRENT_MSS || ops->skb_len)
 		count(FAULT_RESERVE, bpf_reserve_hdr_opt(ops, TAG_LENGTH, 0));
 	else
-		mark(ops, socket->plain_tos); /* a bare ACK, FIN or probe: nobody asks us again */
+		mark(ops, socket->plain_tos); /* a bare ACK, FIN or probe: write() is not called */
 }
 
-/* The newest first: retransmissions alone need old ones. */
+/* Search the newest ranges first, because only retransmissions need older ones. */
 static __always_inline struct tag_range *range_of(struct tagged_socket *socket, __u32 sequence)
 {
 	__u32 live = socket->tail - socket->head;
@@ -89,7 +89,7 @@ static __always_inline void write(struct bpf_sock_ops *ops, struct tagged_socket
 		return;
 	range = range_of(socket, bpf_ntohl(tcp->seq));
 	if (!range) {
-		mark(ops, socket->plain_tos); /* the kernel fills the room with NOPs */
+		mark(ops, socket->plain_tos); /* the kernel fills the reserved room with NOPs */
 		return;
 	}
 	option.sequence = bpf_htonl(range->sequence);
@@ -112,7 +112,7 @@ int checkmate_tagger(struct bpf_sock_ops *ops)
 	case BPF_SOCK_OPS_HDR_OPT_LEN_CB:
 	case BPF_SOCK_OPS_WRITE_HDR_OPT_CB:
 		break;
-	default: /* others' business: their reply stays as it is */
+	default: /* leave other programs' replies unchanged */
 		return 1;
 	}
 	if (!sk)

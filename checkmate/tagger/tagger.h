@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the tagger and user space share: the option on the wire, and a socket's tagged ranges.
- * tests/wire/test_tag.py holds the first half to checkmate/wire/tag.py, and sockets.py mirrors the second.
+ * Shared between the tagger and user space: the option on the wire, and a socket's tagged ranges.
+ * tests/wire/test_tag.py compares the option with checkmate/wire/tag.py. state.py mirrors the ranges.
  */
 #ifndef CHECKMATE_TAGGER_H
 #define CHECKMATE_TAGGER_H
@@ -24,10 +24,10 @@ struct tag_option {
 	__u8 incarnation;
 } __attribute__((packed));
 
-/* A power of two. A socket's state has to stay well below net.core.optmem_max, twice over. */
+/* A power of two. Twice a socket's state must stay well below net.core.optmem_max. */
 #define TAGGER_RANGES 256
 
-/* One chunk: TCP sequence numbers [anchor, anchor + length), the first of which stands at `sequence`. */
+/* One chunk: TCP sequence numbers [anchor, anchor + length), at position `sequence` of its stream. */
 struct tag_range {
 	__u32 anchor;
 	__u32 length;
@@ -37,12 +37,12 @@ struct tag_range {
 	__u8 incarnation;
 };
 
-/* User space writes this whole, and the kernel swaps it in atomically: the program never sees half a
- * change. Ranges [head, tail) are live, counted without end; range i is at ranges[i % TAGGER_RANGES].
- * The program writes the first two fields, once, when the connection stands. */
+/* User space writes the whole structure, and the kernel replaces it atomically, so the program never sees
+ * a partial change. Ranges [head, tail) are live; range i is at ranges[i % TAGGER_RANGES].
+ * The program writes the first two fields, once, when the connection is established. */
 struct tagged_socket {
 	__u32 established;
-	__u32 first_sequence; /* of the first byte that the connection sends */
+	__u32 first_sequence; /* sequence number of the first byte that the connection sends */
 	__u32 plain_tos;
 	__u32 tagged_tos;
 	__u32 head;

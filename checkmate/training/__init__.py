@@ -1,3 +1,3 @@
-"""The training side: what a script's `checkmate.restore` and `checkmate.protect` do."""
+"""The training side: `checkmate.restore` and `checkmate.protect`."""
 
 from checkmate.training import forks as forks  # before gRPC is imported

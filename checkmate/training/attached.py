@@ -1,4 +1,4 @@
-"""What Checkmate keeps at a script's own objects: found from them, and gone with them."""
+"""Data that Checkmate attaches to a script's own objects, so that it shares their lifetime."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _NAME: Final = "_checkmate"
 
 
 class AttachedData:
-    """Base of what is kept. A copy or a pickle of its owner lacks it."""
+    """Base class of attached data. Copies and pickles of the owner do not carry it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An empty dict stands in its place, which `torch.load` reads with `weights_only` too."""
+        """Pickle as an empty dict, which `torch.load` accepts with `weights_only` too."""
         return (OrderedDict, ())
 
 
@@ -20,17 +20,17 @@ Kept = TypeVar("Kept", bound=AttachedData)
 
 
 def attach(owner: object, kept: AttachedData) -> None:
-    """Keep this at an object, in place of what was kept there."""
+    """Attach data to an object. It replaces what was attached before."""
     setattr(owner, _NAME, kept)
 
 
 def attached(owner: object, kind: type[Kept]) -> Kept | None:
-    """What of this kind is kept at an object."""
+    """Return the data of this kind that is attached to an object, if any."""
     found = getattr(owner, _NAME, None)
     return found if isinstance(found, kind) else None
 
 
 def detach(owner: object, kept: AttachedData) -> None:
-    """Take `attach` back, unless something else is kept there by now."""
+    """Undo `attach`, unless something else has been attached since."""
     if getattr(owner, _NAME, None) is kept:
         delattr(owner, _NAME)

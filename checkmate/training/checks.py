@@ -1,4 +1,4 @@
-"""What `checkmate.protect` refuses before training begins: what can't be kept, and what can't be followed."""
+"""Checks of `checkmate.protect` before training begins, for scripts that shadow nodes can't follow."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ _SCALER: Final = ("unscale_", "step", "update", "state_dict", "load_state_dict")
 
 
 def check_script(watched: Watched) -> None:
-    """`RefusedError` if `scheduler=` or `scaler=` is something else."""
+    """Raise `RefusedError` if `scheduler=` or `scaler=` is something else."""
     if isinstance(watched.scheduler, list | tuple):
         raise RefusedError(
-            f"scheduler= is a {type(watched.scheduler).__name__}: give one scheduler. Of several that follow "
-            "one another that is SequentialLR(optimizer, [first, second], milestones=[...]), of several that "
-            "act at once ChainedScheduler([first, second])"
+            f"scheduler= is a {type(watched.scheduler).__name__}: pass one scheduler. Combine several with "
+            "SequentialLR(optimizer, [first, second], milestones=[...]) if they follow one another, or with "
+            "ChainedScheduler([first, second]) if they act together"
         )
     for name, thing, methods in (
         ("scheduler", watched.scheduler, _SCHEDULER),
         ("scaler", watched.scaler, _SCALER),
     ):
         if isinstance(thing, type):
-            raise RefusedError(f"{name}= is the class {thing.__name__}: give an object of it")
+            raise RefusedError(f"{name}= is the class {thing.__name__}: pass an instance of it")
         lacking = [f"{method}()" for method in methods if not callable(getattr(thing, method, None))]
         if thing is not None and lacking:
             raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:
-    """`RefusedError` if gradients go another way than DDP's own, or not all ranks train each iteration."""
+    """Raise `RefusedError` if DDP has another hook, or if not all ranks train in each iteration."""
     hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if hook == GradientHook.run.__qualname__:
         raise RefusedError(
-            "this DistributedDataParallel was protected before, and keeps its communication hook: wrap the "
-            "model anew"
+            "this DistributedDataParallel was protected before and keeps its communication hook: wrap the "
+            "model in a new one"
         )
     if hook:
         raise RefusedError(
-            f"DDP has the communication hook {hook} already, and takes only one. Checkmate's hook reduces "
-            "gradients as they are: leave it out"
+            f"DDP already has the communication hook {hook} and accepts only one. Checkmate's own hook "
+            "reduces gradients as they are: remove the other one"
         )
     check_even(ddp)
 
 
 def check_kept(watched: Watched) -> None:
-    """`StateError` where something can't be kept."""
+    """Raise `StateError` if some state can't be stored."""
     for name, give in (
         ("scheduler", None if watched.scheduler is None else watched.scheduler.state_dict),
         ("scaler", None if watched.scaler is None else watched.scaler.state_dict),
@@ -74,7 +74,7 @@ def check_kept(watched: Watched) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """`StateError` where a buffer is of a kind that records can't say."""
+    """Raise `StateError` if step records can't hold a buffer of this kind."""
     kind = "" if tensor.layout is torch.strided else str(tensor.layout)
     kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else kind
     if not kind:
@@ -84,22 +84,21 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             kind = type(tensor).__name__
     if kind:
         raise state.StateError(
-            f"{name}, a buffer or frozen parameter, can't be kept, for it is {kind}: shadow nodes keep plain "
-            "dense tensors; hold it in another attribute of the module, and have the script make it"
+            f"{name}, a buffer or frozen parameter, can't be kept because it is {kind}: shadow nodes keep "
+            "plain dense tensors; store it in another attribute of the module, and create it in the script"
         )
 
 
 def check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
-    """`UnsupportedOptimizer` where another optimizer would step a parameter: nodes wouldn't know."""
+    """Raise `UnsupportedOptimizer` if the optimizer lacks a parameter that the model trains."""
     stepped = {number for group in spec.groups for number in group.parameters}
     left = [name for number, name in enumerate(names) if number not in stepped]
     if left:
         raise UnsupportedOptimizer(
-            f"the optimizer lacks {_listed(left)}, which the model trains: give it that in a parameter "
-            "group, or set requires_grad=False; one optimizer steps a protected model"
+            f"the optimizer lacks {_listed(left)}, which the model trains: add the rest to a parameter "
+            "group, or set requires_grad=False; a protected model has one optimizer"
         )
 
 
 def _listed(names: Sequence[str]) -> str:
-    """All of them, or the first and how many more."""
     return names[0] if len(names) == 1 else f"{names[0]} and {counted(len(names) - 1, 'other')}"

@@ -1,7 +1,7 @@
-"""What a training script is told that asks for what can't be."""
+"""The error for training scripts that Checkmate can't follow."""
 
 from __future__ import annotations
 
 
 class RefusedError(RuntimeError):
-    """A training script does what shadow nodes can't repeat: the message says what to do instead."""
+    """A script does something that shadow nodes can't repeat. The message suggests an alternative."""

@@ -1,4 +1,4 @@
-"""Keeps the optimizer's step and the copying of seeds apart, one parameter at a time."""
+"""Mutual exclusion between the optimizer's step and the copying of seeds, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _POLL_SECONDS: Final = 0.0005
 
 
 class StepExclusion:
-    """`begin` and `end` stand around each optimizer step; between steps, `still` lets another thread copy.
+    """A lock that gives the trainer priority.
 
-    The trainer waits for one copy at most: whoever copies lets it go first.
+    `begin` and `end` enclose each optimizer step. Between steps, `still` lets another thread copy. The
+    trainer waits for at most one copy.
     """
 
     def __init__(self, first_iteration: int) -> None:
         self.stepped = first_iteration - 1
-        """The iteration after whose step parameters and optimizer state are."""
+        """Iteration of the last step that parameters and optimizer state reflect."""
         self._lock = threading.Lock()
         self._wanted = False
         self._stepping = False
 
     def begin(self) -> None:
-        """The optimizer is about to step. Calling it again, after a step that failed, changes nothing."""
+        """Lock before the optimizer steps. Calling it again after a failed step has no effect."""
         if not self._stepping:
             self._wanted = True
             self._lock.acquire()
@@ -33,7 +34,7 @@ class StepExclusion:
             self._stepping = True
 
     def end(self, iteration: int) -> None:
-        """The optimizer has stepped, or it is known that it skips this iteration."""
+        """Unlock after the optimizer has stepped, or has skipped this iteration."""
         self.stepped = iteration
         if self._stepping:
             self._stepping = False
@@ -41,7 +42,7 @@ class StepExclusion:
 
     @contextlib.contextmanager
     def still(self, ended: threading.Event) -> Iterator[int | None]:
-        """Parameters and state stay as they are after the yielded iteration; `None` once `ended` is set."""
+        """Hold the lock; yield the iteration that the state reflects, or `None` once `ended` is set."""
         while self._wanted or not self._lock.acquire(timeout=_POLL_SECONDS):
             if ended.is_set():
                 yield None

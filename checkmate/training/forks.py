@@ -1,7 +1,7 @@
-"""What a forked child, such as a DataLoader's worker, must leave alone: gRPC's objects.
+"""Keeps forked children, such as DataLoader workers, from freeing gRPC's objects.
 
-Its threads aren't there in the child, and what they held locked at the fork is locked for good. Whatever
-frees such an object there may wait forever, and the parent for it; a collection of garbage frees them.
+gRPC's threads do not exist in the child, and locks that they held at the fork stay locked. Garbage collection
+in the child could free such an object and wait for ever, and the parent with it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import gc
 import os
 import threading
 
-# Its fork handlers, the other way, abort workers that are forked while calls are under way. Before gRPC is
-# imported, or it isn't heeded.
+# gRPC's own fork handlers abort workers that are forked during a call. The variable takes effect only if it
+# is set before gRPC is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _one_at_a_time = threading.RLock()
@@ -31,7 +31,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    gc.freeze()  # so the child collects what it makes itself
+    gc.freeze()  # the child collects only objects of its own
     _in_parent()
 
 

@@ -1,4 +1,4 @@
-"""A script's loop over batches: it says where iterations end, and is entered again where a run resumes."""
+"""A script's loop over batches: marks where iterations end, and is entered again when a run resumes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ Batch = TypeVar("Batch")
 
 
 class Loop:
-    """`generators`: those to which making an iterator anew must not matter; see `resumed_in`."""
+    """The loop boundary of one protection."""
 
     def __init__(
         self, recorder: Recorder, generators: Mapping[str, Any] | None, begun: Callable[[], bool]
     ) -> None:
-        """`begun`: whether an iteration has begun since the start."""
+        """Create it.
+
+        Args:
+            recorder: Notes where iterations end.
+            generators: States of random generators to set again after the iterator was created
+                (`resumed_in`).
+            begun: Returns whether an iteration has begun since the start.
+        """
         self._recorder = recorder
         self._generators = generators
         self._begun = begun
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches. An iteration ends as the next one is asked for, before it is drawn."""
+        """Yield the batches. An iteration ends when the next batch is requested, before it is drawn."""
         self._recorder.marks()
         iterator = iter(batches)
         if self._generators is not None and not self._begun():
@@ -35,7 +42,7 @@ class Loop:
             for batch in iterator:
                 try:
                     yield batch
-                except GeneratorExit:  # left by `break`, or by an error
+                except GeneratorExit:  # left by `break` or an error
                     self._recorder.mark(left=True)
                     raise
                 self._recorder.mark(in_loop=True)
@@ -44,7 +51,7 @@ class Loop:
 
 
 def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:
-    """This rank's random generators, if the run resumes between two batches of one iterator."""
+    """Return this rank's random generators if the run resumes between two batches of one iterator."""
     for part in start.record.parts:
         if part.position == place.position and part.rng:
             found = state.load_generators(part.rng)

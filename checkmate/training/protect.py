@@ -1,4 +1,4 @@
-"""`checkmate.protect`: from here on, shadow nodes follow a DDP run."""
+"""`checkmate.protect`: have shadow nodes follow a DDP run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ _log: Final = logging.getLogger("checkmate")
 
 WAIT: Final = 30.0
 FLUSH_SECONDS: Final = 10.0
-"""How long `close` waits until the shadow nodes have stepped the last iteration."""
+"""How long `close` waits for the shadow nodes to step the last iteration."""
 HASTE_SECONDS: Final = 0.5
+"""The same after an error: the job will be restarted."""
 
 
 def protect(
@@ -55,13 +56,36 @@ def protect(
     extra: Callable[[], Any] | None = None,
     wait: float = WAIT,
 ) -> Protection:
-    """Have the job's shadow nodes follow this run. All ranks call it, before the first backward.
+    """Have the job's shadow nodes follow this run.
 
-    `scheduler`, `scaler`: what the script uses with `optimizer`; they are restored with it. `extra()` gives
-    what else is to be restored, plain values and tensors, as of now; it is called several times an iteration.
-    It waits up to `wait` seconds until the nodes are connected and seeded, and goes on in any case. Nothing
-    later waits for a node. `SessionError`, `RefusedError`, `UnsupportedOptimizer`, `LayoutError`,
-    `StateError`, `TaggerUnavailable` and `RingError` say what is wrong.
+    All ranks call it before the first backward, and after `restore` if they call that. The environment
+    variable CHECKMATE_JOB must contain the path of the job's YAML file.
+
+    Args:
+        ddp: The model. Its gradients must not have a communication hook yet.
+        optimizer: The one optimizer that steps all parameters that the model trains.
+        scheduler: The learning rate scheduler, if the script has one. It is restored with the optimizer.
+        scaler: The GradScaler, if the script has one. It is restored with the optimizer.
+        extra: Returns further state to restore on this rank: plain values and tensors. It is called several
+            times per iteration.
+        wait: How many seconds to wait until the shadow nodes are connected and seeded. Training begins in any
+            case, and never waits for a node later.
+
+    Returns:
+        The protection. Use it as a context manager, or call its `close` at the end of training.
+
+    Raises:
+        SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
+            or a model of this process is protected already.
+        RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join() or another
+            communication hook.
+        UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step.
+        LayoutError: A parameter is not dense in memory.
+        StateError: Some state (scheduler, scaler, `extra`, a buffer) can't be stored.
+        RestoreError: Rank 0 could not plan the start of training.
+        TlsError: The job's TLS files can't be used.
+        TaggerUnavailable: A boundary rank can't tag its segments, e.g. for lack of a capability.
+        RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
     place = membership.join(ddp)
@@ -74,14 +98,14 @@ def protect(
     with ExitStack() as undo:
         stubs = Stubs(place.job)
         undo.callback(stubs.close)
-        start = standing.take_start() or _begin_anew(place, stubs, min(wait, restore.FRESH_SECONDS))
+        start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
         return _assemble(place, watched, layout, spec, stubs, start, deadline, undo)
 
 
 def _describe(place: Membership, watched: Watched) -> tuple[Layout, pb.OptimizerSpec]:
-    """What shadow nodes have to know of model and optimizer, once it is found that they can follow these."""
+    """Return the description of model and optimizer for shadow nodes, after checking that they can follow."""
     names = membership.trained(watched.ddp)
     layout = membership.lay_out(watched.ddp, place.shards)
     spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
@@ -90,11 +114,11 @@ def _describe(place: Membership, watched: Watched) -> tuple[Layout, pb.Optimizer
     return layout, spec
 
 
-def _begin_anew(place: Membership, stubs: Stubs, timeout: float) -> Start:
-    """The start of training that no `restore` came before."""
+def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
+    """Return a start of training without a `restore` before it."""
     start = Start(restore.plan_fresh(place, stubs, timeout))
     if start.plan.trouble and place.rank == 0:
-        _log.warning("%s: checkmate.restore, before protect, would have resumed it", start.plan.trouble)
+        _log.warning("%s: call checkmate.restore before protect to resume from it", start.plan.trouble)
     return start
 
 
@@ -108,9 +132,9 @@ def _assemble(
     deadline: float,
     undo: ExitStack,
 ) -> Protection:
-    """Make all parts, each finished before the next, and bring the nodes up.
+    """Create all parts in turn, and bring the nodes up.
 
-    `undo` closes those that there are; the protection takes it over.
+    `undo` closes the parts created so far; the protection takes it over.
     """
     names = membership.trained(watched.ddp)
     parameters = list(names.values())
@@ -142,7 +166,7 @@ def _assemble(
     )
     undo.callback(recorder.close, last=False)
     followers.bring_up(deadline)
-    hook.register(recorder.reduced)  # last: nothing takes it back, and without us backward is DDP's own
+    hook.register(recorder.reduced)  # last, because DDP can't unregister a hook
     loop = Loop(recorder, resumed_in(place, start), lambda: hook.iteration >= start.next_iteration)
     return Protection(place, start, hook, recorder, loop, publisher, followers, undo)
 
@@ -150,7 +174,7 @@ def _assemble(
 def _buffers(
     place: Membership, watched: Watched, trained: Sequence[nn.Parameter], start: Start
 ) -> Buffers | None:
-    """What this rank says beside trained parameters; only the first one says what all ranks have alike."""
+    """Return the buffers that this rank records; only the first rank records those that all ranks share."""
     ddp, optimizer = watched.ddp, watched.optimizer
     if place.first:
         return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(trained)), everything=True)
@@ -160,7 +184,12 @@ def _buffers(
 
 
 class Protection:
-    """A protected run. A context manager; `close` ends it, as does the end of the script."""
+    """A protected run, returned by `protect`.
+
+    It is a context manager. `close`, the end of the `with` block or the end of the script end it. If the
+    script does something during training that shadow nodes can't repeat, the optimizer's `step` raises
+    `RefusedError`, or `StateError` if some state can't be stored.
+    """
 
     def __init__(
         self,
@@ -173,7 +202,7 @@ class Protection:
         followers: Followers,
         undo: ExitStack,
     ) -> None:
-        """`undo` closes all parts, whatever they are at; it is taken over."""
+        """Take over all parts, and `undo`, which closes them in any state."""
         self.session = place
         self._incarnation = start.plan.incarnation
         self._hook = hook
@@ -189,38 +218,46 @@ class Protection:
 
     @property
     def iteration(self) -> int:
-        """The last iteration whose backward has begun; one less than the first before that."""
+        """Number of the last iteration whose backward has begun; before the first, the number before it."""
         return self._hook.iteration
 
     @property
     def incarnation(self) -> int:
-        """The number of this start of training."""
+        """Number of this start of training, 0 to 255."""
         return self._incarnation
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, one after another: `for batch in protection.steps(loader)`.
+        """Iterate over batches and mark the end of each iteration: `for batch in protection.steps(loader)`.
 
-        An iteration ends as the next batch is asked for, before it is drawn. All that a resumed run needs is
-        captured there, so everything that the loop's body does belongs to the iteration. A run that resumes
-        within such a loop enters it again; that the iterator is made anew leaves random generators as they
-        were. Batches that are used up already the script has to leave out.
+        An iteration ends when the next batch is requested, before it is drawn. The state that a resumed run
+        needs is captured at that moment, so everything in the loop's body belongs to the iteration. A run
+        that resumes within such a loop enters it again; creating the iterator again does not disturb random
+        generators. The script has to skip batches that were already used.
+
+        Args:
+            batches: For example a DataLoader.
+
+        Returns:
+            An iterator over the batches.
         """
         return self._loop.steps(batches)
 
     def mark(self) -> None:
-        """The iteration ends here: what `steps` does, as the last statement of a loop's body.
+        """Mark the end of an iteration, as the last statement of the loop's body: an alternative to `steps`.
 
-        Once called, it is called at the end of each iteration. A later mark before the next forward counts
-        instead.
+        A script that calls it once must call it at the end of every iteration. If it is called several times
+        before the next forward, the last call counts.
         """
         self._recorder.mark()
 
     def close(self, last: bool = True) -> None:
-        """End the protection; backward fails from then on. `last`: training has come to its end.
+        """End the protection. Backward fails from then on.
 
-        Waits up to `FLUSH_SECONDS` until the nodes have stepped the last iteration, and logs a warning if
-        that was not enough; after an error not for long, since the job starts again then. Calling it again
-        does nothing.
+        Wait up to 10 seconds (after an error, 0.5) for the shadow nodes to step the last iteration, and log a
+        warning if they do not. Calling it again has no effect.
+
+        Args:
+            last: Whether training is complete, so that the last iteration counts although no forward follows.
         """
         if self._closed:
             return
@@ -245,11 +282,11 @@ class Protection:
         self.close(last=_ends_well(error))
 
     def _at_exit(self) -> None:
-        """The script ends: the last iteration, unless it ends by an error. A forked child's end is not it."""
+        """Close at the end of the script, but not at that of a forked child."""
         if os.getpid() == self._pid:
             self.close(last=getattr(sys, "last_value", None) is None)
 
 
 def _ends_well(error: BaseException | None) -> bool:
-    """Whether a script that ends by this has come to its end; `sys.exit(0)` is none that failed."""
+    """Return whether a script that ends with this error, if any, ends regularly; `sys.exit(0)` does."""
     return error is None or (isinstance(error, SystemExit) and not error.code)

@@ -1,4 +1,4 @@
-"""`checkmate.restore`: resume from the shadow nodes, from the newest checkpoint on disk, or begin."""
+"""`checkmate.restore`: resume from the shadow nodes or from the newest checkpoint on disk, or begin."""
 
 from __future__ import annotations
 
@@ -39,18 +39,21 @@ _log: Final = logging.getLogger("checkmate")
 
 TIMEOUT: Final = 60.0
 FRESH_SECONDS: Final = 10.0
-"""How long a start that wants nothing from the nodes waits for them to be fenced."""
+"""How long a start that needs no state from the nodes waits for them to be fenced."""
+_FRESH: Final = "fresh=True starts from iteration 0"
 
 
 class RestoreError(RuntimeError):
-    """Nothing whole can be resumed from: the message names shards and nodes."""
+    """No complete state is available to resume from. The message names the shards and nodes concerned."""
 
 
 class Restored(NamedTuple):
-    """`iteration`: the next one, 0 where training begins. `extra`: what `protect`'s `extra` gave then."""
+    """The result of `restore`."""
 
     iteration: int
+    """The next iteration; 0 if training begins."""
     extra: Any = None
+    """This rank's value of `protect`'s `extra` after the iteration before; `None` if there is none."""
 
 
 def restore(
@@ -63,13 +66,31 @@ def restore(
     timeout: float = TIMEOUT,
     checkpoints: str | Path | None = None,
 ) -> Restored:
-    """Resume from the newest iteration that the shadow nodes have whole. All ranks call it, before `protect`.
+    """Resume from the newest iteration that is complete on the shadow nodes.
 
-    Model, optimizer, scheduler, GradScaler and random generators become what they were after that iteration,
-    bit for bit. Does nothing where every node answers that it holds nothing, and with `fresh=True`. Where no
-    iteration is whole within `timeout` seconds it takes the newest checkpoint in the folder `checkpoints`
-    (by default $CHECKMATE_CHECKPOINTS), which may be a checkpoint itself, else `RestoreError`. So it is if
-    the newest can't be read: an older one must be asked for.
+    All ranks call it, before `protect`. The environment variable CHECKMATE_JOB must contain the path of the
+    job's YAML file. Model, optimizer, scheduler, GradScaler and random generators get the state that they had
+    after that iteration, bit for bit. If every node reports that it holds nothing and no checkpoint is on
+    disk, nothing changes. If the nodes have no complete iteration, the newest checkpoint on disk is used.
+
+    Args:
+        ddp: The model, as the script wraps it for training.
+        optimizer: The optimizer, constructed as before.
+        scheduler: The learning rate scheduler, if the script has one.
+        scaler: The GradScaler, if the script has one.
+        fresh: Begin with iteration 0 and discard the state of the shadow nodes.
+        timeout: How many seconds to wait for a complete iteration on the shadow nodes.
+        checkpoints: A folder of checkpoints, or one checkpoint; by default $CHECKMATE_CHECKPOINTS. If the
+            newest checkpoint can't be read, an older one is used only if it is named here.
+
+    Returns:
+        The next iteration, and this rank's extra state.
+
+    Raises:
+        RestoreError: No complete state is available to resume from, or it does not fit the script.
+        SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
+            or a model of this process is protected already.
+        RefusedError: `scheduler` or `scaler` is something else.
     """
     place = membership.join(ddp)
     standing = ModelStanding.of(ddp)
@@ -94,33 +115,33 @@ def _begin(
 ) -> tuple[Start, Any]:
     if fresh:
         plan = plan_fresh(place, stubs, min(timeout, FRESH_SECONDS), checkpoints)
-        _say(place, "fresh=True: training begins with iteration 0")
+        _log_once(place, "fresh=True: training begins with iteration 0")
         return Start(plan), None
     plan = _agree(place, lambda: fence.plan_restore(place.job, stubs, timeout))
     if plan.kind == "nodes":
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _together(place, lambda: _from_nodes(place, watched, stubs, start, timeout))
         if not trouble:
-            _say(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
+            _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             return start, extra
-        trouble = f"iteration {plan.iteration} can't be had from the shadow nodes: {trouble}"
-        plan = _agree(place, partial(fence.plan_anew, plan.incarnation, trouble, plan.generation_seen))
+        trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
+        plan = _agree(place, partial(fence.plan_new_run, plan.incarnation, trouble, plan.generation_seen))
     found = _agree(place, lambda: disk.look(checkpoints))
     plan = fence.after_disk(plan, found.generation)
     if found.paths:
         if plan.trouble:
-            _say(place, plan.trouble)
+            _log_once(place, plan.trouble)
         return _from_disk(place, watched, plan, found)
     if plan.kind == "none":
-        raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; fresh=True starts anew")
-    _say(place, "the shadow nodes hold nothing: training begins with iteration 0")
+        raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; {_FRESH}")
+    _log_once(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 
 
 def plan_fresh(
     place: Membership, stubs: Stubs, timeout: float, checkpoints: str | Path | None = None
 ) -> RestartPlan:
-    """A plan to begin anew, of all ranks together. `checkpoints`: as `restore` has it."""
+    """Plan, on all ranks together, a start from iteration 0. `checkpoints`: see `restore`."""
 
     def make() -> RestartPlan:
         generation = disk.look(checkpoints).generation
@@ -129,13 +150,13 @@ def plan_fresh(
     return _agree(place, make)
 
 
-def _say(place: Membership, what: str) -> None:
+def _log_once(place: Membership, message: str) -> None:
     if place.rank == 0:
-        _log.info("%s", what)
+        _log.info("%s", message)
 
 
 def _agree(place: Membership, make: Callable[[], T]) -> T:
-    """What rank 0 makes, on all ranks; its exception too."""
+    """Return on all ranks what `make` returns on rank 0; raise `RestoreError` on all ranks if it raises."""
     box: list[Any] = [None, None]
     if place.rank == 0:
         try:
@@ -150,14 +171,14 @@ def _agree(place: Membership, make: Callable[[], T]) -> T:
 
 
 def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
-    """What this rank's `do` returns, and the troubles of all ranks."""
+    """Return the result of this rank's `do`, and the errors of all ranks."""
     result, trouble = None, None
     try:
         result = do()
     except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
         trouble = f"rank {place.rank}: {error}"
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
-        _log.exception("rank %d can't install what it got", place.rank)
+        _log.exception("rank %d can't install the state", place.rank)
         trouble = f"rank {place.rank}: {type(error).__name__}: {error}"
     troubles: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(troubles, trouble)
@@ -167,23 +188,22 @@ def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
 def _from_disk(
     place: Membership, watched: Watched, plan: RestartPlan, found: disk.OnDisk
 ) -> tuple[Start, Any]:
-    """Resume from the newest checkpoint. If it is no good the user decides: an older one is a step back."""
+    """Resume from the newest checkpoint. Only the user chooses an older one: it loses iterations."""
     path, *older = found.paths
     resumed, trouble = _together(place, lambda: disk.resume(path, place, watched))
     if trouble:
-        instead = f"checkpoints={str(older[0])!r} takes the one before it" if older else ""
-        said = [plan.trouble, trouble, instead, "fresh=True starts anew"]
-        raise RestoreError("; ".join(filter(None, said)))
+        instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
+        raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _FRESH])))
     record, extra = resumed
-    _say(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
+    _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
     if older:
-        _say(place, f"older checkpoints were passed over: {found.passed_over}")
+        _log_once(place, f"older checkpoints were not used: {found.passed_over}")
     own = own_buffers(record, place.position)
     return Start(plan, record.iteration + 1, record=record, own_buffers=own), extra
 
 
 def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
-    """Fetch and install the planned iteration; the user's `extra`."""
+    """Fetch and install the planned iteration; return the user's `extra`."""
     layout = membership.lay_out(watched.ddp, place.shards)
     parameters = list(membership.trained(watched.ddp).values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}

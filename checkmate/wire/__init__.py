@@ -1,1 +1,1 @@
-"""What is on the wire: tag and hello, schedule and layout of gradients, TCP options."""
+"""Formats on the wire: tag and hello, schedule and layout of gradients, TCP options."""

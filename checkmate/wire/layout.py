@@ -1,7 +1,7 @@
-"""The layout: where each parameter's gradient stands, in which bucket of which shard. Fixed for good.
+"""The layout: the place of each parameter's gradient in buckets and shards.
 
-Pure, and the same on both sides (design, section 7): it follows from the parameters, the number of shards and
-the buckets' size alone, and neither DDP's own buckets nor a restart change it.
+Pure, and the same on both sides (design, section 7). It depends only on the parameters, the number of shards
+and the size of buckets; neither DDP's own buckets nor a restart change it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Final
 from checkmate.wire.schedule import Bucket
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
-"""A bucket is closed once it has this much, as DDP's are (`bucket_cap_mb`)."""
+"""Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""
 
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Types that a gradient may have, by their name in torch, and an element's bytes."""
+"""Supported types of gradients, by their name in torch, and bytes per element."""
 
 
 class LayoutError(ValueError):
-    """Parameters that can't be laid out."""
+    """Parameters have no valid layout."""
 
 
 def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a tensor from the outermost in memory to the innermost; empty if that is row-major.
+    """Return a tensor's dimensions from outermost to innermost in memory; empty if that is row-major.
 
-    Dimensions of size 1 come first: equal memory gives equal orders. `LayoutError` if elements overlap or
-    have gaps between them.
+    Dimensions of size 1 come first, so that equal memory gives equal orders. Raises `LayoutError` if elements
+    overlap or have gaps between them.
     """
     if 0 in shape:
         return ()
@@ -51,7 +51,7 @@ def dim_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 class Parameter:
     """A parameter that training reduces: its name in the model (without DDP's prefix), shape and type.
 
-    Its gradient, and all that a shadow node holds of it, stands in memory order: as the contiguous tensor
+    Its gradient and its state on shadow nodes are in memory order: like the contiguous tensor
     `parameter.permute(dim_order)`.
     """
 
@@ -59,19 +59,19 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     dim_order: tuple[int, ...] = ()
-    """Its dimensions from the outermost in memory to the innermost; empty: row-major."""
+    """Its dimensions from outermost to innermost in memory; empty if row-major."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
-        """The parameter that lies in memory so. `LayoutError` if it isn't dense."""
+        """Return the parameter with this layout in memory. Raise `LayoutError` if it is not dense."""
         try:
             return cls(name, tuple(shape), dtype, dim_order(shape, strides))
         except LayoutError as error:
-            raise LayoutError(f"{name} can't be protected: {error}; make it contiguous()") from None
+            raise LayoutError(f"{name} cannot be protected: {error}; make it contiguous()") from None
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """The shape of the contiguous tensor that it is in memory."""
+        """The shape of the contiguous tensor in memory."""
         return tuple(self.shape[d] for d in self.dim_order) if self.dim_order else self.shape
 
     @property
@@ -87,7 +87,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlace:
-    """Elements [start, stop) of a bucket are parameter number `parameter`, flat, in memory order."""
+    """The place of parameter number `parameter` in a bucket: elements [start, stop), in memory order."""
 
     parameter: int
     start: int
@@ -109,13 +109,13 @@ class BucketLayout:
 
     @property
     def bucket(self) -> Bucket:
-        """The same for the ring's schedule."""
+        """The bucket in the form that the ring's schedule uses."""
         return Bucket(self.elements, ITEMSIZES[self.dtype], self.shard)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters in registration order, and the buckets in the order in which the ring takes them."""
+    """Parameters in registration order, and buckets in the order of the ring."""
 
     parameters: tuple[Parameter, ...]
     shards: int
@@ -124,7 +124,7 @@ class Layout:
 
     @cached_property
     def schedule(self) -> tuple[Bucket, ...]:
-        """The buckets as the ring's schedule and `stream_layout` take them."""
+        """The buckets in the form that the ring's schedule and `stream_layout` use."""
         return tuple(bucket.bucket for bucket in self.buckets)
 
     @cached_property
@@ -134,28 +134,28 @@ class Layout:
 
     @cached_property
     def empty(self) -> tuple[int, ...]:
-        """Parameters without elements: they stand in no bucket, but may have optimizer state."""
+        """Parameters without elements, which are in no bucket but may have optimizer state."""
         return tuple(number for number, known in enumerate(self.parameters) if not known.elements)
 
     def of_shard(self, shard: int) -> list[int]:
-        """The parameters of a shard, in their order in its buckets; the first bucket's has empty ones too."""
+        """Return a shard's parameters, in their order in its buckets. The first shard has empty ones, too."""
         placed = [place.parameter for b in self.buckets if b.shard == shard for place in b.places]
         return [*placed, *self.empty] if shard == self.buckets[0].shard else placed
 
     def to_json(self) -> str:
-        """What the other side makes the same layout from."""
+        """Return a description from which the other side builds the same layout."""
         parameters = [asdict(parameter) for parameter in self.parameters]
         said = {"parameters": parameters, "shards": self.shards, "bucket_bytes": self.bucket_bytes}
         return json.dumps(said, sort_keys=True)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that tell layouts apart."""
+        """16 bytes that identify the layout."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).digest()
 
 
 def from_json(text: str) -> Layout:
-    """The layout that `Layout.to_json` describes; `LayoutError` where it describes none."""
+    """Return the layout that `Layout.to_json` describes. Raise `LayoutError` if the text is invalid."""
     try:
         said = json.loads(text)
         parameters = [
@@ -164,15 +164,25 @@ def from_json(text: str) -> Layout:
         ]
         return make_layout(parameters, int(said["shards"]), int(said["bucket_bytes"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise LayoutError(f"no layout: {error}") from None
+        raise LayoutError(f"not a layout: {error}") from None
 
 
 def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Lay out a model's trained parameters, given in registration order.
+    """Lay out a model's trained parameters.
 
-    They are taken in reverse, as backward makes their gradients ready; cut into `shards` runs balanced by
-    bytes; and each run into buckets. Empty ones stand in no bucket. `LayoutError` where there are no others,
-    or one has a type that gradients can't have.
+    They are taken in reverse order, in which backward completes their gradients, cut into shards of similar
+    size, and each shard into buckets.
+
+    Args:
+        parameters: the parameters, in registration order.
+        shards: the number of shards.
+        bucket_bytes: size at which a bucket is closed.
+
+    Returns:
+        The layout, whose buckets are without empty parameters.
+
+    Raises:
+        LayoutError: if all parameters are empty, or one has an unsupported type.
     """
     for parameter in parameters:
         if parameter.dtype not in ITEMSIZES:
@@ -180,11 +190,9 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
             raise LayoutError(f"{parameter.name} has type {parameter.dtype}; gradients may be {types}")
         dimensions = range(len(parameter.shape))
         if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
-            raise LayoutError(
-                f"{parameter.name} has no dimensions {parameter.dim_order}, but {[*dimensions]}"
-            )
+            raise LayoutError(f"{parameter.name} has dimensions {[*dimensions]}, not {parameter.dim_order}")
     if shards < 1 or bucket_bytes < 1:
-        raise LayoutError(f"{shards} shards with buckets of {bucket_bytes} bytes; each is 1 or more")
+        raise LayoutError(f"{shards} shards with buckets of {bucket_bytes} bytes; each must be at least 1")
     order = [i for i in reversed(range(len(parameters))) if parameters[i].elements]
     if not order:
         raise LayoutError("no parameter needs a gradient")
@@ -195,7 +203,7 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
 
 
 def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) -> Iterator[list[int]]:
-    """`order` cut into `shards` runs: a parameter belongs to the shard in which its middle byte stands."""
+    """Cut `order` into `shards` runs. A parameter belongs to the shard of its middle byte."""
     total = sum(parameters[i].nbytes for i in order)
     runs: list[list[int]] = [[] for _ in range(shards)]
     before = 0
@@ -209,7 +217,7 @@ def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) ->
 def _buckets(
     run: Sequence[int], parameters: Sequence[Parameter], shard: int, bucket_bytes: int
 ) -> Iterator[BucketLayout]:
-    """A shard's buckets: one open for each type; a full one is closed, the rest in the order of opening."""
+    """Yield a shard's buckets, one per type at a time: full ones first, the rest in order of opening."""
     open_: dict[str, list[BucketPlace]] = {}
     for i in run:
         dtype = parameters[i].dtype

@@ -1,7 +1,7 @@
 """The formats on the wire: the tag, the hello, and the arithmetic of a shadow stream.
 
-This is the one place for Python; `tests/wire/test_tag.py` holds the P4 headers and the tagger's C to it.
-All fields are big-endian, all lengths in bytes.
+This is the only description in Python; `tests/wire/test_tag.py` compares the P4 headers and the tagger's C
+code with it. All fields are big-endian, all lengths in bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TAG_KIND = 253
 TAG_LENGTH = 16
 TAG_EXID = 0xC4EC
 DEFAULT_DSCP_BIT = 0x20
-"""The tag's bit among the six of DSCP, unless the job says otherwise."""
+"""The DSCP bit of tagged segments, unless the job specifies another."""
 
 HELLO_MAGIC = 0xC4EC0001
 HELLO_LENGTH = 16
@@ -35,8 +35,8 @@ _HELLO = struct.Struct("!IIHHBBH")
 class Tag:
     """A tag option (design, section 2).
 
-    `sequence` is where the chunk stands in its stream; `anchor` is the training connection's own
-    TCP sequence number to which it belongs.
+    `sequence` is the chunk's position in its stream; `anchor` is the corresponding TCP sequence number of the
+    training connection.
     """
 
     sequence: int
@@ -46,7 +46,7 @@ class Tag:
     incarnation: int
 
     def pack(self) -> bytes:
-        """The option's 16 bytes."""
+        """Return the option's 16 bytes."""
         return _TAG.pack(
             TAG_KIND,
             TAG_LENGTH,
@@ -60,20 +60,21 @@ class Tag:
 
     @classmethod
     def unpack(cls, option: bytes) -> Tag:
-        """Parse 16 bytes; `ValueError` where they are no tag."""
+        """Parse 16 bytes. Raise `ValueError` if they are not a tag."""
         if len(option) != TAG_LENGTH:
             raise ValueError(f"a tag has {TAG_LENGTH} bytes, not {len(option)}")
         kind, length, exid, *fields = _TAG.unpack(option)
         if (kind, length, exid) != (TAG_KIND, TAG_LENGTH, TAG_EXID):
-            raise ValueError(f"no tag: kind {kind}, length {length}, ExID {exid:#06x}")
+            raise ValueError(f"not a tag: kind {kind}, length {length}, ExID {exid:#06x}")
         return cls(*fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a shadow node sends once on a new stream (design, section 4).
+    """The first message of a shadow node on a new stream (design, section 4).
 
-    `base` is where in the stream it joins, mod 2^32; `boundary` is 2 x (the DP group's index) + side.
+    `base` is the position in the stream at which it joins, mod 2^32; `boundary` is 2 x (the DP group's index)
+    + side.
     """
 
     base: int
@@ -83,34 +84,29 @@ class Hello:
     incarnation: int
 
     def pack(self) -> bytes:
-        """The hello's 16 bytes, to be sent in one segment."""
+        """Return the hello's 16 bytes, to be sent in one segment."""
         return _HELLO.pack(
             HELLO_MAGIC, self.base, self.boundary, self.shadow_id, self.channel, self.incarnation, 0
         )
 
     @classmethod
     def unpack(cls, payload: bytes) -> Hello:
-        """Parse a segment's payload; `ValueError` where it isn't exactly a hello."""
+        """Parse a segment's payload. Raise `ValueError` if it is not exactly a hello."""
         if len(payload) != HELLO_LENGTH:
             raise ValueError(f"a hello has {HELLO_LENGTH} bytes, not {len(payload)}")
         magic, base, boundary, shadow_id, channel, incarnation, zero = _HELLO.unpack(payload)
         if magic != HELLO_MAGIC:
-            raise ValueError(f"no hello: it begins with {magic:#010x}, not {HELLO_MAGIC:#010x}")
+            raise ValueError(f"not a hello: it begins with {magic:#010x}, not {HELLO_MAGIC:#010x}")
         if zero:
-            raise ValueError(f"no hello: its last two bytes are {zero:#06x}, not zero")
+            raise ValueError(f"not a hello: its last two bytes are {zero:#06x}, not zero")
         return cls(base, boundary, shadow_id, channel, incarnation)
 
 
-def copy_sequence(tag: Tag, tcp_sequence: int, base: int = 0) -> int:
-    """The shadow copy's TCP sequence number, mod 2^32 (design, section 2)."""
-    return (tag.sequence + tcp_sequence - tag.anchor - base) % MODULUS
-
-
 def copy_acknowledgement(shadow_isn: int) -> int:
-    """The acknowledgement number on all copies: the SYN and the hello are behind it."""
+    """Return the acknowledgement number of all copies, which covers the SYN and the hello."""
     return (shadow_isn + 1 + HELLO_LENGTH) % MODULUS
 
 
 def minus(base: int) -> int:
-    """-base mod 2^32, as the `streams` entry holds it: Tofino adds action data, but can't subtract it."""
+    """Return -base mod 2^32 for a `streams` entry, because Tofino can add action data but not subtract it."""
     return -base % MODULUS

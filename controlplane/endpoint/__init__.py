@@ -1,1 +1,1 @@
-"""The stub endpoint: the TCP server that shadow nodes connect to, played by the controller. Pure."""
+"""The stub endpoint: the TCP server that shadow nodes connect to, emulated by the controller. Pure."""

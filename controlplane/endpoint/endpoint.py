@@ -1,6 +1,6 @@
-"""The stub endpoint's decisions: what answers a segment, and what it changes. Pure.
+"""Decisions of the stub endpoint: the answer to a segment, and the changes on the switch. Pure.
 
-Nothing is kept for a SYN: state begins with a valid hello, and is the stream's entry on the switch.
+A SYN leaves no state. State begins with a valid hello, and is the stream's entry on the switch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEFT = "the node was stopped, training starts again, or the node joins again af
 _DEAD = "the node died, or its connection broke"
 
 STRANGERS = None
-"""The queue that all sources share which no job knows."""
+"""The queue shared by all sources that no job knows."""
 
 
 class Connected:
@@ -48,20 +48,20 @@ class Connected:
                 del self._by_peer[peer]
 
     def of_peer(self, segment: Segment) -> TableEntry | None:
-        """The connection that a segment names."""
+        """Return the connection that a segment names."""
         return self._by_peer.get((int(segment.ip), segment.port))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the endpoint of one switch has to know."""
+    """State of one switch that its endpoint needs."""
 
     network: Network
     switch: str
     boundary_ids: Mapping[tuple[str, int], int]
     connected: Connected
     nics: Mapping[IPv4Address, tuple[Nic, int]]
-    """Each shadow NIC with the switch port that its frames come in by."""
+    """Each shadow NIC with the switch port at which its frames arrive."""
 
     @classmethod
     def of(
@@ -77,14 +77,14 @@ class View:
         return cls(network, switch, boundary_ids, connected, nics)
 
     def knows(self, segment: Segment, port: int) -> bool:
-        """Whether a segment comes from a job's shadow NIC, by the port and with the MAC that it has."""
+        """Return whether a segment comes from a job's shadow NIC: its MAC address, at its port."""
         found = self.nics.get(segment.ip)
         return found is not None and found[1] == port and found[0].mac == segment.mac
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A frame back, to be sent once `admission` is written and `drop` is removed; `note` for the log."""
+    """A reply frame, sent once `admission` is written and `drop` is removed; `note` is for the log."""
 
     frame: bytes | None = None
     admission: Admission | None = None
@@ -93,7 +93,7 @@ class Answer:
 
 
 def answer(segment: Segment, port: int, view: View) -> Answer:
-    """What to do about a segment that came in by `port` (design, section 4)."""
+    """Return the answer to a segment that arrived at `port` (design, section 4)."""
     here = view.network.switches[view.switch].stub
     match segment.kind:
         case SegmentKind.ARP:
@@ -119,7 +119,7 @@ def answer(segment: Segment, port: int, view: View) -> Answer:
 
 
 def _over(segment: Segment, entry: TableEntry, how: str, why: str) -> str:
-    """That a shadow node's stream has ended, and what follows from it."""
+    """Return the log line for the end of a shadow node's stream."""
     stream = f"channel {entry['channel']}, shadow id {entry['shadow_id']}"
     return (
         f"shadow NIC {segment.ip}:{segment.port} {how} its stream of {stream}: {why}; "
@@ -128,9 +128,10 @@ def _over(segment: Segment, entry: TableEntry, how: str, why: str) -> str:
 
 
 def _named(segment: Segment, port: int, view: View, *, behind: tuple[int, ...] = (0,)) -> TableEntry | None:
-    """The connection that a segment names: by its sender, and by a sequence number that it may have now.
+    """Return the connection that a segment belongs to, if its sequence number is acceptable now.
 
-    `behind`: by how much the sequence number may be less than the next one.
+    Args:
+        behind: How far the sequence number may be below the next one.
     """
     entry = view.connected.of_peer(segment) if view.knows(segment, port) else None
     if entry is not None and (entry["acknowledgement"] - segment.sequence) % tag.MODULUS in behind:
@@ -143,7 +144,7 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
     isn = (segment.sequence - 1) % tag.MODULUS
     try:
         if not view.knows(segment, port) or segment.stub_port != here.port:
-            raise StreamRefused(f"{segment.ip} at port {port} is no job's shadow NIC")
+            raise StreamRefused(f"{segment.ip} at port {port} is not a shadow NIC of any job")
         try:
             hello = tag.Hello.unpack(segment.payload)
         except ValueError as error:
@@ -164,7 +165,7 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
         )
     stale = view.connected.of_peer(segment)
     if stale is not None and streams.key_of(stale) != admission.key:
-        # The node has this address and port anew: it can't have the older stream any more.
+        # The node reuses this address and port, so it no longer has the older stream.
         admission = replace(admission, drop=(*admission.drop, stale))
     frame = frames.acknowledge(here, segment)
     if view.connected.by_stream.get(admission.key) == admission.put[0]:
@@ -173,10 +174,10 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
 
 
 class FairQueue:
-    """Segments waiting to be answered: bounded, and a turn for each source.
+    """Segments waiting to be answered, in bounded queues that are served round-robin by source.
 
-    A flood fills only its own source's queue; all strangers share one. What doesn't fit is dropped
-    and counted: TCP sends it again.
+    A flood fills only the queue of its own source; unknown sources share one queue. Segments that do not
+    fit are dropped and counted: TCP retransmits them.
     """
 
     def __init__(self, depth: int = 64) -> None:
@@ -186,7 +187,7 @@ class FairQueue:
 
     def put(self, segment: Segment, port: int, view: View) -> None:
         if segment.kind is SegmentKind.RST and view.connected.of_peer(segment) is None:
-            return  # of no connection: nothing would come of it
+            return  # of no connection: there is nothing to do
         source = segment.ip if view.knows(segment, port) else STRANGERS
         queue = self._queues.setdefault(source, deque())
         if len(queue) >= (self._depth if source is STRANGERS else 16 * self._depth):
@@ -195,7 +196,7 @@ class FairQueue:
         queue.append((segment, port))
 
     def take(self, most: int) -> list[tuple[Segment, int]]:
-        """Up to `most` segments, one of each source in turn."""
+        """Take up to `most` segments, one from each source in turn."""
         taken: list[tuple[Segment, int]] = []
         while self._queues and len(taken) < most:
             for source in list(self._queues):

@@ -1,4 +1,4 @@
-"""Frames to and from the stub: read by hand, and crafted with scapy. Pure."""
+"""Frames to and from the stub: parsed by hand, and built with scapy. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from controlplane.entities import mac_text
 
 WINDOW_SCALE = 7
 MSS = 1460
-FIN, SYN, RST, PSH, ACK = 0x01, 0x02, 0x04, 0x08, 0x10
+FIN, SYN, RST, ACK = 0x01, 0x02, 0x04, 0x10
 
 
 class SegmentKind(Enum):
-    """What a frame to the stub is."""
+    """The kind of a frame to the stub."""
 
     ARP = "arp"
     SYN = "syn"
@@ -32,7 +32,7 @@ class SegmentKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a frame to the stub says, by RFC 9293's names; for ARP only the addresses."""
+    """The fields of a frame to the stub, named as in RFC 9293; for ARP only the addresses."""
 
     kind: SegmentKind
     mac: str
@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """In sequence numbers: SYN and FIN count for one each."""
+        """Length in sequence numbers: SYN and FIN count as one each."""
         return len(self.payload) + (self.kind in (SegmentKind.SYN, SegmentKind.FIN))
 
 
@@ -56,9 +56,9 @@ _ARP = struct.Struct("!6s6sHHHBBH6s4s6s4s")
 
 
 def parse(frame: bytes) -> Segment | None:
-    """Read a punted frame; `None` where it is neither ARP nor an IPv4 TCP segment.
+    """Parse a punted frame; return `None` if it is neither ARP nor an IPv4 TCP segment.
 
-    By hand, since it runs for every frame of a flood; scapy takes a hundred times as long.
+    Parsed by hand because this runs for every frame of a flood; scapy takes a hundred times as long.
     """
     if len(frame) >= _ARP.size and frame[12:14] == b"\x08\x06":
         fields = _ARP.unpack_from(frame)
@@ -115,7 +115,7 @@ def _has_window_scale(options: bytes) -> bool:
 
 
 def arp_reply(stub: Stub, request: Segment) -> bytes:
-    """The stub's hardware address, for whoever asked."""
+    """Return the ARP reply with the stub's hardware address."""
     return bytes(
         Ether(dst=request.mac, src=stub.mac)
         / ARP(op=2, hwsrc=stub.mac, psrc=str(stub.ip), hwdst=request.mac, pdst=str(request.ip))
@@ -123,7 +123,10 @@ def arp_reply(stub: Stub, request: Segment) -> bytes:
 
 
 def syn_ack(stub: Stub, syn: Segment) -> bytes:
-    """MSS and window scale, neither SACK nor timestamps; first data byte is number 0 (design, section 4)."""
+    """Return a SYN-ACK with MSS and window scale, but neither SACK nor timestamps.
+
+    The first data byte has sequence number 0 (design, section 4).
+    """
     options: list[tuple[str, int]] = [("MSS", MSS)]
     if syn.window_scale:
         options.append(("WScale", WINDOW_SCALE))
@@ -133,19 +136,19 @@ def syn_ack(stub: Stub, syn: Segment) -> bytes:
 
 
 def acknowledge(stub: Stub, hello: Segment) -> bytes:
-    """Tells the shadow node that its stream is connected."""
+    """Return the ACK by which the shadow node learns that its stream is connected."""
     ack = _after(hello.sequence, hello.length)
     return _segment(stub, hello, flags="A", seq=0, ack=ack, window=tag.COPY_WINDOW)
 
 
 def finish(stub: Stub, fin: Segment) -> bytes:
-    """Acknowledge a FIN with the stub's own."""
+    """Return the stub's own FIN, which acknowledges the shadow node's."""
     ack = _after(fin.sequence, fin.length)
     return _segment(stub, fin, flags="FA", seq=fin.acknowledgement, ack=ack, window=65535)
 
 
 def reset(stub: Stub, segment: Segment) -> bytes:
-    """The RST that RFC 9293, section 3.10.7.1 wants for a segment of no connection."""
+    """Return the RST that RFC 9293, section 3.10.7.1, requires for a segment without a connection."""
     if segment.kind is SegmentKind.SYN:
         return _segment(
             stub, segment, flags="RA", seq=0, ack=_after(segment.sequence, segment.length), window=0

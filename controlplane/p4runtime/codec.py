@@ -1,4 +1,4 @@
-"""Entities to P4Runtime messages and back, by the program's P4Info."""
+"""Translation of entities to P4Runtime messages and back, by the program's P4Info."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _VERBS = {
 
 
 def compiled(target: str) -> tuple[Path, Path]:
-    """P4Info and device configuration of the committed v1model program for `target`."""
+    """Return P4Info and device configuration of the committed v1model program for `target`."""
     folder = artifacts(target)
     return folder / f"{PROGRAM}.p4info.txtpb", folder / f"{PROGRAM}.json"
 
 
 @dataclass(slots=True)
 class CountedEntry:
-    """What an entry of a table has counted: its match fields by name."""
+    """The direct counter of a table entry, with the entry's match fields by name."""
 
     match: dict[str, Any] = field(default_factory=dict)
     packets: int = 0
@@ -53,7 +53,7 @@ class CountedEntry:
 
 
 class Codec:
-    """Translates for one program. `without`: why there is no device configuration, where there is none."""
+    """Translator for one program. `without` is the reason for a missing device configuration."""
 
     def __init__(
         self, schema: P4Schema, *, counters_by_entry: bool = False, without: NotCompiled | None = None
@@ -70,10 +70,10 @@ class Codec:
 
     @classmethod
     def for_target(cls, target: str, p4runtime: str = "stratum", cpu_port: int | None = None) -> Codec:
-        """The codec of the program that is compiled for `target`, for the P4Runtime server that is named.
+        """Return the codec of the program compiled for `target`, for its P4Runtime server.
 
-        For a Tofino, what loading it takes may be missing until then. Without its P4Info even, v1model's
-        stands in for planning: both programs have the same tables, of the sizes in `sizes.p4`.
+        A Tofino's device configuration may be missing until it is loaded. If even its P4Info is missing,
+        v1model's is used for planning: both programs have the same tables, of the sizes in `sizes.p4`.
         """
         if target not in chips.TARGETS:
             p4info, config = compiled(target)
@@ -93,26 +93,26 @@ class Codec:
 
     @classmethod
     def for_switch(cls, switch: Switch) -> Codec:
-        """The codec of a switch's program."""
+        """Return the codec of a switch's program."""
         return cls.for_target(switch.target, switch.p4runtime, switch.packet_port)
 
     def pipeline_config(self) -> p4r.ForwardingPipelineConfig:
-        """What loads the program; `NotCompiled` where the compiler's output isn't there."""
+        """Return the message that loads the program; raise `NotCompiled` without the compiler's output."""
         if self._without is not None:
             raise self._without
         return self.schema.get_pipeline_config()
 
     @property
     def cookie(self) -> int | None:
-        """Tells builds of one P4Info apart; `None` where the build isn't known."""
+        """A number that differs between builds of one P4Info, or `None` if the build is unknown."""
         return None if self._without is not None else self.schema.p4cookie
 
     def table_sizes(self) -> Mapping[str, int]:
-        """How many entries each table holds."""
+        """Return the size of each table, in entries."""
         return {table.alias: table.size for table in self.schema.tables}
 
     def encode(self, entity: Entity) -> p4r.Entity:
-        """A P4Runtime entity."""
+        """Return a P4Runtime entity."""
         if isinstance(entity, MulticastGroup):
             replicas = [P4Replica(port, instance=instance) for port, instance in sorted(entity.replicas)]
             return P4MulticastGroupEntry(entity.id, replicas=replicas).encode(self.schema)
@@ -124,11 +124,11 @@ class Codec:
         ).encode(self.schema)
 
     def encode_update(self, update: Update) -> p4r.Update:
-        """A P4Runtime update."""
+        """Return a P4Runtime update."""
         return p4r.Update(type=_VERBS[update.verb], entity=self.encode(update.entity))
 
     def decode(self, message: p4r.Entity) -> Entity | None:
-        """Our entity; `None` for what we never write, such as a default entry."""
+        """Return our entity, or `None` for an entry that we never write, such as a default entry."""
         if message.HasField("packet_replication_engine_entry"):
             group = message.packet_replication_engine_entry.multicast_group_entry
             replicas = [P4Replica.decode(replica) for replica in group.replicas]
@@ -150,13 +150,13 @@ class Codec:
         return tuple((name, _key(match[name])) for name in self._fields[entry.table_id] if name in match)
 
     def read_all(self) -> list[p4r.Entity]:
-        """What to ask a switch for to learn all that it holds: every table, every group."""
+        """Return the wildcard reads for all that a switch holds: every table and every group."""
         return [P4TableEntry().encode(self.schema), P4MulticastGroupEntry().encode(self.schema)]
 
     def read_direct_counters(self, table: str) -> p4r.Entity:
-        """What to ask for to learn the direct counters of all entries of a table.
+        """Return the wildcard read for the direct counters of all entries of a table.
 
-        A Tofino's servers tell direct counters of one entry at a time, but all with the entries themselves
+        A Tofino's servers return direct counters for one entry at a time, but all of them with the entries
         (Stratum: `BfrtTableManager::ReadDirectCounterEntry`, `ReadTableEntry`).
         """
         if self._counters_by_entry:
@@ -164,7 +164,7 @@ class Codec:
         return P4DirectCounterEntry(table_entry=P4TableEntry(table)).encode(self.schema)
 
     def decode_direct_counter(self, message: p4r.Entity) -> CountedEntry:
-        """What an answer to `read_direct_counters` says."""
+        """Return the counter in an answer to `read_direct_counters`."""
         if self._counters_by_entry:
             found = P4TableEntry.decode(message, self.schema)
             data = found.counter_data or P4CounterData()
@@ -174,7 +174,7 @@ class Codec:
         return CountedEntry(dict(entry.table_entry.match or {}), entry.packet_count, entry.byte_count)
 
     def read_counter(self, counter: str) -> p4r.Entity:
-        """What to ask for to learn all cells of an indexed counter."""
+        """Return the wildcard read for all cells of an indexed counter."""
         return P4CounterEntry(counter).encode(self.schema)
 
 

@@ -1,4 +1,4 @@
-"""A switch's P4Runtime server: reaching it, arbitration, TLS, and what its errors mean.
+"""Connection to a switch's P4Runtime server: arbitration, TLS, and translation of its errors.
 
 `session` reads and writes over it.
 """
@@ -19,18 +19,18 @@ from checkmate.job.schema import Switch, Tls
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused
 
 ELECTION_ID = 100
-"""Above the one with which `checkmate shell` opens, so that a shell beside a controller is a backup."""
+"""Above the one that `checkmate shell` uses, so that a shell beside a controller is a backup."""
 REACH_SECONDS = 5.0
-"""How long a switch may take to answer, unless told otherwise."""
+"""Default time for a switch to answer."""
 LEAVE_SECONDS = 1.0
-"""A controller that has just gone may be the switch's primary for so long."""
+"""Time for which a controller that has just ended may still be the switch's primary."""
 GONE: Final = (GRPCStatusCode.UNAVAILABLE, GRPCStatusCode.DEADLINE_EXCEEDED, GRPCStatusCode.CANCELLED)
 
 
 class SwitchConnection:
     """A connection with one switch; use as an async context manager.
 
-    Without `primary` there is no arbitration, and so no writing.
+    Without `primary` it skips arbitration, so it can only read.
     """
 
     def __init__(self, switch: Switch, *, primary: bool = True, timeout: float | None = None) -> None:
@@ -110,7 +110,7 @@ class SwitchConnection:
         raise self._another_primary()
 
     def _open(self) -> None:
-        """Calls on a closed session are those of a switch that is gone."""
+        """Raise `SwitchUnreachable` if the session is closed."""
         if self._client.channel is None:
             raise SwitchUnreachable(f"the session with {self._name} is closed")
 
@@ -127,8 +127,8 @@ class SwitchConnection:
             return self._another_primary()
         if error.code == GRPCStatusCode.UNIMPLEMENTED:
             return SwitchUnreachable(
-                f"what answers for {self._name} is no P4Runtime server ({error.message}); "
-                "a lab's switches are reached from its namespace of the controller only"
+                f"the server of {self._name} is not a P4Runtime server ({error.message}); "
+                "a lab's switches can be reached only from the controller's namespace"
             )
         if error.code == GRPCStatusCode.NOT_FOUND and what == "arbitration":
             return SwitchUnreachable(f"{self._name} has no device {self.switch.device_id}: {error.message}")

@@ -1,6 +1,6 @@
 """One switch over P4Runtime: the pipeline, reading, writing, packets.
 
-`controller` decides what is written; this only carries it.
+`controller` decides on the updates; this module sends them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from controlplane.p4runtime.connection import GONE, SwitchConnection
 from controlplane.reconcile import Update, batches
 
 BATCH = 250
-"""Updates a Write request. A refusal has some 100 to 200 bytes for each of them in gRPC's trailing
-metadata, of which a client takes 64 KB; with more, the details would be lost."""
+"""Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing
+metadata, and a client accepts at most 64 KB of those."""
 HEARTBEAT_SECONDS = 5.0
 LOAD_SECONDS = 120.0
-"""For loading a program; finsy's own ten are for everything."""
+"""Time for loading a program; finsy's default of ten seconds is too short."""
 
 
 class NoProgram(WrongPipeline):
@@ -38,7 +38,7 @@ class NoProgram(WrongPipeline):
 class SwitchSession(SwitchConnection):
     """A P4Runtime session with one switch; use as an async context manager.
 
-    Without `primary` it only reads, beside whatever controller there is.
+    Without `primary` it only reads, beside any controller that is there.
     """
 
     def __init__(
@@ -48,9 +48,13 @@ class SwitchSession(SwitchConnection):
         self.codec = codec
 
     async def ensure_pipeline(self, *, replace: bool = False) -> bool:
-        """See that the switch runs our program; load it where there is none, or with `replace`.
+        """Load our program if the switch runs none, or with `replace`.
 
-        True where it was loaded, so that the switch holds nothing. Raises `WrongPipeline`.
+        Returns:
+            Whether it was loaded, so that the switch holds no entries.
+
+        Raises:
+            WrongPipeline: The switch runs another program, or refuses ours.
         """
         config = await self._pipeline()
         if config is not None and not replace:
@@ -60,7 +64,7 @@ class SwitchSession(SwitchConnection):
             tables = ", ".join(sorted(table.preamble.alias for table in config.p4info.tables)) or "none"
             raise WrongPipeline(
                 f"{self._name} runs another program (its tables: {tables}); "
-                "`checkmate run --load` replaces it, and ends whatever uses it"
+                "`checkmate run --load` replaces it, and ends everything that uses it"
             )
         request = p4r.SetForwardingPipelineConfigRequest(
             device_id=self.switch.device_id,
@@ -77,7 +81,7 @@ class SwitchSession(SwitchConnection):
         return True
 
     async def _load(self, request: p4r.SetForwardingPipelineConfigRequest) -> None:
-        """As the client's `request`, but a chip that is initialised anew has its time."""
+        """Send the request like `P4Client.request`, with enough time for a chip to be initialised again."""
         channel = self._client.channel
         assert channel is not None
         try:
@@ -86,14 +90,14 @@ class SwitchSession(SwitchConnection):
             raise P4ClientError(error, "loading the program") from None
 
     def _same_build(self, config: p4r.ForwardingPipelineConfig) -> None:
-        """Programs of one P4Info may differ inside; whoever loads without a cookie isn't told apart."""
+        """Raise `WrongPipeline` if the cookie shows another build of the same P4Info."""
         if self.codec.cookie is not None and config.cookie.cookie not in (0, self.codec.cookie):
             raise WrongPipeline(
                 f"{self._name} runs another build of Checkmate's program; `checkmate run --load` replaces it"
             )
 
     async def check_pipeline(self) -> None:
-        """For readers: raise `WrongPipeline` where the switch doesn't run our program."""
+        """Raise `WrongPipeline` if the switch does not run our program; for sessions that only read."""
         config = await self._pipeline()
         if config is None:
             raise NoProgram(f"{self._name} runs no program; `checkmate run` loads Checkmate's")
@@ -101,9 +105,9 @@ class SwitchSession(SwitchConnection):
             raise WrongPipeline(f"{self._name} runs another program; `checkmate run` loads Checkmate's")
 
     async def heartbeat(self) -> None:
-        """Ask something small now and then; raises `SwitchUnreachable` when no answer comes.
+        """Probe the switch periodically; raise `SwitchUnreachable` if it stops answering.
 
-        An idle connection tells nothing of a peer that lost its power.
+        An idle connection does not notice that its peer lost power.
         """
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -126,12 +130,12 @@ class SwitchSession(SwitchConnection):
         return reply.config if reply.config.p4info.tables else None
 
     async def read(self) -> Holdings:
-        """All that the switch holds."""
+        """Return all that the switch holds."""
         found = [self.codec.decode(entity) async for entity in self.read_entities(self.codec.read_all())]
         return Holdings.of(entity for entity in found if entity is not None)
 
     async def read_entities(self, asked: Sequence[p4r.Entity]) -> AsyncIterator[p4r.Entity]:
-        """P4Runtime's own messages for what is asked, wildcards filled in."""
+        """Yield P4Runtime's own messages for the entities in `asked`, wildcards expanded."""
         self._open()
         request = p4r.ReadRequest(device_id=self.switch.device_id, entities=asked)
         try:
@@ -142,9 +146,15 @@ class SwitchSession(SwitchConnection):
             raise self._failed("reading", error) from None
 
     async def write(self, updates: Sequence[Update], progress: Callable[[int], None] | None = None) -> None:
-        """Apply updates in order. Where one is refused, all are undone and `WriteRefused` names it.
+        """Apply updates in order; undo all of them if the switch refuses one.
 
-        `Unsure` (a `WriteRefused`) where the undoing failed too, or the switch's details were lost.
+        Args:
+            updates: The updates, in the order of `reconcile.difference`.
+            progress: Called with the number of updates in each batch that was written.
+
+        Raises:
+            WriteRefused: The switch refused an update. All updates were undone.
+            Unsure: Undoing failed too, or the switch's details were lost.
         """
         applied: list[Update] = []
         for batch in batches(updates, BATCH):
@@ -156,7 +166,7 @@ class SwitchSession(SwitchConnection):
                 progress(len(batch))
 
     async def _write_batch(self, batch: Sequence[Update]) -> dict[int, str]:
-        """The refused updates by index, each with the switch's words."""
+        """Return the refused updates by index, each with the switch's message."""
         self._open()
         request = p4r.WriteRequest(
             device_id=self.switch.device_id,
@@ -192,7 +202,7 @@ class SwitchSession(SwitchConnection):
         raise WriteRefused(f"{message}; what was applied before it is undone")
 
     async def send_packet(self, port: int, frame: bytes) -> None:
-        """A frame out of one of the switch's ports."""
+        """Send a frame out of one of the switch's ports."""
         self._open()
         message = P4PacketOut(frame, egress_port=port, padding=0).encode_update(self.codec.schema)
         try:
@@ -201,14 +211,14 @@ class SwitchSession(SwitchConnection):
             raise self._failed("a packet-out", error) from None
 
     async def packets(self) -> AsyncIterator[tuple[int, bytes]]:
-        """(ingress port, frame) of each packet-in; ends by raising what ends the session."""
+        """Yield (ingress port, frame) of each packet-in, until the session ends with an exception."""
         while True:
             self._open()
             try:
                 message = await self._client.receive()
             except P4ClientError as error:
                 raise self._failed("serving", error) from None
-            except RuntimeError as error:  # finsy's word for the stream's regular end
+            except RuntimeError as error:  # finsy's error for the regular end of the stream
                 raise SwitchUnreachable(f"{self._name} closed the session: {error}") from None
             if message.HasField("packet"):
                 packet = P4PacketIn.decode(message, self.codec.schema)

@@ -1,1 +1,1 @@
-"""What a Tofino needs beyond the four features: its program packed, and what P4Runtime can't set."""
+"""A Tofino's needs beyond the four features: its packed program, and settings that P4Runtime lacks."""

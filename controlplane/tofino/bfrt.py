@@ -1,9 +1,9 @@
-"""What P4Runtime can't set on a Tofino, as one bfrt_python script. Pure: text from a plan.
+"""The settings of a Tofino that P4Runtime lacks, as one bfrt_python script. Pure: text from a plan.
 
 Tables and fields are those of the SDE's schemas (`bf_rt_port_tf1.json`, `bf_rt_tm_tf1.json`,
-`bf_rt_pre_tf1.json` and `bf_rt_dev_tf1.json` in github.com/p4lang/open-p4studio, and tf2's), called as
-`bfrtcli.py` there makes methods of them: `$DEV_PORT` is `DEV_PORT`, a table's entry with an action A is
-`entry_with_A`, `push` adds what isn't there and modifies what is.
+`bf_rt_pre_tf1.json` and `bf_rt_dev_tf1.json` in github.com/p4lang/open-p4studio, and tf2's), called by
+the methods that `bfrtcli.py` there makes of them: `$DEV_PORT` is `DEV_PORT`, a table's entry with an action A
+is `entry_with_A`, and `push` adds a missing entry and modifies an existing one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ _FEC = MappingProxyType(
     {"none": "BF_FEC_TYP_NONE", "firecode": "BF_FEC_TYP_FIRECODE", "rs": "BF_FEC_TYP_REED_SOLOMON"}
 )
 LOSSY_ICOS = 7
-"""The internal class to which PFC priorities belong that nothing here uses."""
+"""The internal class of the PFC priorities that are not used here."""
 
 
 def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> str:
-    """The script for one switch; `peers` has each used port with what it leads to."""
+    """Return the script for one switch.
+
+    Args:
+        switch: The switch, of a Tofino target.
+        peers: The names of the peers of each used port.
+        plan: Buffer and thresholds.
+    """
     ports = [port_settings(switch, number) for number in sorted(peers)]
     chip = {"tofino": "tf1", "tofino2": "tf2"}[switch.target]
     return "\n".join(
@@ -42,19 +48,19 @@ def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> 
 
 
 def _head(switch: Switch) -> Iterable[str]:
-    yield f"# What P4Runtime can't set on switch {switch.name} ({switch.target}): ports, replication, PFC."
+    yield f"# Settings that P4Runtime lacks, for {switch.name} ({switch.target}): ports, replication, PFC."
     yield "# Made by `checkmate plan --bfrt`. On the switch, once its program is loaded:"
     yield f"#     $SDE/run_bfshell.sh -b $PWD/{switch.name}.py"
-    yield "# Running it again changes nothing. Ports that are there already keep their speed and FEC."
+    yield "# Running it again changes nothing. Existing ports keep their speed and FEC."
     yield ""
 
 
 def _constants(switch: Switch, plan: PfcPlan) -> Iterable[str]:
-    yield f"CPU_PORT = {switch.packet_port}  # the one that the program is compiled for"
+    yield f"CPU_PORT = {switch.packet_port}  # the port that the program is compiled for"
     yield f"PRIORITY = {plan.priority}  # of all training traffic (IEEE 802.1Q)"
     yield f"FRAME = {switch.mtu + ETHERNET}  # the longest, in bytes"
-    yield f"THRESHOLD = {plan.threshold}  # cells of a port's frames at which its peer is paused"
-    yield f"HYSTERESIS = {plan.hysteresis}  # cells by which that must fall before the peer goes on"
+    yield f"THRESHOLD = {plan.threshold}  # cells of a port's frames above which its peer is paused"
+    yield f"HYSTERESIS = {plan.hysteresis}  # cells below the threshold at which the peer may continue"
     yield ""
 
 
@@ -63,7 +69,7 @@ def _row(*values: object) -> str:
 
 
 def _ports(ports: Sequence[PortSettings], peers: dict[int, tuple[str, ...]]) -> Iterable[str]:
-    yield "# Every port in use: device port, name, what it leads to, speed, FEC."
+    yield "# Every port in use: device port, name, peers, speed, FEC."
     yield "PORTS = ["
     for port in ports:
         leads_to = ", ".join(peers[port.device_port])
@@ -99,7 +105,7 @@ def _buffer(plan: PfcPlan, chip: str) -> Iterable[str]:
     yield f'TM.pool.cfg.mod(pool="EG_APP_POOL_1", size_cells={plan.egress_pool})'
     yield f'TM.pool.app_pfc.mod(pool="IG_APP_POOL_1", cos=0, pfc_limit_cells={plan.ingress_pool})'
     yield ""
-    yield "# Ports that training comes in by: device port, pipe, PPG, headroom in cells."
+    yield "# Ports at which training traffic arrives: device port, pipe, PPG, headroom in cells."
     yield "SENDERS = ["
     used = dict.fromkeys(range(chips.PIPES), 0)
     for sender in plan.senders:
@@ -123,7 +129,7 @@ for device_port, pipe, ppg, headroom in SENDERS:
         pfc_skid_max_cells=headroom,
     ).push(pipe=pipe)
 """
-    yield "# Queue 0 of ports that training or copies go out by: device port, pipe, cells, 1 if to shadow."
+    yield "# Queue 0 of ports where training traffic or copies leave: port, pipe, cells, 1 if to shadow."
     yield "QUEUES = ["
     for queue in plan.queues:
         number = queue.port.device_port
@@ -164,8 +170,8 @@ def watchdog(rounds=None, TM=TM, PORT=bfrt.port, QUEUES=QUEUES, PLACES=PLACES, B
              limit=WATCHDOG, restore=RESTORE):
     \"\"\"Stop honouring the PFC of a shadow node that holds up its queue for longer than `limit` seconds.
 
-    Its copies then go out and are lost at its NIC; training goes on. Its own NIC should have given up pausing
-    by then (`pfc-prevention-tout`). Runs until interrupted, or for so many rounds.
+    Its copies then leave the switch and are lost at its NIC; training continues. Its own NIC should have
+    stopped pausing by then (`pfc-prevention-tout`). Runs until interrupted, or for `rounds` rounds.
     \"\"\"
     from time import monotonic, sleep
 

@@ -1,9 +1,9 @@
-"""The compiled program as a Tofino's P4Runtime servers take it (`p4_device_config`).
+"""The compiled program in the formats of a Tofino's P4Runtime servers (`p4_device_config`).
 
-Two servers, two forms:
+Each server has its own format:
 - Stratum: the protobuf message `stratum.hal.barefoot.BfPipelineConfig`
-  (github.com/stratum/stratum, `stratum/hal/lib/barefoot/bf.proto`, made there by `bf_pipeline_builder`).
-- PI, which the SDE's own server is built on: program name, binary and context.json, each after its length,
+  (github.com/stratum/stratum, `stratum/hal/lib/barefoot/bf.proto`, written there by `bf_pipeline_builder`).
+- PI, on which the SDE's own server is built: program name, binary and context.json, each after its length,
   32 bits little-endian (`bf-asm/test/update_config.py` in github.com/p4lang/open-p4studio; the same in
   Stratum up to 2022, `BfPipelineConfigToPiConfig`).
 """
@@ -26,12 +26,12 @@ from p4src.tofino import CPU_PORT_NOTE, configuration
 
 
 class NotCompiled(WrongPipeline):
-    """What the compiler makes for a Tofino isn't there, or isn't what it should be."""
+    """The compiler's output for a Tofino is missing or malformed."""
 
 
 @dataclass(frozen=True)
 class PackedPipeline:
-    """One pipeline of a compiled program, and the hardware pipes that it is for."""
+    """One pipeline of a compiled program, and its hardware pipes."""
 
     name: str
     binary: bytes
@@ -47,13 +47,16 @@ class PackedProgram:
     bfrt: bytes
     pipelines: tuple[PackedPipeline, ...]
     cpu_port: int | None = None
-    """The device port that it takes for the controller's, where the compilation has noted it."""
+    """The device port that the program uses for the controller, if the compilation recorded it."""
 
 
 def read_program(target: str, sde: Path | None = None) -> PackedProgram:
-    """What `make p4 P4_TARGET=target` left under the SDE's installation; `NotCompiled` where it isn't whole.
+    """Read the output of `make p4 P4_TARGET=target` under the SDE's installation.
 
-    The paths are those of the compiler's own `.conf`, which bf_switchd reads too.
+    The paths are those in the compiler's own `.conf`, which bf_switchd reads too.
+
+    Raises:
+        NotCompiled: The output is missing or malformed.
     """
     root = sde or p4src.sde_install()
     conf = configuration(target, root)
@@ -92,7 +95,7 @@ def _parse(conf: Mapping[str, Any], root: Path) -> PackedProgram:
 
 
 def check_cpu_port(program: PackedProgram, target: str, cpu_port: int) -> None:
-    """`NotCompiled` where the program takes another port than `cpu_port` for the controller's."""
+    """Raise `NotCompiled` if the program is compiled for another CPU port than `cpu_port`."""
     if program.cpu_port not in (None, cpu_port):
         raise NotCompiled(
             f"the program is compiled for CPU port {program.cpu_port}, and the switch's is {cpu_port}: run "
@@ -101,7 +104,7 @@ def check_cpu_port(program: PackedProgram, target: str, cpu_port: int) -> None:
 
 
 def pack(program: PackedProgram, p4runtime: str) -> bytes:
-    """The program for the P4Runtime server `stratum` or `pi`."""
+    """Return the program for the P4Runtime server `stratum` or `pi`."""
     return _for_stratum(program) if p4runtime == "stratum" else _for_pi(program)
 
 
@@ -113,18 +116,6 @@ def _for_pi(program: PackedProgram) -> bytes:
     pipeline = program.pipelines[0]
     parts = (program.name.encode(), pipeline.binary, pipeline.context)
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
-
-
-def unpack_pi(blob: bytes) -> tuple[str, bytes, bytes]:
-    """Name, binary and context of PI's form; `ValueError` where it isn't that."""
-    parts = []
-    while blob:
-        if len(blob) < 4 or len(blob) - 4 < (length := struct.unpack_from("<I", blob)[0]):
-            raise ValueError("cut short")
-        parts.append(blob[4 : 4 + length])
-        blob = blob[4 + length :]
-    name, binary, context = parts
-    return name.decode(), binary, context
 
 
 def _for_stratum(program: PackedProgram) -> bytes:
@@ -142,7 +133,7 @@ def _for_stratum(program: PackedProgram) -> bytes:
 
 
 def stratum_message() -> Any:
-    """An empty `BfPipelineConfig`."""
+    """Return an empty `BfPipelineConfig`."""
     return _stratum_class()()
 
 

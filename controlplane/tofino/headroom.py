@@ -1,14 +1,14 @@
-"""How much a lossless port must still take after it has asked its peer to pause. Pure.
+"""Headroom: the data that a lossless port must accept after it has asked its peer to pause. Pure.
 
-The sum is that of IEEE 802.1Q-2018, Annex N (buffer requirements for PFC), in the terms in which SONiC works
-it out for Tofino (`cfgmgr/buffer_headroom_barefoot.lua` in sonic-swss). In the worst case, all of this comes
-in while the PFC frame is on its way:
+The sum follows IEEE 802.1Q-2018, Annex N (buffer requirements for PFC), with the terms that SONiC uses for
+Tofino (`cfgmgr/buffer_headroom_barefoot.lua` in sonic-swss). In the worst case, all of this arrives after the
+threshold is reached, counted as time on the wire:
 
-1. a frame that our side has just begun to send, of any class, and that the PFC frame has to wait for;
+1. a frame of any class that our side has just begun to send, before the PFC frame;
 2. the PFC frame itself;
-3. what is in the cable, there and back: signals travel at 198,000 km/s;
-4. what the peer sends until it must have stopped (IEEE 802.3, 31B.3.7: a number of pause quanta of 512 bits);
-5. what is in our own MAC and PHY (IEEE 802.3, clause 80: at most some 123,000 bit times at 100 Gbit/s);
+3. the data in the cable, in both directions: signals travel at 198,000 km/s;
+4. the data that the peer sends until it must stop (IEEE 802.3, 31B.3.7: in pause quanta of 512 bits);
+5. the data in our own MAC and PHY (IEEE 802.3, clause 80: at most about 123,000 bit times at 100 Gbit/s);
 6. a frame that the peer has just begun by then.
 """
 
@@ -26,7 +26,7 @@ ETHERNET = 18  # header and FCS
 BETWEEN_FRAMES = 20  # preamble, start delimiter and the shortest gap
 SHORTEST_FRAME = 64
 QUANTUM = 64  # bytes
-BRIDGED = 16  # bytes: at least what a program puts in front of a frame on its way from ingress to egress
+BRIDGED = 16  # bytes: the minimum that a program puts in front of a frame between ingress and egress
 RESPONSE_QUANTA: Mapping[str, int] = MappingProxyType(
     {"10G": 67, "25G": 80, "40G": 118, "50G": 147, "100G": 394, "200G": 453, "400G": 905}
 )
@@ -35,7 +35,7 @@ INTERFACE_BITS = 122_880  # at 100 Gbit/s and below
 
 @dataclass(frozen=True)
 class Headroom:
-    """What comes in after the threshold, in bytes on the wire, and the cells that hold it."""
+    """Bytes on the wire that arrive after the threshold is reached, and the cells that hold them."""
 
     own_frame: int
     pfc_frame: int
@@ -50,7 +50,7 @@ class Headroom:
         return self.own_frame + self.pfc_frame + self.cable + self.response + self.interface + self.last_frame
 
     def arithmetic(self) -> str:
-        """The sum, term by term."""
+        """Return the sum, term by term."""
         return (
             f"{self.own_frame} (own frame) + {self.pfc_frame} (PFC frame) + {self.cable} (cable, both ways) "
             f"+ {self.response} (peer's response) + {self.interface} (MAC and PHY) + {self.last_frame} "
@@ -59,7 +59,14 @@ class Headroom:
 
 
 def headroom(speed: str, cable: float, mtu: int, chip: Chip) -> Headroom:
-    """Of a port: `speed` such as `100G`, cable in metres, the hosts' MTU in bytes."""
+    """Return the headroom of a port.
+
+    Args:
+        speed: The port's speed, such as `100G`.
+        cable: Length of the cable, in metres.
+        mtu: The hosts' MTU, in bytes.
+        chip: The switch's chip.
+    """
     bits_per_second = int(speed.removesuffix("G")) * 10**9
     frame = mtu + ETHERNET + BETWEEN_FRAMES
     faster = max(1, bits_per_second // 10**11)
@@ -76,13 +83,13 @@ def headroom(speed: str, cable: float, mtu: int, chip: Chip) -> Headroom:
 
 
 def cells_of(frame: int, chip: Chip) -> int:
-    """Cells that one frame takes; its length in bytes, FCS included."""
+    """Return the number of cells for one frame of `frame` bytes, FCS included."""
     return _round_up(frame + BRIDGED, chip.cell_bytes)
 
 
 @cache
 def _worst_frame(mtu: int, cell_bytes: int) -> tuple[int, int]:
-    """(cells, bytes on the wire) of the frame length that fills the most cells for its time on the wire."""
+    """Return (cells, bytes on the wire) of the frame length with the most cells per byte on the wire."""
     lengths = range(SHORTEST_FRAME, mtu + ETHERNET + 1)
     worst = max(lengths, key=lambda s: _round_up(s + BRIDGED, cell_bytes) / (s + BETWEEN_FRAMES))
     return _round_up(worst + BRIDGED, cell_bytes), worst + BETWEEN_FRAMES

@@ -1,4 +1,4 @@
-"""What hosts on a Tofino are told, so that PFC reaches to their NICs: `dcb` and `ethtool` commands. Pure."""
+"""`dcb` and `ethtool` commands that extend PFC to the NICs of a Tofino's hosts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checkmate.job.tofino.ports import port_settings
 
 @dataclass(frozen=True)
 class HostCommands:
-    """The commands for one interface, a POSIX shell's; `$DEV` is the interface that has the address."""
+    """POSIX shell commands for one interface; `$DEV` is the interface that has the address."""
 
     host: str
     ip: str
@@ -21,7 +21,7 @@ class HostCommands:
 
 
 def host_commands(jobs: Sequence[Job]) -> Iterator[HostCommands]:
-    """For every rank and shadow NIC that is attached to a Tofino."""
+    """Yield the commands for every rank and shadow NIC that is attached to a Tofino."""
     for job in jobs:
         switches = {switch.name: switch for switch in job.fabric.switches if switch.is_tofino}
         for group in job.dp_groups:
@@ -36,7 +36,7 @@ def host_commands(jobs: Sequence[Job]) -> Iterator[HostCommands]:
 
 
 def _host(name: str, place: Rank | Nic, switch: Switch, job: Job, *, stuck: bool = False) -> HostCommands:
-    """`stuck`: whether the host's NIC gives up pausing when the host has stopped reading."""
+    """Return a host's commands; with `stuck`, its NIC stops pausing if the host stops reading."""
     priority = job.tag.priority
     commands = [
         f"DEV=$(ip -o -4 address show to {place.ip}/32 | awk '{{print $2}}')",

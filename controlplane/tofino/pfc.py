@@ -1,14 +1,14 @@
-"""Lossless delivery to the shadow nodes: what a Tofino's buffer must hold, and what its ports are told. Pure.
+"""Lossless delivery to the shadow nodes: a Tofino's buffer and the settings of its ports. Pure.
 
-Ingress stops the traffic: a port that training sends into has a threshold T of cells in the shared pool, at
-which it asks its peer to pause, and above that its headroom (`headroom`). So what is admitted from port i is
-at most T + H(i). Egress must have room for all of it, since it has nobody to pause: a queue holds T + H(i)
-for each port i whose frames it may get, and the pool that all queues share holds (T + H(i)) x c(i), where
-c(i) is the most copies that a multicast group makes of a frame from port i. Each copy is counted in full,
-though the chip may store them once. T is what the buffer leaves.
+Ingress stops the traffic. A port that receives training traffic has a threshold T of cells in the shared
+pool, at which it asks its peer to pause, and above that its headroom H (`headroom`). So port i admits at most
+T + H(i) cells. Egress cannot pause anyone and must have room for all of them. A queue holds T + H(i) for each
+port i whose frames it may get. The pool that all queues share holds the sum of (T + H(i)) x c(i), where c(i)
+is the largest number of copies that a multicast group makes of a frame from port i. Each copy is counted in
+full, although the chip may store them once. T is the largest threshold that fits into the buffer.
 
-A shadow node's copies are made at its ranks' switches: what reaches another switch over a link is plain
-unicast, and any of it may be for a shadow port.
+Copies are made at the ranks' own switches. Traffic that reaches another switch over a link is plain unicast,
+and any of it may be for a shadow port.
 
 All frames have the chip's internal class iCoS 0 and queue 0: the program sets neither.
 """
@@ -27,18 +27,18 @@ from controlplane.plan import SwitchPlan
 from controlplane.tofino.headroom import ETHERNET, Headroom, cells_of, headroom
 
 UNIT = 8
-"""Thresholds go by 8 cells."""
+"""Cells; thresholds are multiples of it."""
 LEAST_FRAMES = 2
-"""A port whose threshold holds less would pause its peer at almost every frame."""
+"""Frames; with a smaller threshold, a port would pause its peer at almost every frame."""
 
 
 class NoRoom(Exception):
-    """The buffer can't hold what lossless delivery needs; the message has the arithmetic."""
+    """The buffer is too small for lossless delivery; the message has the arithmetic."""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """A port that training comes in by, and so one that asks its peer to pause."""
+    """A port at which training traffic arrives, and that asks its peer to pause."""
 
     port: PortSettings
     peers: tuple[str, ...]
@@ -46,13 +46,13 @@ class Sender:
     copies: int
 
     def admitted(self, threshold: int) -> int:
-        """The most cells of its frames that are in the buffer at once."""
+        """Return the largest number of cells of its frames in the buffer at once."""
         return threshold + self.headroom.cells
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Queue 0 of a port: the cells that it has to hold, and whether a shadow node is behind it."""
+    """Queue 0 of a port: the cells that it must hold, and whether it leads to a shadow node."""
 
     port: PortSettings
     peers: tuple[str, ...]
@@ -62,7 +62,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class BufferSpread:
-    """A multicast group: for each port that its frames come in by, the cells that its copies may take."""
+    """Cells that the copies of a multicast group may take, for one ingress port."""
 
     group: int
     came_in_by: str
@@ -72,7 +72,7 @@ class BufferSpread:
 
 @dataclass(frozen=True)
 class PfcPlan:
-    """Everything that PFC needs on one switch; in cells of the chip's buffer."""
+    """PFC settings of one switch, in cells of the chip's buffer."""
 
     switch: str
     target: str
@@ -91,7 +91,7 @@ class PfcPlan:
 
 
 def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) -> PfcPlan:
-    """What `switch` needs for the network's jobs; `NoRoom` where its buffer can't hold it."""
+    """Return the settings of `switch` for the network's jobs; raise `NoRoom` if its buffer is too small."""
     chip = chips.CHIPS[switch.target]
     peers, shadows = peers_of(network, switch.name)
     links = network.links(switch.name)
@@ -131,7 +131,7 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
 
 
 def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]], set[int]]:
-    """What each used port leads to, and the ports that lead to a shadow NIC."""
+    """Return the names of each used port's peers, and the ports that lead to a shadow NIC."""
     found: dict[int, tuple[str, ...]] = {}
     shadows = set()
     for port, far in network.links(switch).items():
@@ -150,7 +150,7 @@ def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]],
 
 
 def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:
-    """The multicast groups that frames which come in by a port may go to."""
+    """Return the multicast groups for frames from each port."""
     ports = {
         str(rank.ip): rank.port
         for job in network.jobs
@@ -170,7 +170,7 @@ def _most(copies: Mapping[int, Sequence[MulticastGroup]], port: int) -> int:
 
 
 def _threshold(switch: Switch, senders: Sequence[Sender], available: int, least: int) -> int:
-    """T: the most for which all that ingress may admit has room at egress, in steps of 8 cells."""
+    """Return T: the largest threshold for which egress has room for all that ingress may admit."""
     kept = sum(sender.headroom.cells * sender.copies for sender in senders)
     shares = sum(sender.copies for sender in senders)
     threshold = (available - kept) // shares // UNIT * UNIT if senders else 0
@@ -179,10 +179,10 @@ def _threshold(switch: Switch, senders: Sequence[Sender], available: int, least:
         terms = " + ".join(f"{s.headroom.cells} x {s.copies} ({s.port.name})" for s in senders)
         raise NoRoom(
             f"switch {switch.name} ({switch.target}): no headroom left. Headroom of each port x copies: "
-            f"{terms} = {kept} cells of the {available} that PFC may have; the rest is {available - kept}, "
+            f"{terms} = {kept} cells of the {available} available to PFC; the rest is {available - kept}, "
             f"for {shares} thresholds of at least {least} cells ({LEAST_FRAMES} frames). Headroom of "
-            f"{largest.port.name}: {largest.headroom.arithmetic()}. Shorter cables, a smaller mtu, fewer "
-            "replicas or ranks on this switch would do, or more pfc.cells"
+            f"{largest.port.name}: {largest.headroom.arithmetic()}. Use shorter cables, a smaller mtu, fewer "
+            "replicas or ranks on this switch, or a larger pfc.cells"
         )
     return threshold
 
@@ -190,7 +190,7 @@ def _threshold(switch: Switch, senders: Sequence[Sender], available: int, least:
 def _room(
     port: int, admitted: Mapping[int, int], copies: Mapping[int, Sequence[MulticastGroup]], plain: Set[int]
 ) -> int:
-    """What the queue of a port may be sent: copies by groups, and unicast from the ports `plain`."""
+    """Return the cells that a port's queue may get: copies, and unicast from the ports `plain`."""
     total = 0
     for sender, cells in admitted.items():
         by_group = [sum(out == port for out, _ in group.replicas) for group in copies.get(sender, ())]
@@ -218,17 +218,17 @@ def _spreads(
 
 @dataclass(frozen=True)
 class Clash:
-    """Two jobs that want different priorities for one DSCP on a switch that both use."""
+    """Two jobs with different priorities for one DSCP on a switch that both use."""
 
     job: str
     message: str
 
 
 def priority_clashes(jobs: Sequence[Job]) -> list[Clash]:
-    """A switch's hosts can map a DSCP to one priority only, and plain segments all have DSCP 0.
+    """Return the jobs that cannot share a switch because of their priorities.
 
-    The tag's bit is added to 0: a connection's plain and tagged segments have DSCP 0 and `dscp_bit`, and both
-    must have one priority, or they would overtake each other.
+    A switch's hosts map each DSCP to one priority. A connection's plain and tagged segments have DSCP 0 and
+    `dscp_bit`; both need the same priority, or they would overtake each other.
     """
     found: list[Clash] = []
     owners: dict[tuple[str, int], Job] = {}
@@ -242,7 +242,7 @@ def priority_clashes(jobs: Sequence[Job]) -> list[Clash]:
                             job.job,
                             f"DSCP {dscp} would have priority {job.tag.priority} here and "
                             f"{first.tag.priority} in job {first.job!r}, on switch {switch.name!r} of both; "
-                            "jobs that share a switch have one priority",
+                            "jobs that share a switch must have the same priority",
                         )
                     )
     return found

@@ -1,1 +1,1 @@
-"""A small GPT that learns Python's own documentation, trained with DDP and protected by Checkmate."""
+"""A small GPT trained on Python's own documentation with DDP, protected by Checkmate."""

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: causal self-attention and dropout, about 5 million parameters as it comes."""
+"""A small byte-level GPT: causal self-attention and dropout, about 5 million parameters by default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shape:
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then a perceptron of four times the width, each normalised first and added."""
+    """Attention, then a perceptron of four times the width, both residual with pre-normalisation."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         x = x + self._attend(self.before_attention(x))
         return x + torch.as_tensor(self.perceptron(self.before_perceptron(x)))
 
@@ -57,7 +57,7 @@ class TransformerBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Bytes in, the loss of guessing each next byte out."""
+    """Maps bytes to the loss of predicting each next byte."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Gpt(nn.Module):
         self.apply(_initialise)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Two (batch, time) of bytes as int64 to the mean cross entropy, in nats a byte."""
+        """Return the mean cross entropy in nats per byte, from int64 bytes of shape (batch, time)."""
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.dropout(self.bytes(inputs) + self.positions(positions))
         for block in self.blocks:
@@ -80,7 +80,7 @@ class Gpt(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    """Small weights and no bias, as GPT-2 begins."""
+    """Initialise like GPT-2: small weights and zero biases."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,4 @@
-"""The text: what Python's `help()` says of the language, which every Python has; or a file of yours."""
+"""The text: Python's own `help()` topics, which every installation has, or a given file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Text:
         self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def batch(self, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, each (size, context), int64, from places that torch's generator draws."""
+        """Return inputs and targets, int64 of shape (size, context), from random places."""
         starts = torch.randint(len(self.data) - context, (size, 1))
         window = self.data[starts + torch.arange(context + 1)].long()
         return window[:, :-1], window[:, 1:]
 
 
 def read(file: Path | None = None) -> Text:
-    """The text of a file, by default Python's own documentation (about half a million bytes)."""
+    """Return the text of a file, by default Python's own documentation (about half a million bytes)."""
     if file is not None:
         return Text(file.read_bytes())
     return Text("\n".join(topics[name] for name in sorted(topics)).encode())

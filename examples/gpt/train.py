@@ -1,4 +1,4 @@
-"""Train a small GPT with DistributedDataParallel. `checkmate.restore` and `checkmate.protect` protect it.
+"""Train a small GPT with DistributedDataParallel, protected by `checkmate.restore` and `checkmate.protect`.
 
 CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 3 -m examples.gpt.train --out out/gpt
 """
@@ -21,18 +21,18 @@ from examples.gpt.model import Gpt, Shape
 
 
 def main() -> None:
-    """Train, and leave each rank's losses and the final state in --out."""
+    """Train, and write each rank's losses and the final state to --out."""
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    torch.manual_seed(options.seed)  # all ranks begin with the same model
+    torch.manual_seed(options.seed)  # the same model on all ranks
     model = Gpt(Shape(options.layers, options.width, options.heads, options.context, options.dropout))
     ddp = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
     scheduler = LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
     data = text.read(options.text)
-    torch.manual_seed(options.seed + 1 + rank)  # each rank its own batches and dropout
+    torch.manual_seed(options.seed + 1 + rank)  # different batches and dropout on each rank
 
     start, _ = checkmate.restore(ddp, optimizer, scheduler=scheduler)
     protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
-    """The learning rate's factor at a step."""
+    """Return the factor of the learning rate at a step."""
     if step < warm_up:
         return (step + 1) / warm_up
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1)))
@@ -67,16 +67,16 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for losses and the final state")
-    parser.add_argument("--text", type=Path, help="a file to learn; Python's documentation by default")
+    parser.add_argument("--text", type=Path, help="file to train on; Python's documentation by default")
     parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=2, help="of each rank")
-    parser.add_argument("--context", type=int, default=64, help="bytes")
+    parser.add_argument("--batch", type=int, default=2, help="batch size per rank")
+    parser.add_argument("--context", type=int, default=64, help="context length in bytes")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--bucket-mb", type=float, default=4, help="gradients are reduced in buckets, MiB")
+    parser.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

@@ -1,1 +1,1 @@
-"""What the suites run on: a switch of their own in a namespace, or one that is up already."""
+"""The switch under test: one in a namespace, or one that is already running."""

@@ -1,4 +1,4 @@
-"""A switch that is up already, as a file describes it: its P4Runtime server, ports, and their interfaces."""
+"""The description of a running switch in a file: its P4Runtime server, ports, and their interfaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptf_tests.packets import PORTS
 
 
 class ConfigError(Exception):
-    """The file can't be used; the message has every fault, each with its place."""
+    """An invalid file; the message has every fault, each with its location."""
 
 
 class _Model(BaseModel):
@@ -23,14 +23,14 @@ class _Model(BaseModel):
 
 
 class PortPlace(_Model):
-    """A port of the switch, and the interface of this machine that leads to it."""
+    """A port of the switch, and the interface of this machine that is connected to it."""
 
     port: Annotated[int, Field(ge=0, lt=512, strict=True)]
     interface: Annotated[str, Field(min_length=1, max_length=15)]
 
 
 class StandingConfig(_Model):
-    """The switch under test. `ports`: by the number that the suites use."""
+    """The switch under test. `ports` are by the suites' port numbers."""
 
     target: Literal["softswitch", "bmv2", "tofino", "tofino2"]
     address: HostPort
@@ -41,18 +41,18 @@ class StandingConfig(_Model):
 
     @property
     def device_ports(self) -> dict[int, int]:
-        """The suites' port numbers, each with the switch's."""
+        """The switch's port number for each of the suites'."""
         return {number: place.port for number, place in self.ports.items()}
 
 
 def read_config(file: Path) -> StandingConfig:
-    """Read a file; `ConfigError` with every fault in it."""
+    """Read a file; raise `ConfigError` with every fault in it."""
     try:
         data = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file} can't be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file} is no YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{file} is not YAML: {str(error).splitlines()[0]}") from None
     faults: list[str] = []
     try:
         config = StandingConfig.model_validate(data)
@@ -84,4 +84,4 @@ def _twice(field: str, values: Mapping[int, Any]) -> Iterator[str]:
     counts = Counter(values.values())
     for number, value in values.items():
         if counts[value] > 1:
-            yield f"ports.{number}.{field}: {value} is given {counts[value]} times; each port has its own"
+            yield f"ports.{number}.{field}: {value} is used {counts[value]} times; each port needs its own"

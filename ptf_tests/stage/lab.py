@@ -1,4 +1,4 @@
-"""The stage of a run: namespace, interfaces, PTF's data plane, and the switch under test."""
+"""The stage of a run: namespace, interfaces, PTF's data plane, and the switches."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _PTF_CONFIG = {
 
 
 class Stage(ABC):
-    """Where the tests happen: the switch under test, and PTF's data plane (PTF's device 0)."""
+    """The environment of tests: the switch under test, and PTF's data plane (PTF's device 0)."""
 
     target: str
     hardware: bool = False
-    """Whether it is a chip, or its model: Ethernet pads short frames, and bytes are counted otherwise."""
+    """Whether it is a chip or its model: Ethernet pads short frames, and byte counts differ."""
 
     @abstractmethod
     def start(self) -> PtfSwitch:
-        """The switch under test, with the program loaded."""
+        """Return the switch under test, with the program loaded."""
 
     @abstractmethod
     def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[PtfSwitch]:
-        """Further switches by number, each with its ports' interfaces."""
+        """Start further switches by number, each with its ports' interfaces."""
 
     @abstractmethod
     def stop_switches(self, switches: list[PtfSwitch]) -> None:
-        """End some switches before the rest."""
+        """Stop some of the switches."""
 
     @abstractmethod
     def close(self) -> None:
-        """End everything that was started."""
+        """Stop everything that was started."""
 
     def open_dataplane(self, interfaces: Mapping[int, str]) -> None:
-        """PTF's data plane, over the interfaces that lead to the ports."""
+        """Open PTF's data plane over the interfaces of the ports."""
         ptf.config.update(_PTF_CONFIG)
         ptf.ptfutils.default_timeout = 5.0
         ptf.ptfutils.default_negative_timeout = 0.01
@@ -61,14 +61,14 @@ class Stage(ABC):
             ptf.dataplane_instance.port_add(interface, 0, port)
 
     def close_dataplane(self) -> None:
-        """End it, where it was opened."""
+        """Close PTF's data plane if it is open."""
         if ptf.dataplane_instance is not None:
             ptf.dataplane_instance.kill()
             ptf.dataplane_instance = None
 
 
 class NamespaceStage(Stage):
-    """Enters a new network namespace for good; one for each process."""
+    """A stage in a new network namespace, which the process never leaves; one per process."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -87,7 +87,7 @@ class NamespaceStage(Stage):
         return switch
 
     def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[PtfSwitch]:
-        """Start switches by number, each with its ports' interfaces; all have the program loaded."""
+        """Start switches by number, each with its ports' interfaces and the program loaded."""
         started = []
         for number, interfaces in ports.items():
             process = SwitchProcess(self.target, number, interfaces)
@@ -105,7 +105,7 @@ class NamespaceStage(Stage):
         return [switch for _, switch in started]
 
     def stop_switches(self, switches: list[PtfSwitch]) -> None:
-        """End some switches before the rest."""
+        """Stop some of the switches."""
         for process, switch in [pair for pair in self._running if pair[1] in switches]:
             switch.close()
             process.stop()

@@ -1,4 +1,4 @@
-"""A network namespace without a name: it ends with the last process in it, however the run ends."""
+"""A network namespace without a name, which ends with the last process in it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 from pyroute2 import IPRoute
 
 MTU = 9500
-"""Of every interface, so that 9,000-byte frames pass."""
+"""MTU of every interface, for frames of 9,000 bytes."""
 
 _CLONE_NEWNET = 0x40000000
 _NO_IPV6 = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
 
 
 class NamespaceError(Exception):
-    """The namespace or an interface in it can't be made."""
+    """The namespace or an interface in it could not be created."""
 
 
 def enter() -> None:
-    """Move this process into a new network namespace with nothing but loopback, and that up.
+    """Move this process into a new network namespace that has only a loopback interface, which is up.
 
-    To be called before any thread starts, since unshare(2) moves only the calling one.
+    Call it before any thread starts, because unshare(2) moves only the calling thread.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
         reason = os.strerror(ctypes.get_errno())
         raise NamespaceError(f"can't make a network namespace: {reason}; run as root")
-    # The kernel's own router solicitations would come out of the ports as frames nobody expects.
+    # The kernel's own router solicitations would be unexpected frames at the ports.
     if _NO_IPV6.exists():
         _NO_IPV6.write_text("1")
     with IPRoute() as ip:
@@ -37,7 +37,7 @@ def enter() -> None:
 
 
 def add_links(pairs: Iterable[tuple[str, str]]) -> None:
-    """Make veth pairs by their two names, and set them up."""
+    """Create veth pairs with these names, and bring them up."""
     with IPRoute() as ip:
         names = []
         for one, other in pairs:
@@ -48,7 +48,7 @@ def add_links(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def mtu(name: str) -> int | None:
-    """An interface's MTU in bytes; `None` where there is no such interface."""
+    """Return an interface's MTU in bytes, or `None` if it does not exist."""
     with IPRoute() as ip:
         for link in ip.get_links():
             if link.get_attr("IFLA_IFNAME") == name:
@@ -57,7 +57,7 @@ def mtu(name: str) -> int | None:
 
 
 def frames_sent(names: Iterable[str]) -> dict[str, int]:
-    """How many frames each interface has sent so far."""
+    """Return the number of frames that each interface has sent so far."""
     wanted = set(names)
     sent = {}
     with IPRoute() as ip:

@@ -1,4 +1,4 @@
-"""The stage of a run against a switch that is up already: hardware, a model, or any other, as a file says."""
+"""The stage of a run against a switch that is already running: hardware, a model, or any other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ptf_tests.stage.namespace import MTU, mtu
 from ptf_tests.stage.targets import STANDING, TargetError
 from ptf_tests.switch import PtfSwitch, SwitchError
 
-LONGEST = 9000  # bytes of the suites' longest frames
+LONGEST = 9000  # length of the suites' longest frames, in bytes
 
 
 class StandingSwitch(Stage):
-    """Uses this machine's interfaces as they are, and leaves the switch without entries."""
+    """Stage of a running switch; it uses existing interfaces, and leaves the switch without entries."""
 
     def __init__(self, config: StandingConfig) -> None:
         self.target = config.target
@@ -49,14 +49,14 @@ class StandingSwitch(Stage):
         return switch
 
     def start_switches(self, ports: Mapping[int, Mapping[int, str]]) -> list[PtfSwitch]:
-        """There is one switch only, so tests of several are skipped."""
-        raise unittest.SkipTest(f"needs {len(ports)} switches, and the file has one")
+        """Skip tests that need several switches."""
+        raise unittest.SkipTest(f"needs {len(ports)} switches, but the file has one")
 
     def stop_switches(self, switches: list[PtfSwitch]) -> None:
-        """Nothing was started."""
+        """Do nothing: no switches were started."""
 
     def close(self) -> None:
-        """Leave the interfaces and the switch."""
+        """Close the connection and the data plane; the interfaces and the switch stay."""
         self.close_dataplane()
         if self._switch is not None:
             self._switch.close()
@@ -71,6 +71,6 @@ def _usable(interface: str) -> None:
     ipv6 = Path("/proc/sys/net/ipv6/conf") / interface / "disable_ipv6"
     if ipv6.exists() and ipv6.read_text().strip() != "1":
         raise TargetError(
-            f"the kernel sends IPv6 frames of its own out of {interface}, which no test expects: "
+            f"the kernel sends IPv6 frames of its own from {interface}, which tests do not expect: "
             f"sysctl -w net.ipv6.conf.{interface}.disable_ipv6=1"
         )

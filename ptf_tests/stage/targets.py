@@ -10,21 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from p4src.compile import CPU_PORT
+
 TARGETS = ("softswitch", "bmv2", "tna")
 STANDING = ("tofino", "tofino2")
-"""Targets that can't be started here: a file says where such a switch is (`config`)."""
-CPU_PORT = 510
+"""Targets that cannot be started here: a file describes a running switch (`config`)."""
 _FIRST_GRPC_PORT = 9559
 _FIRST_THRIFT_PORT = 9090
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class TargetError(Exception):
-    """A target that isn't installed or doesn't start."""
+    """A target that is not installed or does not start."""
 
 
 def command(target: str) -> list[str]:
-    """What starts `target`; `TargetError` where it isn't installed."""
+    """Return the command of `target`; raise `TargetError` if it is not installed."""
     if target == "softswitch":
         return [sys.executable, "-m", "softswitch"]
     if target == "tna":
@@ -32,14 +33,14 @@ def command(target: str) -> list[str]:
     found = shutil.which("simple_switch_grpc")
     if found is None:
         raise TargetError(
-            "target bmv2 needs simple_switch_grpc on PATH, and there is none: "
+            "target bmv2 needs simple_switch_grpc on PATH: "
             "install BMv2 (github.com/p4lang/behavioral-model) or use --target softswitch"
         )
     return [found]
 
 
 class SwitchProcess:
-    """A running switch. `number` keeps the ports of several apart."""
+    """A running switch. Switches with different `number` have different ports."""
 
     def __init__(self, target: str, number: int, ports: Mapping[int, str]) -> None:
         self.target = target
@@ -52,7 +53,7 @@ class SwitchProcess:
         if target == "bmv2":
             options += ["--thrift-port", str(_FIRST_THRIFT_PORT + number)]
         options += ["--", "--cpu-port", str(CPU_PORT), "--grpc-server-addr", self.address]
-        # Killed with us, even where we are killed ourselves.
+        # It is killed with us, even if we are killed ourselves.
         tied = ["setpriv", "--pdeathsig", "KILL", "--"]
         self._process = subprocess.Popen(
             [*tied, *command(target), *options],
@@ -71,12 +72,12 @@ class SwitchProcess:
         return self._process.poll() is not None
 
     def output(self) -> str:
-        """The end of what it printed."""
+        """Return the end of its output."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-2000:].strip()
 
     def stop(self) -> None:
-        """End it, and wait until it has."""
+        """Stop it, and wait until it has ended."""
         self._process.terminate()
         try:
             self._process.wait(5)

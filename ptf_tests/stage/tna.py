@@ -1,8 +1,8 @@
 """The Tofino program on the embedded target, as a switch process: `python -m ptf_tests.stage.tna`.
 
-checkmate_tna.p4's own parsers, controls and deparsers run, unchanged: ingress and egress as a v1model program
-each (p4src/tna_on_v1model), with intrinsic metadata as prefixes of the packet, and the embedded target's
-replication engine between them. Only the residual checksums are computed by other means.
+The unchanged parsers, controls and deparsers of checkmate_tna.p4 run as two v1model programs, ingress and
+egress (p4src/tna_on_v1model). Intrinsic metadata are prefixes of the packet, and the embedded target's
+replication engine is between the programs. Only the residual checksums are computed by other means.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from softswitch.program.state import CounterCell, State
 from softswitch.program.trace import Trace
 
 _BEFORE_INGRESS = 16
-"""Bytes of intrinsic and port metadata in front of a frame."""
+"""Bytes of intrinsic and port metadata before a frame."""
 _BEFORE_EGRESS = 27
 _BRIDGED = 5
 _FILES = {"json": "json", "p4info": "p4info.txtpb"}
 
 
 class TnaProgram(Program):
-    """Both halves as one program: what `softswitch.codegen.program.Program` is to the switch around it."""
+    """Both halves as one program, with the interface of `softswitch.codegen.program.Program`."""
 
     def __init__(self, p4info: p4i.P4Info, ingress: Program, egress: Program) -> None:
         self.p4info = p4info
@@ -50,7 +50,7 @@ class TnaProgram(Program):
         return self._state
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
-        """What leaves for a frame that came in by `port`, in the order of admission."""
+        """Return the outputs for a frame received at `port`, in the order of admission."""
         ingress, egress = self.halves
         outputs = []
         intrinsic = port.to_bytes(2, "big").ljust(_BEFORE_INGRESS, b"\0")
@@ -68,7 +68,7 @@ class TnaProgram(Program):
 
 
 def _run(half: Program, port: int, prefix: bytes, rest: bytes, trace: Trace | None) -> list[Output]:
-    """Run a half; its counters shall not count the prefix."""
+    """Run a half, without counting the prefix."""
     packets = [(cell, cell.packets) for cell in _cells(half.state)]
     outputs = half.process(port, prefix + rest, trace)
     for cell, before in packets:
@@ -84,7 +84,7 @@ def _cells(state: State) -> Iterator[CounterCell]:
 
 
 def device_config() -> bytes:
-    """Both halves as p4c compiled them, put together for `load_halves`."""
+    """Return p4c's output of both halves, for `load_halves`."""
     folder = artifacts("tna")
     return json.dumps(
         {
@@ -95,13 +95,13 @@ def device_config() -> bytes:
 
 
 def codec() -> Codec:
-    """Of v1model's P4Info: the halves have its names and ids (the Tofino compiler chooses other ids)."""
+    """Return the codec of v1model's P4Info, whose names and ids the halves have (unlike on Tofino)."""
     p4info = artifacts("bmv2") / "checkmate_v1model.p4info.txtpb"
     return Codec(P4Schema(p4info, device_config()))
 
 
 def load_halves(config_json: bytes, p4info: p4i.P4Info) -> TnaProgram:
-    """In place of `softswitch.codegen.program.load`, which doesn't know of halves."""
+    """Load both halves, in place of `softswitch.codegen.program.load`."""
     config = json.loads(config_json)
     ingress, egress = (
         load(config[half]["json"].encode(), text_format.Parse(config[half]["p4info"], p4i.P4Info()))

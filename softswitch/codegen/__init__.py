@@ -1,1 +1,1 @@
-"""The program as Python source."""
+"""Translation of the program to Python source."""

@@ -1,8 +1,9 @@
-"""Puts a program's parser, controls, checksums and deparser together into two Python functions.
+"""Code generation: parser, controls, checksums and deparser of a program become two Python functions.
 
-`process(port, frame, trace)` parses, runs ingress and decides on copies; `egress(...)` is called for each
-copy with the variables it reads, so that every copy has headers and metadata of its own. It gives the frame's
-bytes, or `None` for a drop. A packet whose headers nothing changed leaves as the very bytes object that came.
+`process(port, frame, trace)` parses, runs ingress and decides on copies. `egress(...)` is called for each
+copy with the variables that it reads, so that every copy has its own headers and metadata. It returns the
+frame's bytes, or `None` for a drop. If no headers were changed, the bytes object that was received is
+returned.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ REPLICATION = 5
 """`instance_type` of a multicast copy (BMv2's simple_switch)."""
 MAX_ROUNDS = 20
 LARGE = 2048
-"""Payloads above so many bytes are joined without being copied first."""
+"""Payloads of more bytes are joined without a copy."""
 
 
 class Output(NamedTuple):
-    """A frame that leaves: port, bytes, and for a multicast copy its instance and group (0 for unicast)."""
+    """An output frame: port, bytes, and instance and group of a multicast copy (0 for unicast)."""
 
     port: int
     frame: bytes
@@ -38,9 +39,10 @@ class Output(NamedTuple):
 
 
 def generate(plan: ProgramPlan, traced: bool) -> tuple[str, dict[str, Any]]:
-    """The source of `process` and `egress`, and the namespace that they run in.
+    """Return the source of `process` and `egress`, and their namespace.
 
-    Repeated until nothing more can be left out; what isn't supported is noted in the plan's config.
+    Generation is repeated until nothing more can be omitted. Unsupported features are noted in the plan's
+    config.
     """
     facts: Facts | None = None
     for _ in range(MAX_ROUNDS):
@@ -60,7 +62,7 @@ PROCESS_HEAD = "def process(port, frame, trace):"
 
 
 def _module(emitter: Emitter) -> str:
-    """One round: `egress` first, since `process` hands it what it reads of what `process` wrote."""
+    """Generate one round: `egress` first, because `process` passes it the variables that it reads."""
     with emitter.function(EGRESS_HEAD.format("")):
         _egress(emitter)
     egress = emitter.lines
@@ -84,13 +86,13 @@ def _module(emitter: Emitter) -> str:
 
 
 def _names(lines: list[str], use: type[ast.expr_context]) -> set[str]:
-    """The names that some code reads (`ast.Load`) or sets (`ast.Store`)."""
+    """Return the names that some code reads (`ast.Load`) or sets (`ast.Store`)."""
     tree = ast.parse("\n".join(lines))
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, use)}
 
 
 def _start(emitter: Emitter, names: set[str]) -> list[str]:
-    """What variables are at first."""
+    """Return the lines that initialize variables."""
     values: dict[str, list[str]] = {}
     for name in sorted(names):
         values.setdefault(emitter.variables[name], []).append(name)
@@ -152,7 +154,7 @@ def _generic(emitter: Emitter, checksum: Json) -> bool:
 
 
 def copies_of(groups: dict[int, tuple[GroupReplica, ...]]) -> Callable[[int], Sequence[tuple[int, int]]]:
-    """A function from group to its copies (port, instance) in order of admission: instance 0 comes last."""
+    """Return a function from a group to its copies (port, instance) in admission order: instance 0 last."""
     known: dict[int, tuple[tuple[GroupReplica, ...], list[tuple[int, int]]]] = {}
 
     def copies(group: int) -> Sequence[tuple[int, int]]:
@@ -169,7 +171,7 @@ def copies_of(groups: dict[int, tuple[GroupReplica, ...]]) -> Callable[[int], Se
 
 
 def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
-    """What follows ingress: multicast, drop or one copy."""
+    """Emit the code after ingress: multicast, drop or one copy."""
     e = emitter
     call = "".join(f", {name}" for name in parameters)
     group = e.load(["standard_metadata", "mcast_grp"]).code
@@ -205,13 +207,13 @@ def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
 def _egress(emitter: Emitter) -> None:
     e = emitter
     _set(e, "egress_port", Value("copy_port", 0, None))
-    # simple_switch sets 512, which nine bits hold as 0.
+    # simple_switch sets 512, which is 0 in nine bits.
     _set(e, "egress_spec", number(0))
     e.declare("packet_size", "size")
     _set(e, "packet_length", variable("packet_size", 32))
     _set_time(e, "enq_timestamp")
     _set_time(e, "egress_global_timestamp")
-    # There is no queue to wait in.
+    # Queues do not exist here.
     for name in ("enq_qdepth", "deq_timedelta", "deq_qdepth"):
         _set(e, name, number(0))
     ControlEmitter(e, e.config.pipelines["egress"]).emit()
@@ -226,7 +228,7 @@ def _egress(emitter: Emitter) -> None:
 
 
 def _deparse(emitter: Emitter) -> None:
-    """Join the valid headers and the payload."""
+    """Emit the code that joins the valid headers and the payload."""
     e = emitter
     for primitive in e.config.deparser.get("primitives") or ():
         e.config.problem(f"{primitive['op']} in the deparser is not supported", primitive, e.config.deparser)

@@ -1,8 +1,8 @@
-"""Ingress and egress controls, as Python source.
+"""Ingress and egress controls as Python source.
 
-The graph of tables and conditions becomes nested `if`s: a branch is written up to where its arms meet again
-(the immediate post-dominator), and what follows is written once. A graph that isn't so structured, or nests
-too deeply, becomes the branches of a loop instead.
+The graph of tables and conditions becomes nested `if`s. A branch is emitted up to the node where its arms
+meet again (the immediate post-dominator), and the code after that node is emitted once. An unstructured or
+too deep graph becomes the branches of a loop instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_DUPLICATION = 4
 
 
 class _Missing:
-    """Stands for "not looked up yet" where `None` is a miss."""
+    """Sentinel for "not looked up yet", because `None` is a miss."""
 
 
 MISSING = _Missing()
@@ -28,7 +28,7 @@ MISSING = _Missing()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An action that may run: P4Info id, JSON, and the node that follows."""
+    """A possible action: P4Info id, JSON, and the next node."""
 
     id: int
     action: Json
@@ -36,7 +36,7 @@ class Choice:
 
 
 class ControlEmitter:
-    """Writes one pipeline's control."""
+    """Emitter of one pipeline's control."""
 
     def __init__(self, emitter: Emitter, pipeline: Json) -> None:
         self.emitter = emitter
@@ -45,7 +45,7 @@ class ControlEmitter:
         self.looped = not self.graph.fits(MAX_DUPLICATION * len(self.graph.numbers))
 
     def emit(self) -> None:
-        """Write the control; `exit` is a `break` out of it."""
+        """Emit the control; `exit` is a `break` out of it."""
         if not self._check() or self.graph.initial is None:
             return
         if self.looped:
@@ -75,13 +75,13 @@ class ControlEmitter:
         return not config.problems
 
     def _chain(self, node: str | None, stop: str | None) -> None:
-        """Nodes one after another up to `stop`."""
+        """Emit nodes in order, up to `stop`."""
         while node is not None and node != stop:
             self._node(node)
             node = self.graph.joins[node]
 
     def _loop(self, initial: str) -> None:
-        """Nodes as branches of a loop."""
+        """Emit nodes as branches of a loop."""
         e = self.emitter
         e.line(f"_node = {self.graph.numbers[initial]}")
         with e.block("while _node:"):
@@ -90,7 +90,7 @@ class ControlEmitter:
                     self._node(name)
 
     def _follow(self, node: str, after: str | None) -> None:
-        """Go on with `after`, one of the nodes that follow `node`."""
+        """Continue with `after`, a successor of `node`."""
         if self.looped:
             self.emitter.line(f"_node = {self.graph.numbers[after] if after else 0}")
         else:
@@ -120,14 +120,14 @@ class ControlEmitter:
                 self._follow(name, node["false_next"])
 
     def _hidden(self, name: str, table: Json) -> None:
-        """A table that p4c made around statements: just its one action."""
+        """Emit the only action of a table that p4c generated for statements."""
         action = self.emitter.config.actions[table["default_entry"]["action_id"]]
         self.emitter.trace(f"statements({where(action) or where(table)!r})")
         self._constant_default(table, action)
         self._follow(name, after_action(table, action["name"], hit=False))
 
     def _table(self, name: str, json: Json, table: Table) -> None:
-        """A table: lookup, then the entry's action or the default one, then what follows."""
+        """Emit a table: lookup, the entry's or the default action, and the next nodes."""
         e = self.emitter
         if not json["key"]:
             e.trace(f"miss({table.name!r}, (), ())")
@@ -150,7 +150,7 @@ class ControlEmitter:
             self._default(name, json, table)
 
     def _switch(self, name: str, json: Json, table: Table) -> None:
-        """A table whose action decides what follows: the default's arms are the entries', written once."""
+        """Emit a table whose action determines the next node; default and entries share the arms."""
         e = self.emitter
         with e.block("if entry is None:"):
             e.trace(f"miss({table.name!r}, _names, _key)")
@@ -190,7 +190,7 @@ class ControlEmitter:
             e.line(f"entry = {e.bind(f'{table.name}_lookup', table.lookup)}({key})")
 
     def _key(self, reference: list[str]) -> Value:
-        """A key field's value: 0 where its header is invalid, whatever it held before."""
+        """Return a key field's value, which is 0 if its header is invalid."""
         e = self.emitter
         header, name = reference
         value = fit(e.load(reference), e.width(reference))
@@ -201,7 +201,7 @@ class ControlEmitter:
         return Value(f"{value.code} if {e.flag(header, 'valid')} else 0", value.low, value.high, "if")
 
     def _choices(self, json: Json, table: Table, hit: bool | None = None) -> list[Choice]:
-        """The actions that an entry may run (`hit`), or the default, or (`None`) either."""
+        """Return the possible actions of an entry (`hit`), of the default, or of both (`None`)."""
         e = self.emitter
         allowed = set()
         if hit is not False:
@@ -217,7 +217,7 @@ class ControlEmitter:
         return choices
 
     def _default(self, name: str, json: Json, table: Table) -> None:
-        """What happens on a miss."""
+        """Emit the code for a miss."""
         if table.const_default and table.initial_default is not None:
             action = self.emitter.config.actions[json["default_entry"]["action_id"]]
             self.emitter.trace(f"default({action['name']!r})")
@@ -238,7 +238,7 @@ class ControlEmitter:
         emit_action(self.emitter, action["primitives"], action)
 
     def _dispatch(self, name: str, choices: list[Choice]) -> None:
-        """Run the action of `entry`, and go on with what follows it."""
+        """Emit the action of `entry`, and the nodes after it."""
         e = self.emitter
         nexts = {choice.next for choice in choices}
         together = len(nexts) == 1
@@ -255,7 +255,7 @@ class ControlEmitter:
             self._follow(name, nexts.pop())
 
     def _run(self, name: str, choice: Choice, together: bool) -> None:
-        """One action's code; with what follows it, unless that is the same for all actions."""
+        """Emit one action, with the nodes after it unless they are the same for all actions."""
         e = self.emitter
         names = [e.plan.names.of("arg", p["name"]) for p in choice.action["runtime_data"]]
         parameters = zip(names, choice.action["runtime_data"], strict=True)

@@ -1,7 +1,7 @@
-"""Writes lines of generated Python: variables, fields, expressions.
+"""Emitter of generated Python: variables, fields, expressions.
 
-Code is generated several times over. Each time, what was found about the whole program (`Facts`) lets more be
-left out: variables that nothing reads, headers that nothing writes.
+Code is generated in several rounds. In each, the findings about the whole program (`Facts`) allow more to be
+omitted: variables that nothing reads, headers that nothing writes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ VALID = "$valid$"
 
 @dataclass(slots=True)
 class Facts:
-    """What one round of generation found about the program.
+    """Findings of one round about the program.
 
-    `live`: variables that are read. `written`: headers whose bytes may differ from the frame's. `unset`:
-    headers that may lose their validity. `offsets`: where headers may start; `None` for "varies".
+    Attributes:
+        live: Variables that are read.
+        written: Headers whose bytes may differ from the frame's.
+        unset: Headers that may become invalid.
+        offsets: Start of each header in the frame; `None` if it varies.
     """
 
     live: set[str] = field(default_factory=set)
@@ -36,7 +39,7 @@ class Facts:
 
 @dataclass(slots=True)
 class Links:
-    """What names in the JSON stand for at run time: tables, counters, registers, P4Info ids of actions."""
+    """Run-time objects by their names in the JSON: tables, counters, registers, P4Info ids of actions."""
 
     state: State
     tables: dict[str, Table] = field(default_factory=dict)
@@ -44,13 +47,13 @@ class Links:
     registers: dict[str, list[int]] = field(default_factory=dict)
     actions: dict[str, int] = field(default_factory=dict)
     entry_actions: dict[int, set[int]] = field(default_factory=dict)
-    """By table id: the actions that entries may have."""
+    """Possible actions of entries, by table id."""
     default_actions: dict[int, set[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ProgramPlan:
-    """What stays the same in all rounds: the program, and how its headers lie in variables."""
+    """The constant part of all rounds: the program, and the layout of its headers in variables."""
 
     config: ProgramConfig
     links: Links
@@ -77,7 +80,7 @@ class ProgramPlan:
 
 
 class Emitter:
-    """One round of generation: lines, the variables they use, and what they need at run time."""
+    """One round of generation: lines, their variables, and their run-time objects."""
 
     def __init__(self, plan_: ProgramPlan, facts: Facts | None, traced: bool) -> None:
         self.plan = plan_
@@ -116,12 +119,12 @@ class Emitter:
         self.depth -= 1
 
     def trace(self, call: str) -> None:
-        """Add a call of the trace, in the traced variant only."""
+        """Add a call of the trace, only in the traced variant."""
         if self.traced:
             self.line(f"trace.{call}")
 
     def bind(self, name: str, value: Any) -> str:
-        """Make a run-time object known to the code; gives its name there."""
+        """Make a run-time object available to the code; return its name there."""
         name = self.plan.names.of("bound", name)
         self.environment[name] = value
         return name
@@ -129,32 +132,32 @@ class Emitter:
     # Variables
 
     def declare(self, name: str, zero: str = "0") -> str:
-        """Note a variable that lives as long as the packet, and what it starts as."""
+        """Declare a variable with the packet's lifetime, and its initial value; return its name."""
         self.variables[name] = zero
         return name
 
     def live(self, name: str) -> bool:
-        """Whether anything reads the variable, as far as is known."""
+        """Return whether the variable is read, as far as is known."""
         return self.facts is None or name in self.facts.live
 
     def assign(self, name: str, code: str, zero: str = "0") -> None:
-        """Store into a variable, unless nobody reads it."""
+        """Assign to a variable, unless it is never read."""
         self.declare(name, zero)
         if self.live(name):
             self.line(f"{name} = {code}")
 
     def flag(self, header: str, what: str) -> str:
-        """A header's variable `valid`, `dirty` (differs from the frame) or `at` (where it starts)."""
+        """Return a header's variable `valid`, `dirty` (differs from the frame) or `at` (where it starts)."""
         return self.declare(self.plan.names.of("flag", header, what))
 
     def mark_written(self, header: str) -> None:
-        """Note that a header's bytes no longer are the frame's."""
+        """Note that a header's bytes are no longer the frame's."""
         self.found.written.add(header)
         self.raise_flag(self.flag(header, "dirty"))
         self.mark_changed(header)
 
     def mark_changed(self, header: str) -> None:
-        """Note that what the deparser writes for a header may differ from the frame."""
+        """Note that the deparser's output for a header may differ from the frame."""
         if header in self.config.deparser["order"]:
             self.raise_flag("changed")
 
@@ -166,13 +169,13 @@ class Emitter:
             marked.discard(dirty)
 
     def raise_flag(self, name: str) -> None:
-        """Set a variable to 1, unless the code before on this way has done so."""
+        """Set a variable to 1, unless earlier code on this path has done so."""
         if name not in self._marked[-1]:
             self.assign(name, "1")
             self._marked[-1].add(name)
 
     def function(self, text: str) -> AbstractContextManager[None]:
-        """Begin a function: other lines, other ways."""
+        """Begin a function, with its own lines and paths."""
         self.lines = []
         self._marked = [set()]
         return self.block(text)
@@ -180,15 +183,15 @@ class Emitter:
     # Fields
 
     def signed(self, reference: list[str]) -> bool:
-        """Whether the field is of an `int<>` type."""
+        """Return whether the field is of an `int<>` type."""
         return reference[1] != VALID and self.config.field(reference).signed
 
     def width(self, reference: list[str]) -> int:
-        """The field's bits."""
+        """Return the field's width in bits."""
         return 1 if reference[1] == VALID else self.config.field(reference).width
 
     def load(self, reference: list[str]) -> Value:
-        """A field's value."""
+        """Return a field's value."""
         header, name = reference
         if name == VALID:
             return variable(self.flag(header, "valid"), 1)
@@ -201,7 +204,7 @@ class Emitter:
         return variable(self.declare(self._metadata(header, name)), f.width, f.signed)
 
     def store(self, reference: list[str], value: Value) -> None:
-        """Set a field, cut to its width.
+        """Set a field, truncated to its width.
 
         Signed fields get two's complement (P4-16 specification, section 8.5). BMv2 does too, except for
         action parameters and registers of `int<>` types, which it leaves unsigned.
@@ -232,7 +235,7 @@ class Emitter:
             self.assign(chunk.name, chunk.zero, chunk.zero)
 
     def known(self, header: str, name: str) -> bool:
-        """Whether the program's architecture has this metadata field."""
+        """Return whether the program's architecture has this metadata field."""
         return header in self.config.headers and any(
             f.name == name for f in self.config.headers[header].fields
         )
@@ -244,7 +247,7 @@ class Emitter:
     # Expressions
 
     def value(self, item: Json, *at: Json) -> Value:
-        """The value of a JSON expression or parameter; `at` are the objects around it, for errors."""
+        """Return the value of a JSON expression or parameter; `at` are the enclosing objects, for errors."""
         kind, what = item["type"], item["value"]
         if kind not in VALUES:
             self.config.problem(f"operand of type {kind} is not supported", item, *at)
@@ -253,7 +256,7 @@ class Emitter:
         return found
 
     def condition(self, item: Json, *at: Json) -> Value:
-        """A JSON expression as a condition."""
+        """Return a JSON expression as a condition."""
         value = self.value(item, *at)
         return value if value.truth else OPERATORS["d2b"](value)
 
@@ -280,7 +283,7 @@ def _argument(emitter: Emitter, what: int, _: tuple[Json, ...]) -> Value:
 
 
 def parse_hex(text: str) -> int:
-    """BMv2's spelling of a number, with the sign in front."""
+    """Return a number in BMv2's notation, with a leading sign."""
     return int(text, 16)
 
 
@@ -292,4 +295,4 @@ VALUES: dict[str, Any] = {
     "local": _argument,
     "runtime_data": _argument,
 }
-"""How each kind of operand in the JSON becomes a value."""
+"""Translation of each kind of operand in the JSON to a value."""

@@ -1,4 +1,4 @@
-"""The graph of a control's tables and conditions: which nodes follow which, and where branches meet again."""
+"""The graph of a control's tables and conditions: successors, and the nodes where branches meet again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_NESTING = 40
 
 
 class Graph:
-    """One pipeline's nodes, by name; `None` stands for the control's end."""
+    """One pipeline's nodes, by name; `None` is the end of the control."""
 
     def __init__(self, pipeline: Json) -> None:
         self.tables: dict[str, Json] = {t["name"]: t for t in pipeline["tables"]}
@@ -18,7 +18,7 @@ class Graph:
         self.joins = self._post_dominators()
 
     def after(self, name: str) -> list[str | None]:
-        """The nodes that may follow a node."""
+        """Return the possible successors of a node."""
         if name in self.conditions:
             node = self.conditions[name]
             return [node["true_next"], node["false_next"]]
@@ -29,9 +29,9 @@ class Graph:
         return [*nexts.values(), table["base_default_next"]]
 
     def fits(self, max_nodes: int) -> bool:
-        """Whether nested `if`s hold it: no deep nesting, and few nodes are written more than once.
+        """Return whether nested `if`s suffice: no deep nesting, and few nodes are emitted more than once.
 
-        Nodes that several branches lead to, but that aren't where these meet, are written in each branch.
+        A node is emitted in each branch that leads to it, unless it is where these branches meet.
         """
         stack: list[tuple[str | None, str | None, int]] = [(self.initial, None, 0)]
         count = 0
@@ -47,7 +47,7 @@ class Graph:
         return True
 
     def _order(self) -> list[str]:
-        """Nodes so that each stands behind those that may follow it."""
+        """Return the nodes in reverse topological order: each after its successors."""
         if self.initial is None:
             return []
         order: list[str] = []
@@ -65,7 +65,7 @@ class Graph:
         return order
 
     def _post_dominators(self) -> dict[str, str | None]:
-        """For each node, the nearest one that all ways from it go through."""
+        """Return for each node the nearest one on all paths from it."""
         joins: dict[str, str | None] = {}
         depths: dict[str | None, int] = {None: 0}
         for node in self._order():
@@ -84,7 +84,7 @@ class Graph:
 
 
 def after_action(table: Json, action: str, hit: bool) -> str | None:
-    """The node behind a table, given the action that ran and whether the table was hit."""
+    """Return the node after a table, given the action that ran and whether the table was hit."""
     nexts = table["next_tables"]
     fallback = table["base_default_next"]
     if "__HIT__" in nexts or "__MISS__" in nexts:

@@ -1,6 +1,6 @@
 """Checksums and hashes (v1model's HashAlgorithm) over lists of fields.
 
-A further algorithm is one line in `ALGORITHMS`. Fields of invalid headers are left out, as BMv2 does.
+A further algorithm is one line in `ALGORITHMS`. Fields of invalid headers are skipped, as in BMv2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ONES = 0xFFFF
 
 
 def csum16(data: bytes) -> int:
-    """The Internet checksum (RFC 1071); an odd last byte counts as the upper half of a word."""
+    """Return the Internet checksum (RFC 1071); an odd last byte is the upper half of a word."""
     total = int.from_bytes(data + bytes(len(data) % 2), "big")
     return -total % ONES if total else ONES
 
@@ -37,7 +37,7 @@ _CRC16 = _reflected_crc16_table()
 
 
 def crc16(data: bytes) -> int:
-    """CRC-16/ARC: polynomial 0x8005, reflected, from 0."""
+    """Return CRC-16/ARC: polynomial 0x8005, reflected, initial value 0."""
     crc = 0
     for byte in data:
         crc = crc >> 8 ^ _CRC16[(crc ^ byte) & 0xFF]
@@ -45,12 +45,12 @@ def crc16(data: bytes) -> int:
 
 
 def crc_ccitt(data: bytes) -> int:
-    """CRC-16/CCITT-FALSE: polynomial 0x1021, from 0xFFFF."""
+    """Return CRC-16/CCITT-FALSE: polynomial 0x1021, initial value 0xFFFF."""
     return binascii.crc_hqx(data, 0xFFFF)
 
 
 def xor_words(size: int) -> Callable[[bytes], int]:
-    """The exclusive or of all words of `size` bytes; the last is filled up with zeros."""
+    """Return a function for the exclusive or of all words of `size` bytes; the last is padded with zeros."""
 
     def xor(data: bytes) -> int:
         total = 0
@@ -62,7 +62,7 @@ def xor_words(size: int) -> Callable[[bytes], int]:
 
 
 def identity(data: bytes) -> int:
-    """The first eight bytes as a number."""
+    """Return the first eight bytes as a number."""
     return int.from_bytes(data[:8], "big")
 
 
@@ -77,11 +77,11 @@ ALGORITHMS: dict[str, tuple[Callable[[bytes], int], int]] = {
     "xor32": (xor_words(4), 32),
     "identity": (identity, 64),
 }
-"""Algorithm and width of its result, by BMv2's name. The custom CRCs start out as the plain ones."""
+"""Algorithm and width of its result, by BMv2's name. Custom CRCs use the standard parameters."""
 
 
 def join_bits(items: Iterable[tuple[int, int, int]]) -> bytes:
-    """Bytes from (present, value, width), bit after bit, the last byte filled up with zeros."""
+    """Concatenate the bits of (present, value, width) items; pad the last byte with zeros."""
     total = bits = 0
     for present, value, width in items:
         if present:
@@ -91,7 +91,7 @@ def join_bits(items: Iterable[tuple[int, int, int]]) -> bytes:
 
 
 def payload_sum(frame: bytes, at: int) -> int:
-    """The one's complement sum of all 16-bit words from `at` on; 0 only if all are 0."""
+    """Return the ones' complement sum of all 16-bit words from `at` on; 0 only if all are 0."""
     payload = memoryview(frame)[at:]
     total = int.from_bytes(payload, "big") << 8 * (len(payload) % 2)
     return total % ONES or (ONES if total else 0)
@@ -99,7 +99,7 @@ def payload_sum(frame: bytes, at: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Adjacent fields of one header (`None`: always there), as one unsigned value."""
+    """Adjacent fields of one header (`None`: always present), as one unsigned value."""
 
     header: str | None
     value: Value
@@ -107,7 +107,7 @@ class _Run:
 
 
 def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
-    """The result of a calculation of the JSON, over the packet as it is at this point of the code."""
+    """Return the result of a calculation in the JSON, over the packet at this point of the code."""
     what = emitter.config.calculations[name]
     if what["algo"] not in ALGORITHMS:
         emitter.config.problem(f"hash algorithm {what['algo']} is not supported", *at, what)
@@ -140,7 +140,7 @@ def _runs(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[_Run]:
 
 
 def _merged(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[tuple[str | None, Value, int]]:
-    """Fields and constants in order; fields that are neighbours in their header are read together."""
+    """Return fields and constants in order; fields that are adjacent in their header are merged."""
     spans: list[tuple[str, int, int] | tuple[Value, int]] = []
     for item in what["input"]:
         if item["type"] == "hexstr":
@@ -166,14 +166,14 @@ def _merged(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[tuple[st
 
 
 def _word_aligned(runs: list[_Run], payload: bool) -> bool:
-    """Whether words fall on the same bits, whichever headers are valid."""
+    """Return whether word boundaries are independent of the validity of headers."""
     fixed = sum(run.width for run in runs if run.header is None)
     even = all(run.width % 16 == 0 for run in runs if run.header is not None)
     return even and (not payload or fixed % 16 == 0)
 
 
 def _inline_sum(emitter: Emitter, runs: list[_Run], payload: bool) -> Value:
-    """The checksum as a sum: 2**16 is 1 modulo 0xFFFF, so values of any width add up as they are."""
+    """Return the checksum as a sum: 2**16 is 1 modulo 0xFFFF, so values of any width can be added."""
     terms = []
     position = 0
     for run in runs:
@@ -194,7 +194,7 @@ def _present(emitter: Emitter, run: _Run) -> str:
 
 
 def _packed(runs: list[_Run]) -> str:
-    """Source of the bytes of values that are always there."""
+    """Return the source of the bytes of values that are always present."""
     if not runs:
         return 'b""'
     bits = sum(run.width for run in runs)

@@ -1,8 +1,8 @@
-"""How headers lie in local variables of the generated code.
+"""The layout of headers in local variables of the generated code.
 
-A header's bytes are cut into chunks of 1, 2, 4 or 8 bytes, one variable each, which one `struct` call reads
-and another writes. A field that shares a chunk, or spans several, is shifted and masked out of them. Runs of
-fields that the program never touches stay together as bytes.
+A header's bytes are split into chunks of 1, 2, 4 or 8 bytes, one variable each. One `struct` call reads them,
+and another writes them. A field that shares a chunk or spans several is extracted by shifts and masks. Runs
+of fields that the program does not use stay together as bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from softswitch.codegen.values import OPERATORS, Value, chain, fit, number, vari
 from softswitch.program.bmv2 import Header
 
 SCRATCH = "_w"
-"""Holds a value that is about to be spread over several chunks."""
+"""Variable for a value that is written to several chunks."""
 
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderChunk:
-    """A variable that holds bits `start` to `end` of a header; `raw` if as bytes."""
+    """A variable with bits `start` to `end` of a header; as bytes if `raw`."""
 
     name: str
     start: int
@@ -31,16 +31,16 @@ class HeaderChunk:
 
     @property
     def width(self) -> int:
-        """Bits."""
+        """Width in bits."""
         return self.end - self.start
 
     @property
     def zero(self) -> str:
-        """Source of its value in a header of zeros."""
+        """The source of its value in a header of zeros."""
         return f"bytes({self.width // 8})" if self.raw else "0"
 
     def code(self, used: bool = True) -> str:
-        """Its `struct` format; skipped bytes if nobody reads it."""
+        """Return its `struct` format; padding if it is not used."""
         size = self.width // 8
         if not used:
             return f"{size}x"
@@ -49,7 +49,7 @@ class HeaderChunk:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLayout:
-    """A header's chunks, and where its fields lie in it (first bit, width, signed)."""
+    """A header's chunks, and its fields (first bit, width, signed)."""
 
     header: Header
     chunks: tuple[HeaderChunk, ...]
@@ -57,19 +57,19 @@ class HeaderLayout:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.header.bits // 8
 
     def packer(self) -> Struct:
-        """Writes all chunks."""
+        """Return a `Struct` that writes all chunks."""
         return Struct("!" + "".join(c.code() for c in self.chunks))
 
     def unpacker(self, live: list[HeaderChunk]) -> Struct:
-        """Reads the chunks that are used, skips the others."""
+        """Return a `Struct` that reads the chunks in use, and skips the others."""
         return Struct("!" + "".join(c.code(c in live) for c in self.chunks))
 
     def read(self, start: int, width: int) -> Value:
-        """The bits `start` to `start + width` as an unsigned value."""
+        """Return the bits `start` to `start + width` as an unsigned value."""
         pieces = [
             self._piece(c, start, start + width) for c in self.chunks if _overlap(c, start, start + width)
         ]
@@ -79,13 +79,13 @@ class HeaderLayout:
         return value
 
     def read_field(self, name: str) -> Value:
-        """A field's value; two's complement if it is signed."""
+        """Return a field's value; two's complement if it is signed."""
         start, width, signed = self.spans[name]
         value = self.read(start, width)
         return fit(value, width, signed=True) if signed else value
 
     def write_field(self, name: str, value: Value) -> list[tuple[str, str]]:
-        """Assignments (variable, source) that store a value, which is cut to the field's width."""
+        """Return the assignments (variable, source) of a value, truncated to the field's width."""
         start, width, _ = self.spans[name]
         bits = fit(value, width)
         touched = [c for c in self.chunks if _overlap(c, start, start + width)]
@@ -105,7 +105,7 @@ class HeaderLayout:
 
     @staticmethod
     def _piece(c: HeaderChunk, start: int, end: int) -> Value:
-        """A chunk's share of the bits `start` to `end`, shifted to its place in them."""
+        """Return a chunk's part of the bits `start` to `end`, shifted to its position in them."""
         low, high = max(start, c.start), min(end, c.end)
         value = OPERATORS[">>"](variable(c.name, c.width), number(c.end - high))
         return OPERATORS["<<"](fit(value, high - low), number(end - high))
@@ -116,7 +116,7 @@ def _overlap(c: HeaderChunk, start: int, end: int) -> bool:
 
 
 def plan(header: Header, touched: set[str], names: Names) -> HeaderLayout:
-    """Cut a header into chunks, given the fields that the program reads or writes."""
+    """Split a header into chunks, given the fields that the program reads or writes."""
     spans: dict[str, tuple[int, int, bool]] = {}
     runs: list[tuple[int, int, list[str]]] = []
     start = at = 0
@@ -145,7 +145,7 @@ def plan(header: Header, touched: set[str], names: Names) -> HeaderLayout:
 
 
 def _pieces(start: int, end: int) -> list[tuple[int, int]]:
-    """Whole-byte bits cut into pieces of 8, 4, 2 and 1 bytes."""
+    """Split a range of whole bytes, given in bits, into pieces of 8, 4, 2 and 1 bytes."""
     pieces = []
     while start < end:
         size = next(s for s in (8, 4, 2, 1) if s * 8 <= end - start)

@@ -1,6 +1,6 @@
-"""Joins the BMv2 JSON and the P4Info of one program: tables, actions, counters and registers by name.
+"""Linking of a program's BMv2 JSON and P4Info: tables, actions, counters and registers by name.
 
-Builds the program's state, with its constant entries and default actions in place.
+The result is the program's state, with constant entries and default actions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ KINDS = {
     p4i.MatchField.RANGE: MatchKind.RANGE,
     p4i.MatchField.OPTIONAL: MatchKind.OPTIONAL,
 }
-# p4c writes optional keys as ternary ones.
+# p4c writes optional keys as ternary.
 JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {MatchKind.OPTIONAL: {"optional", "ternary"}}
 
 
 class UnsupportedProgramError(Exception):
-    """The program uses what the embedded target doesn't support; `problems` names it, with source lines."""
+    """The program uses unsupported features: `problems` has them, with source lines."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -36,7 +36,7 @@ class UnsupportedProgramError(Exception):
 
 
 def link(config: ProgramConfig, p4info: p4i.P4Info) -> Links:
-    """Everything that the JSON names, as run-time objects; `ValueError` where JSON and P4Info differ."""
+    """Return the run-time objects for all names in the JSON; raise `ValueError` if P4Info differs."""
     links = Links(State())
     arities = {}
     for action in p4info.actions:
@@ -140,7 +140,7 @@ def _default(config: ProgramConfig, json: Json, links: Links) -> Entry | None:
 
 
 def _install_entries(config: ProgramConfig, json: Json, table: Table, links: Links) -> None:
-    """The program's own entries. In the JSON the lowest priority wins, in P4Runtime the highest."""
+    """Install the program's own entries. In the JSON the lowest priority wins, in P4Runtime the highest."""
     entries = json.get("entries") or ()
     ordered = all(f.kind in (MatchKind.EXACT, MatchKind.LPM) for f in table.fields)
     last = max((entry["priority"] for entry in entries), default=0)
@@ -154,7 +154,7 @@ def _install_entries(config: ProgramConfig, json: Json, table: Table, links: Lin
 
 
 def _key(f: MatchField, key: Json) -> Key:
-    """A constant entry's field; `None` where it matches everything."""
+    """Return a constant entry's field; `None` if it matches everything."""
     if f.kind is MatchKind.RANGE:
         low, high = parse_hex(key["start"]), parse_hex(key["end"])
         return None if (low, high) == (0, (1 << f.width) - 1) else (low, high)

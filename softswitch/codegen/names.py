@@ -1,11 +1,11 @@
-"""Python names for what the P4 program calls otherwise."""
+"""Python names for the names of the P4 program."""
 
 from __future__ import annotations
 
 import keyword
 import re
 
-# What generated code calls its own; names that start with an underscore are all its own.
+# Names used by generated code; so are all names with a leading underscore.
 RESERVED = {
     "at",
     "changed",
@@ -23,14 +23,14 @@ BUILTINS = {"bytes", "int", "len", "memoryview", "min", "range"}
 
 
 class Names:
-    """Gives each thing one readable name that nothing else has."""
+    """Unique, readable names."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[str, ...], str] = {}
         self._taken: set[str] = RESERVED | BUILTINS
 
     def of(self, space: str, *words: str) -> str:
-        """The name for these words; the same words of the same space get the same name again."""
+        """Return the name for these words; it is the same for the same words in the same space."""
         if (space, *words) not in self._given:
             self._given[space, *words] = self._fresh("_".join(words))
         return self._given[space, *words]

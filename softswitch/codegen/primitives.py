@@ -1,4 +1,4 @@
-"""Actions: the primitives that they are made of, as Python source.
+"""The primitives of actions as Python source.
 
 A further primitive or extern is one function and one line in `PRIMITIVES`.
 """
@@ -18,7 +18,7 @@ DROP_PORT = 511
 
 
 def check_actions(config: ProgramConfig) -> None:
-    """Note every primitive of the program that isn't supported, also where other faults hide it."""
+    """Note every unsupported primitive of the program, even if other faults hide it."""
     for action in config.actions.values():
         for primitive in action["primitives"]:
             if not primitive["op"].startswith("_jump"):
@@ -35,12 +35,12 @@ def _supported(config: ProgramConfig, primitive: Json, action: Json) -> bool:
 
 
 def emit_action(emitter: Emitter, primitives: list[Json], action: Json) -> None:
-    """The code of an action, whose parameters are `emitter.arguments`."""
+    """Emit an action, whose parameters are `emitter.arguments`."""
     _emit_range(emitter, primitives, 0, len(primitives), action)
 
 
 def _emit_range(emitter: Emitter, primitives: list[Json], start: int, end: int, action: Json) -> None:
-    """Primitives `start` to `end`; p4c writes an `if` within an action as two forward jumps."""
+    """Emit primitives `start` to `end`; p4c writes an `if` within an action as two forward jumps."""
     at = start
     while at < end:
         primitive = primitives[at]
@@ -57,13 +57,13 @@ def _emit_range(emitter: Emitter, primitives: list[Json], start: int, end: int, 
 
 
 def _emit_if(emitter: Emitter, primitives: list[Json], at: int, end: int, action: Json) -> int:
-    """An `if` whose jump stands at `at`; gives the place behind it."""
+    """Emit an `if` whose jump is at `at`; return the position after it."""
     test, target = primitives[at]["parameters"]
     middle = parse_hex(target["value"])
     body_end, after = middle, middle
     if middle - 1 > at and primitives[middle - 1]["op"] == "_jump":
         body_end = middle - 1
-        # Behind an exit the jump is the exit's own; what follows it is reached by the others only.
+        # After an exit, the jump belongs to the exit; only other paths reach the code after it.
         if primitives[middle - 2]["op"] != "exit":
             after = parse_hex(primitives[middle - 1]["parameters"][0]["value"])
     if not at < body_end <= middle <= after <= end:
@@ -78,7 +78,7 @@ def _emit_if(emitter: Emitter, primitives: list[Json], at: int, end: int, action
 
 
 def emit_primitive(emitter: Emitter, primitive: Json, action: Json) -> None:
-    """One primitive's code."""
+    """Emit one primitive."""
     if _supported(emitter.config, primitive, action):
         PRIMITIVES[primitive["op"]](emitter, primitive["parameters"], primitive)
 
@@ -129,7 +129,7 @@ def _assign_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
 
 
 def resize(emitter: Emitter, change: str) -> None:
-    """Change what `packet_length` will be in egress."""
+    """Change the value of `packet_length` in egress."""
     emitter.declare("packet_size", "size")
     if emitter.live("packet_size"):
         emitter.line(f"packet_size {change}")
@@ -151,7 +151,7 @@ def _count(emitter: Emitter, parameters: list[Json], at: Json) -> None:
 
 @contextmanager
 def _indexed(emitter: Emitter, name: str, cells: list[Any], index: Json, at: Json) -> Iterator[str]:
-    """A block in which the given source is a cell of an array; skipped for an index out of bounds."""
+    """Yield the source of an array's cell, in a block that is skipped if the index is out of bounds."""
     where_ = emitter.value(index, at)
     array = emitter.bind(name, cells)
     if where_.within(0, len(cells) - 1):
@@ -221,4 +221,4 @@ PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {
     "log_msg": _log_msg,
     "no_op": lambda *_: None,
 }
-"""BMv2's primitives; each writes its code for (parameters, the JSON object around them)."""
+"""BMv2's primitives; each emits its code for (parameters, the enclosing JSON object)."""

@@ -1,4 +1,4 @@
-"""A compiled P4 program, ready to run: loaded from what p4c wrote, checked, and translated to Python once."""
+"""A compiled P4 program, ready to run: loaded from p4c's output, checked, and translated to Python once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Process = Callable[[int, bytes, Trace | None], list[Output]]
 
 
 class Program:
-    """One loaded program: its state, and what it does to a packet.
+    """One loaded program: its state, and its processing of packets.
 
-    `process` is called by one thread at a time, and writes to `state` keep out of its way (a lock outside).
-    `source` is the generated Python, to read. `cpu_port` is the port that stands for the controller, for
-    whoever owns the ports; programs see it as a port like any other.
+    One thread at a time calls `process`, and a lock of the caller excludes writes to `state` meanwhile.
+    `source` is the generated Python, for inspection. `cpu_port` is the port of the controller, for the owner
+    of the ports; to programs it is a port like any other.
     """
 
     drop_port = DROP_PORT
@@ -46,13 +46,13 @@ class Program:
 
     @cached_property
     def notations(self) -> Notations:
-        """How traces write the values of its keys and parameters."""
+        """Notation of its keys and parameters in traces."""
         return Notations(self._plan.config)
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
-        """What leaves egress for a frame that came in by `port`, in the order of admission.
+        """Return the outputs for a frame received at `port`, in the order of admission.
 
-        Copies whose instance isn't 0 come first, in the order of their group.
+        Copies with an instance other than 0 are first, in the order of their group.
         """
         if trace is None:
             return self._plain(port, frame, None)
@@ -64,8 +64,9 @@ class Program:
 def load(config_json: bytes, p4info: p4i.P4Info) -> Program:
     """Load a program from p4c's BMv2 JSON and P4Info.
 
-    `UnsupportedProgramError` names everything that the embedded target doesn't support, with source lines;
-    `ValueError` says why the two don't belong together, or why the JSON is none.
+    Raises:
+        UnsupportedProgramError: With all unsupported features and their source lines.
+        ValueError: JSON and P4Info do not belong together, or the JSON is invalid.
     """
     config = bmv2.read(config_json)
     links = link(config, p4info)

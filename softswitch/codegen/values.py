@@ -1,7 +1,7 @@
 """Python source of P4 values: integers with a known range, and the operators of BMv2's expressions.
 
-BMv2 computes with unbounded integers and cuts them to width where the compiler says so, as Python does.
-Knowing a value's range lets most of that cutting be left out. A further operator is one line in `OPERATORS`.
+BMv2 computes with unbounded integers, like Python, and truncates them where the compiler specifies it. With a
+known range, most truncations can be omitted. A further operator is one line in `OPERATORS`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 MAX_SHIFT = 4096
-"""Left shifts by a variable stop here: wider than any field, so what is kept is right, at a bounded cost."""
+"""Limit of left shifts by a variable: more than the width of any field, so that results are right."""
 
 
 class OperatorError(Exception):
-    """Operands that an operator isn't defined for here; says what is wrong."""
+    """Operands for which an operator is not defined; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Source of an integer (or truth value) and what is known of it.
+    """Source of an integer (or truth value), and its known range.
 
-    `low` and `high` bound the value, `None` where nothing is known. `op` is the outermost operator of
-    `code`, empty for what needs no parentheses.
+    Attributes:
+        code: The source.
+        low: Lower bound of the value, `None` if unknown.
+        high: Upper bound of the value, `None` if unknown.
+        op: The outermost operator of `code`, empty if it needs no parentheses.
     """
 
     code: str
@@ -35,52 +38,52 @@ class Value:
 
     @property
     def constant(self) -> int | None:
-        """The value, where there is only one."""
+        """The value if it is known, else `None`."""
         return self.low if self.low == self.high else None
 
     def within(self, low: int, high: int) -> bool:
-        """Whether the value is known to lie in low..high."""
+        """Return whether the value is known to be in low..high."""
         return self.low is not None and self.high is not None and low <= self.low and self.high <= high
 
 
 def number(value: int) -> Value:
-    """A constant."""
+    """Return a constant."""
     code = str(value) if abs(value) < 1024 else hex(value)
     return Value(code, value, value, op="-" if value < 0 else "")
 
 
 def variable(name: str, width: int, signed: bool = False) -> Value:
-    """A variable that always holds a value of its P4 type."""
+    """Return a variable that always holds a value of its P4 type."""
     if signed:
         return Value(name, -(1 << (width - 1)), (1 << (width - 1)) - 1)
     return Value(name, 0, (1 << width) - 1)
 
 
 def truth(code: str, op: str = "") -> Value:
-    """A condition."""
+    """Return a condition."""
     return Value(code, 0, 1, op, truth=True)
 
 
 def paren(value: Value) -> str:
-    """Source that can stand next to any operator."""
+    """Return source that can be combined with any operator."""
     return f"({value.code})" if value.op else value.code
 
 
 def chain(op: str, left: Value, right: Value, low: int | None = None, high: int | None = None) -> Value:
-    """`left op right`; runs of one associative operator stay flat."""
+    """Return `left op right`; chains of one associative operator stay flat."""
     flat = left.op == op and op in ("+", "|", "&", "^", "and", "or")
     return Value(f"{left.code if flat else paren(left)} {op} {paren(right)}", low, high, op)
 
 
 def fit(value: Value, width: int, signed: bool = False) -> Value:
-    """The value cut to a P4 type, two's complement for signed ones."""
+    """Return the value truncated to a P4 type, in two's complement if it is signed."""
     if signed:
         return _two_comp_mod(value, number(width))
     return _and(value, number((1 << width) - 1))
 
 
 def as_int(value: Value) -> Value:
-    """A truth value as 0 or 1."""
+    """Return a truth value as 0 or 1."""
     return Value(f"1 if {value.code} else 0", 0, 1, "if") if value.truth else value
 
 
@@ -239,7 +242,7 @@ def _two_comp_mod(value: Value, width: Value) -> Value:
 
 
 def _saturate(value: Value, low: int, high: int) -> Value:
-    """A value held within low..high; sides that it can't pass aren't tested."""
+    """Return a value clamped to low..high, without tests of bounds that it cannot exceed."""
     below = value.low is None or value.low < low
     above = value.high is None or value.high > high
     low_code, high_code = number(low).code, number(high).code
@@ -291,4 +294,4 @@ OPERATORS: dict[str, Callable[..., Value]] = {
     "usat_cast": _usat_cast,
     "sat_cast": _sat_cast,
 }
-"""BMv2's expression operators; each takes the operands it has in order: condition, left, right."""
+"""BMv2's expression operators; each takes its operands in the order condition, left, right."""

@@ -1,1 +1,1 @@
-"""Frames and where they come from: ports and network interfaces."""
+"""Sources of frames: ports and network interfaces."""

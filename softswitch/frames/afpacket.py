@@ -1,7 +1,7 @@
 """Ports that are network interfaces: AF_PACKET sockets with virtio-net headers (packet(7)).
 
-With PACKET_VNET_HDR a 64 KB segment passes whole, and its checksum is left to the next kernel. VLAN tags,
-which the kernel takes out of received frames, are put back, so frames are byte for byte.
+With PACKET_VNET_HDR, a 64 KB segment is forwarded whole, and the next kernel completes its checksum. The
+kernel removes VLAN tags from received frames; they are restored here.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ _AUXDATA = struct.Struct("=IIIHHHH")
 _ANCILLARY = socket.CMSG_SPACE(_AUXDATA.size)
 
 RECEIVE_BUFFER = 64 << 20
-"""Bytes of frames that wait for the switch; the kernel drops, and counts, what is beyond."""
+"""Bytes of frames that wait for the switch; the kernel drops and counts further frames."""
 SEND_BUFFER = 8 << 20
-"""Bytes of frames on their way to the next kernel; a port with more refuses copies."""
+"""Bytes of frames in transit to the next kernel; a port with more refuses copies."""
 FRAME_MAX = 1 << 18
 
-# What a send returns while the port has no room.
+# Errors of a send while the port has no room.
 _FULL = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM})
-# ... and where its interface is down or gone.
+# Errors of a send if its interface is down or removed.
 _DOWN = frozenset({errno.ENETDOWN, errno.ENXIO, errno.ENODEV})
 
 
 class PacketPort:
     """A network interface as a port.
 
-    `OSError` when there is no such interface, or no right to open it.
+    Raises `OSError` if the interface does not exist or cannot be opened.
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -85,11 +85,11 @@ class PacketPort:
         self.refresh()
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     def refresh(self) -> bool:
-        """Look whether the link is up; whether `fileno` changed, as the interface was made anew."""
+        """Check whether the link is up; return whether `fileno` has changed because the interface is new."""
         index = {name: index for index, name in socket.if_nameindex()}.get(self.name)
         fresh = index is not None and index != self._index
         if fresh:
@@ -109,7 +109,7 @@ class PacketPort:
         self.connection.set_up(up)
 
     def dropped(self) -> int:
-        """Received frames that the kernel dropped because the switch was too slow."""
+        """Return the number of received frames that the kernel dropped because the switch was too slow."""
         counts = self._socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
         self._dropped += int(struct.unpack("II", counts)[1])
         return self._dropped
@@ -126,7 +126,7 @@ class PacketPort:
             except OSError as error:
                 if error.errno not in _DOWN:
                     raise
-                # It was down at some time; perhaps it isn't any more.
+                # It was down; it may be up again.
                 self._look()
                 return
             if flags & MSG_TRUNC:
@@ -139,14 +139,14 @@ class PacketPort:
                 frame, shift = bytes(view[10:size]), 0
             stats.rx_packets += 1
             stats.rx_bytes += len(frame)
-            # Flags and GSO type: nearly always, one of them says all.
+            # Flags and GSO type: in nearly all frames, one of them is enough.
             if view[0] & NEEDS_CHECKSUM or view[1]:
                 offload = _offload(frame, view, shift)
             stats.rx_segments += offload.segments() if offload else 1
             handle(number, frame, offload)
 
     def send(self, frame: bytes, offload: Offload | None) -> bool:
-        """Send a frame; `False` when the port refused it and so holds the original back (admission)."""
+        """Send a frame; return `False` if the port refused it, which withholds the original (admission)."""
         stats = self.stats
         connection = self.connection
         if not connection.healthy and not connection.usable():
@@ -156,8 +156,8 @@ class PacketPort:
         if parts is None:
             if not stats.unsendable:
                 log.warning(
-                    "port %d (%s): a frame with a checksum left to be completed leaves with another "
-                    "payload, and is dropped; switch the sending host's tx checksum offload off",
+                    "port %d (%s): a frame with an incomplete checksum was dropped because its payload has "
+                    "changed; switch the sending host's tx checksum offload off",
                     self.number,
                     self.name,
                 )
@@ -187,17 +187,17 @@ class PacketPort:
             return True
         # Mostly EMSGSIZE: longer than the interface's MTU.
         if not self.stats.unsendable:
-            log.warning("port %d (%s): a frame was not sent: %s", self.number, self.name, error.strerror)
+            log.warning("port %d (%s): could not send a frame: %s", self.number, self.name, error.strerror)
         self.stats.unsendable += 1
         return True
 
     def close(self) -> None:
-        """Close the socket; the interface leaves promiscuous mode with it."""
+        """Close the socket, which ends the interface's promiscuous mode."""
         self._socket.close()
 
 
 def _open(name: str) -> socket.socket:
-    # Protocol 0 receives nothing until bind: no frame comes in before the options are set.
+    # Protocol 0 receives no frames until bind, when the options are set.
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     try:
         index = socket.if_nametoindex(name)
@@ -229,7 +229,7 @@ def _has_link(opened: socket.socket, name: str) -> bool:
 
 
 def _tagged(view: memoryview, auxdata: bytes) -> bytes:
-    """The frame with the VLAN tag that the kernel had taken out of it."""
+    """Return the frame with the VLAN tag that the kernel has removed."""
     status, _, _, _, _, tci, tpid = _AUXDATA.unpack_from(auxdata)
     if not status & TP_STATUS_VLAN_TPID_VALID:
         tpid = VLAN_TYPE
@@ -237,25 +237,25 @@ def _tagged(view: memoryview, auxdata: bytes) -> bytes:
 
 
 def _offload(frame: bytes, virtio: memoryview, shift: int) -> Offload | None:
-    """What is left to do for a frame; `None` where that is not a TCP or UDP checksum."""
+    """Return a frame's incomplete TCP or UDP checksum; `None` if it has none."""
     flags, gso_type, _, gso_size, start, offset = VIRTIO_HEADER.unpack_from(virtio)
     start += shift
     if not gso_type & ~GSO_ECN:
         gso_size = 0
     if not flags & NEEDS_CHECKSUM or offset not in (TCP_CHECKSUM, UDP_CHECKSUM):
-        # A whole checksum over many segments: nothing to keep, each segment gets its own.
+        # A complete checksum over many segments is useless, because each segment gets its own.
         where = locate(frame)
         if where is None:
             return None
         return Offload(frame, b"", where.start, where.checksum - where.start, gso_type, gso_size)
-    # The kernel's own hdr_len says how much was linear, not how long the headers are.
+    # The kernel's own hdr_len is the length of the linear part, not of the headers.
     length = start + ((frame[start + 12] >> 4) * 4 if offset == TCP_CHECKSUM else UDP_HEADER)
     header = VIRTIO_HEADER.pack(NEEDS_CHECKSUM, gso_type, length, gso_size, start, offset)
     return Offload(frame, header, start, offset, gso_type, gso_size)
 
 
 class LinkWatch:
-    """Tells by a readable descriptor that some interface went up or down (rtnetlink(7))."""
+    """A descriptor that is readable when an interface has gone up or down (rtnetlink(7))."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
@@ -263,18 +263,18 @@ class LinkWatch:
         self._socket.setblocking(False)
 
     def fileno(self) -> int:
-        """The netlink socket's descriptor."""
+        """Return the netlink socket's descriptor."""
         return self._socket.fileno()
 
     def drain(self) -> None:
-        """Forget the notices that came; what they say is asked for port by port."""
+        """Discard the notices; the state of each port is checked separately."""
         try:
             while self._socket.recv(1 << 16):
                 continue
         except BlockingIOError:
             return
         except OSError as error:
-            # Notices were lost, which is fine: every port is looked at anyway.
+            # Lost notices do not matter: every port is checked anyway.
             if error.errno != errno.ENOBUFS:
                 raise
 

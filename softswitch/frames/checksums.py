@@ -1,6 +1,6 @@
-"""Transport checksums that a sending kernel left for later (CHECKSUM_PARTIAL), on their way out again.
+"""Transport checksums that a sending kernel left incomplete (CHECKSUM_PARTIAL), at the output of the switch.
 
-Such a frame carries only its pseudo header's sum. Here it is either made ready for the next kernel
+Such a frame has only its pseudo header's sum. It is either prepared for the next kernel
 (virtio-net header, virtio specification 5.1.6.2) or completed in software (RFC 1071).
 """
 
@@ -16,7 +16,7 @@ IPV4 = 0x0800
 IPV6 = 0x86DD
 TCP = 6
 UDP = 17
-# IPv6 extension headers that may stand before TCP or UDP: hop-by-hop, routing, destination options.
+# IPv6 extension headers before TCP or UDP: hop-by-hop, routing, destination options.
 IPV6_EXTENSIONS = (0, 43, 60)
 
 TCP_CHECKSUM = 16
@@ -37,12 +37,15 @@ NO_OFFLOAD = bytes(VIRTIO_HEADER.size)
 
 @dataclass(slots=True)
 class Offload:
-    """What the sending kernel left for later: a checksum, and perhaps cutting into segments.
+    """Work that the sending kernel has deferred: a checksum, and possibly segmentation. Lengths are in bytes.
 
-    `frame` is as it came, and `header` the virtio-net header with which exactly this frame may leave
-    (empty: it may not).
-    `start` is the transport header's offset and `offset` its checksum's within; `gso_type` and `gso_size`
-    are those of virtio (0: one segment). Lengths are bytes.
+    Attributes:
+        frame: The frame as received.
+        header: The virtio-net header with which this same frame may be sent; empty if it may not.
+        start: Offset of the transport header.
+        offset: Offset of the checksum in the transport header.
+        gso_type: As in virtio.
+        gso_size: As in virtio; 0 for one segment.
     """
 
     frame: bytes
@@ -53,19 +56,19 @@ class Offload:
     gso_size: int
 
     def payload_length(self) -> int:
-        """Bytes behind the TCP or UDP header of `frame`."""
+        """Return the number of bytes after the TCP or UDP header of `frame`."""
         if self.offset == TCP_CHECKSUM:
             return len(self.frame) - self.start - (self.frame[self.start + 12] >> 4) * 4
         return len(self.frame) - self.start - UDP_HEADER
 
     def segments(self) -> int:
-        """How many frames this one is on a wire."""
+        """Return the number of frames on a wire for this frame."""
         return -(-self.payload_length() // self.gso_size) if self.gso_size else 1
 
 
 @dataclass(slots=True)
 class Transport:
-    """Where a frame's TCP or UDP segment lies; `pseudo` is its pseudo header's sum, not yet folded."""
+    """Location of a frame's TCP or UDP segment; `pseudo` is its pseudo header's sum, not folded."""
 
     version: int
     protocol: int
@@ -80,9 +83,9 @@ class Transport:
 
 
 def locate(frame: bytes) -> Transport | None:
-    """Find a frame's TCP or UDP segment, behind VLAN tags and IPv6 extension headers.
+    """Locate a frame's TCP or UDP segment, after VLAN tags and IPv6 extension headers.
 
-    `None` where there is none, or a header lies about its length, or the packet is a fragment.
+    Returns `None` if there is none, if a length is inconsistent, or if the packet is a fragment.
     """
     size = len(frame)
     at = 12
@@ -107,7 +110,7 @@ def _ipv4(frame: bytes, at: int) -> Transport | None:
         return None
     header = (frame[at] & 15) * 4
     protocol = frame[at + 9]
-    # More fragments, or a fragment's offset.
+    # more fragments, or an offset
     if frame[at] >> 4 != 4 or header < 20 or frame[at + 6] & 0x3F or frame[at + 7]:
         return None
     if protocol not in (TCP, UDP):
@@ -133,19 +136,19 @@ def _ipv6(frame: bytes, at: int) -> Transport | None:
 
 
 def fold(total: int) -> int:
-    """A ones' complement sum in 16 bits; a sum of anything but zeros is never 0."""
+    """Return a ones' complement sum in 16 bits; it is 0 only if all words are 0."""
     return total % 0xFFFF or (0xFFFF if total else 0)
 
 
 def add(data: bytes) -> int:
-    """The sum of big-endian 16-bit words, the last one padded with zeros; not folded."""
+    """Return the sum of big-endian 16-bit words, the last one padded with zeros; not folded."""
     even = len(data) & ~1
     total = int(np.frombuffer(data, dtype=">u2", count=even >> 1).sum(dtype=np.uint64))
     return total + (data[-1] << 8 if len(data) & 1 else 0)
 
 
 def complete(frame: bytes) -> bytes | None:
-    """The frame with its TCP or UDP checksum computed; `None` where neither is found."""
+    """Return the frame with its TCP or UDP checksum computed; `None` if it has neither."""
     where = locate(frame)
     if where is None:
         return None
@@ -161,11 +164,11 @@ Parts = tuple[bytes | memoryview, ...]
 
 
 def defer(frame: bytes, offload: Offload) -> Parts | None:
-    """What to write to a socket with PACKET_VNET_HDR so that the next kernel completes the frame.
+    """Return the bytes for a socket with PACKET_VNET_HDR, by which the next kernel completes the frame.
 
-    The checksum field gets the pseudo header's sum, whatever a program computed into it. `None` where
-    the frame no longer carries the same TCP or UDP payload, as after an encapsulation: then nobody would
-    complete the inner checksum.
+    The checksum field gets the pseudo header's sum, even if a program has written to it. The result is `None`
+    if the frame no longer has the same TCP or UDP payload, as after an encapsulation, because the inner
+    checksum would stay incomplete.
     """
     if offload.header and frame == offload.frame:
         return offload.header, frame

@@ -1,6 +1,6 @@
-"""Ports: what they carry beside a frame's bytes, what they count, and the in-memory kind for tests.
+"""Ports: their protocol, counters and connection state, and ports in memory for tests.
 
-A port knows nothing of programs. `afpacket` has the kind that is a network interface.
+Ports are independent of programs. `afpacket` has ports that are network interfaces.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from softswitch.frames.checksums import Offload, complete
 log = logging.getLogger(__name__)
 
 REFUSAL_LIMIT_S = 1.0
-"""A port that has refused copies for so long counts as not connected."""
+"""Seconds after which a port that refuses copies counts as not connected."""
 RETRY_S = 0.1
-"""How often a port that is not connected is tried again."""
+"""Seconds between two attempts at a port that is not connected."""
 
 
 @dataclass(slots=True)
 class PortStats:
-    """What a port has counted since it was opened.
+    """Counters of a port since it was opened.
 
-    Segments count a 64 KB frame as the frames that it is on a wire. Copies that did not leave:
-    `refused` by a port that was full, and `withheld` by admission for that: their sender's TCP sends again.
-    `disconnected`, to a port that counts as not connected, and `unsendable`, whose checksum could not be
-    completed: lost. `oversized` frames did not enter.
+    In segments, a 64 KB frame counts as its frames on a wire. The sender's TCP retransmits copies that were
+    `refused` by a full port, or `withheld` by admission for that reason. Other copies are lost: those to a
+    port that counts as not connected (`disconnected`), and those whose checksum could not be completed
+    (`unsendable`). `oversized` frames did not enter the switch.
     """
 
     rx_packets: int = 0
@@ -47,18 +47,18 @@ class PortStats:
 
 
 Handler = Callable[[int, bytes, Offload | None], None]
-"""Takes a received frame: port number, bytes, and what is left to do for it."""
+"""Handler of a received frame: port number, bytes, and deferred work."""
 
 
 class Port(Protocol):
-    """What the switch asks of a port."""
+    """The switch's interface to a port."""
 
     number: int
     name: str
     stats: PortStats
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a frame waits."""
+        """Return a descriptor that is readable when a frame waits."""
 
     def poll(self, handle: Handler, limit: int) -> None:
         """Hand at most `limit` waiting frames to `handle`."""
@@ -67,17 +67,17 @@ class Port(Protocol):
         """Send a frame; `False` when the port refused it and so holds the original back (admission)."""
 
     def dropped(self) -> int:
-        """Frames that came, and were dropped before the switch took them."""
+        """Return the number of received frames that were dropped before the switch."""
 
     def close(self) -> None:
-        """Let go of what the port holds."""
+        """Release the port's resources."""
 
 
 class PortConnection:
-    """Whether a port counts as connected (design, section 4).
+    """Connection state of a port (design, section 4).
 
-    Logs a warning when it no longer does, and when it does again: meanwhile copies to it are lost. `port`
-    is what the warnings call it.
+    A warning is logged at each change, because copies to a port that is not connected are lost. `port` is its
+    name in warnings.
     """
 
     __slots__ = ("_port", "_retry", "_since", "healthy", "up")
@@ -86,13 +86,13 @@ class PortConnection:
         self._port = port
         self.up = True
         self.healthy = True
-        """Up, and the last copy was accepted: nothing needs to be asked before sending."""
+        """Whether it is up and accepted the last copy, so that copies can be sent without a check."""
         self._since = 0.0
         self._retry = 0.0
-        """When to try again, once the port counts as not connected; before that 0."""
+        """Time of the next attempt if the port counts as not connected, else 0."""
 
     def usable(self) -> bool:
-        """Whether to try a copy on this port now."""
+        """Return whether to try a copy on this port now."""
         if self.healthy or not self.up:
             return self.up
         if not self._retry:
@@ -104,23 +104,23 @@ class PortConnection:
         return True
 
     def accepted(self) -> None:
-        """The port took a copy."""
+        """Note that the port accepted a copy."""
         if self._retry:
-            log.warning("%s takes frames again, and counts as connected", self._port)
+            log.warning("%s accepts frames again, and counts as connected", self._port)
         self._since = self._retry = 0.0
         self.healthy = self.up
 
     def refused(self) -> bool:
-        """The port refused a copy; whether that holds the original back."""
+        """Note that the port refused a copy; return whether that withholds the original."""
         now = time.monotonic()
         self.healthy = False
         if not self._retry:
-            # Quiet times count too: a sender that backs off tries ever more rarely.
+            # Idle times count too, because a sender that backs off retries less and less often.
             self._since = self._since or now
             if now - self._since < REFUSAL_LIMIT_S:
                 return True
             log.warning(
-                "%s has taken no frame for %.1f s: it counts as not connected, and copies to it are dropped",
+                "%s accepted no frame for %.1f s: it counts as not connected, and copies to it are dropped",
                 self._port,
                 now - self._since,
             )
@@ -128,7 +128,7 @@ class PortConnection:
         return False
 
     def set_up(self, up: bool) -> None:
-        """The link went up or down, or is as it was."""
+        """Set whether the link is up."""
         if self.up and not up and not self._retry:
             log.warning("%s is down: it counts as not connected, and copies to it are dropped", self._port)
         if up and not self.up:
@@ -139,9 +139,10 @@ class PortConnection:
 
 
 class MemoryPort:
-    """A port of two queues. Tests put frames in with `inject`, and find in `sent` what left.
+    """A port of two queues for tests: `inject` adds received frames, and `sent` has sent frames.
 
-    `capacity` bounds `sent`; a full port, or one with `refusing` set, refuses copies as a socket does.
+    `capacity` is the limit of `sent`. A port that is full, or has `refusing` set, refuses copies like a
+    socket.
     """
 
     def __init__(self, number: int, name: str = "", capacity: int = 1 << 16) -> None:
@@ -156,12 +157,12 @@ class MemoryPort:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
 
     def fileno(self) -> int:
-        """The descriptor that `inject` makes readable."""
+        """Return the descriptor that `inject` makes readable."""
         return self._event
 
     def inject(self, frame: bytes, offload: Offload | None = None) -> None:
-        """Let a frame arrive."""
-        # The count first: it may exceed the frames that wait for a moment, and never fall short of them.
+        """Add a received frame."""
+        # The count first: it may briefly exceed the number of waiting frames, but never be less.
         os.eventfd_write(self._event, 1)
         self._waiting.append((frame, offload))
 
@@ -176,7 +177,7 @@ class MemoryPort:
             handle(self.number, frame, offload)
 
     def send(self, frame: bytes, offload: Offload | None) -> bool:
-        """Queue a frame, its checksum completed; `False` when the port refused it."""
+        """Queue a frame with a complete checksum; return `False` if the port refused it."""
         stats = self.stats
         if not self.connection.usable():
             stats.disconnected += 1
@@ -199,7 +200,7 @@ class MemoryPort:
         return True
 
     def dropped(self) -> int:
-        """None: what is injected waits until it is taken."""
+        """Return 0: injected frames wait until they are polled."""
         return 0
 
     def close(self) -> None:

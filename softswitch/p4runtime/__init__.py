@@ -1,1 +1,1 @@
-"""P4Runtime in front of the switch."""
+"""The P4Runtime service of the switch."""

@@ -1,6 +1,6 @@
-"""Client arbitration: which controller of a role is primary (P4Runtime specification, section 5).
+"""Client arbitration: the primary controller of each role (P4Runtime specification, section 5).
 
-No locks and no I/O here: the service calls in from one thread at a time.
+No locks and no I/O: the service calls it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from finsy.proto import U128, p4r, rpc_code
 
 
 class RpcError(Exception):
-    """Ends an RPC, or a stream, with a gRPC status."""
+    """The gRPC status with which an RPC or a stream ends."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class RpcError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """A controller's stream: `send` gives it a message; role and election id once it has named them."""
+    """A controller's stream: `send` sends it a message; role and election id are set by arbitration."""
 
     send: Callable[[p4r.StreamMessageResponse], None]
     role: str | None = None
@@ -31,7 +31,7 @@ class Client:
 
 @dataclass(slots=True)
 class Role:
-    """The controllers of one role; `highest` is the highest election id that was ever seen."""
+    """The controllers of one role; `highest` is the highest election id so far."""
 
     name: str
     live: list[Client] = field(default_factory=list)
@@ -40,17 +40,20 @@ class Role:
 
 
 class Arbitration:
-    """The roles of one device. The default role "" is always there; every role has the whole pipeline."""
+    """The roles of one device. The default role "" always exists; every role has the whole pipeline."""
 
     def __init__(self, device_id: int) -> None:
         self.device_id = device_id
         self.roles = {"": Role("")}
 
     def update(self, controller: Client, message: p4r.MasterArbitrationUpdate) -> Client | None:
-        """Take a controller's arbitration message; `RpcError` ends its stream.
+        """Handle a controller's arbitration message, and notify all controllers but a new primary.
 
-        Tells all concerned, except a new primary: it is returned, to be told (`tell`) when the writes
-        of the one before it are done.
+        Returns:
+            A new primary, to be notified (`tell`) after the previous primary's writes.
+
+        Raises:
+            RpcError: The status with which its stream ends.
         """
         election_id = U128.decode(message.election_id) if message.HasField("election_id") else None
         role = self._admit(controller, message, election_id)
@@ -81,11 +84,12 @@ class Arbitration:
             raise RpcError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f'this stream is for device {self.device_id}, role "{controller.role}": '
-                "another device or role needs a stream of its own",
+                "use a separate stream for each",
             )
         if message.role.HasField("config"):
             raise RpcError(
-                grpc.StatusCode.INVALID_ARGUMENT, "role.config is not supported: every role has everything"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "role.config is not supported: every role has the whole pipeline",
             )
         role = self.roles.get(message.role.name) or Role(message.role.name)
         if election_id is not None and any(
@@ -102,7 +106,7 @@ class Arbitration:
         return role
 
     def leave(self, controller: Client) -> None:
-        """A controller's stream ended; nobody is promoted, the others are told."""
+        """Remove a controller whose stream ended; notify the others, but promote none."""
         if controller.role is None:
             return
         role = self.roles[controller.role]
@@ -113,7 +117,7 @@ class Arbitration:
                 self.tell(each)
 
     def tell(self, controller: Client) -> None:
-        """Send a controller the state of its role (specification, section 5.4)."""
+        """Notify a controller of the state of its role (specification, section 5.4)."""
         assert controller.role is not None
         role = self.roles[controller.role]
         update = p4r.MasterArbitrationUpdate(device_id=self.device_id)
@@ -127,16 +131,16 @@ class Arbitration:
         elif role.primary is not None:
             status.code, status.message = rpc_code.ALREADY_EXISTS, "another controller is primary"
         else:
-            status.code, status.message = rpc_code.NOT_FOUND, "there is no primary"
+            status.code, status.message = rpc_code.NOT_FOUND, "no controller is primary"
         controller.send(p4r.StreamMessageResponse(arbitration=update))
 
     def check_device(self, device_id: int) -> None:
-        """`RpcError` NOT_FOUND for another device."""
+        """Raise `RpcError` NOT_FOUND for another device."""
         if device_id != self.device_id:
             raise self._unknown_device(device_id)
 
     def check_primary(self, role_name: str, election_id: p4r.Uint128 | None) -> None:
-        """`RpcError` unless this election id is the role's primary's."""
+        """Raise `RpcError` unless this is the election id of the role's primary."""
         role = self.roles.get(role_name)
         if role is None:
             raise RpcError(grpc.StatusCode.NOT_FOUND, f'no controller has the role "{role_name}"')
@@ -149,14 +153,14 @@ class Arbitration:
             )
 
     def primaries(self) -> list[Client]:
-        """The primary of each role that has one."""
+        """Return the primary of each role that has one."""
         return [role.primary for role in self.roles.values() if role.primary is not None]
 
     def is_primary(self, controller: Client) -> bool:
-        """Whether a controller is its role's primary."""
+        """Return whether a controller is its role's primary."""
         return controller.role is not None and self.roles[controller.role].primary is controller
 
     def _unknown_device(self, device_id: int) -> RpcError:
         return RpcError(
-            grpc.StatusCode.NOT_FOUND, f"no device {device_id} here; this is device {self.device_id}"
+            grpc.StatusCode.NOT_FOUND, f"unknown device {device_id}; this is device {self.device_id}"
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def to_bytes(value: int) -> bytes:
-    """The canonical, shortest big-endian form."""
+    """Return the canonical, shortest big-endian form."""
     return value.to_bytes((value.bit_length() + 7) >> 3 or 1)
 
 
 def parse(value: bytes, width: int, what: str) -> int:
-    """The integer of a byte string of any length; `ValueError` when empty or wider than `width` bits."""
+    """Return the integer of a byte string; raise `ValueError` if it is empty or wider than `width` bits."""
     if not value:
         raise ValueError(f"{what} is missing or empty")
     number = int.from_bytes(value)

@@ -1,7 +1,7 @@
-"""Table entries between P4Runtime messages and the state, table by table.
+"""Translation of table entries between P4Runtime messages and the state.
 
-P4Runtime specification, section 9.1. What a table's messages may look like is worked out once, when the
-pipeline is set, so that a batch of thousands costs some microseconds an entry.
+P4Runtime specification, section 9.1. Codecs are built once per table, when the pipeline is set, so that large
+batches cost only some microseconds per entry.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NEEDS_PRIORITY = (MatchKind.TERNARY, MatchKind.RANGE, MatchKind.OPTIONAL)
 
 @dataclass(frozen=True, slots=True)
 class ActionCodec:
-    """An action: parameter ids to (position, name, width); where in a table it may stand."""
+    """An action: parameter ids to (position, name, width), and its scope in a table."""
 
     id: int
     name: str
     params: dict[int, tuple[int, str, int]]
 
     def decode(self, action: p4r.Action) -> tuple[int, ...]:
-        """The parameters in P4Info order; `TableError` INVALID_ARGUMENT."""
+        """Return the parameters in P4Info order; raise `TableError` INVALID_ARGUMENT if they are wrong."""
         params = self.params
         values = [-1] * len(params)
         for param in action.params:
@@ -58,7 +58,7 @@ class ActionCodec:
 
 
 class TableCodec:
-    """One table's entries, decoded and encoded. All refusals are `TableError`."""
+    """Codec of one table's entries. All refusals are `TableError`."""
 
     def __init__(self, info: p4i.Table, table: Table, actions: dict[int, ActionCodec], counted: bool) -> None:
         self.info = info
@@ -76,7 +76,7 @@ class TableCodec:
         self.table_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.TABLE_ONLY}
 
     def match(self, matches: Iterable[p4r.FieldMatch]) -> tuple[Key, ...]:
-        """The key of a match list."""
+        """Return the key of a match list."""
         keys: list[Key] = [None] * len(self.fields)
         by_id = self.by_id
         for message in matches:
@@ -94,7 +94,7 @@ class TableCodec:
         return tuple(keys)
 
     def key(self, entry: p4r.TableEntry) -> tuple[tuple[Key, ...], int]:
-        """Match and priority of a non-default entry."""
+        """Return match and priority of a non-default entry."""
         key = self.match(entry.match)
         priority = entry.priority
         if self.prioritised:
@@ -111,20 +111,20 @@ class TableCodec:
         return key, priority
 
     def action(self, action: p4r.TableAction, default: bool) -> tuple[int, tuple[int, ...]]:
-        """Action id and parameters."""
+        """Return action id and parameters."""
         if action.WhichOneof("type") != "action":
-            raise invalid(f"table {self.name} is direct: its entries need a plain action")
+            raise invalid(f"table {self.name} is direct, so its entries need a plain action")
         codec = self.actions.get(action.action.action_id)
         if codec is None:
             names = ", ".join(f"{each.name} ({each.id})" for each in self.actions.values())
             raise invalid(f"table {self.name} has no action {action.action.action_id}; it has {names}")
         if codec.id in (self.table_only if default else self.default_only):
             where = "as default action" if default else "in an entry"
-            raise TableError("PERMISSION_DENIED", f"table {self.name}: {codec.name} may not stand {where}")
+            raise TableError("PERMISSION_DENIED", f"table {self.name}: {codec.name} is not allowed {where}")
         return codec.id, codec.decode(action.action)
 
     def entry(self, message: p4r.TableEntry) -> Entry:
-        """A new entry, default or not; `counter_data` is left to the caller."""
+        """Return a new entry, default or not; `counter_data` is left to the caller."""
         self.check(message)
         default = message.is_default_action
         match, priority = ((), 0) if default else self.key(message)
@@ -139,7 +139,7 @@ class TableCodec:
         return entry
 
     def check(self, message: p4r.TableEntry) -> None:
-        """Refuse what no write of an entry of this table may carry."""
+        """Refuse message fields that are not allowed in writes to this table."""
         if message.is_const:
             raise invalid(f"table {self.name}: is_const may not be set in a write")
         if message.is_default_action and (message.match or message.priority):
@@ -152,7 +152,7 @@ class TableCodec:
             raise invalid(f"table {self.name} has no idle timeout")
 
     def encode_key(self, entry: Entry, message: p4r.TableEntry) -> None:
-        """Write what identifies an entry into a message, canonically."""
+        """Write an entry's identity into a message, in canonical form."""
         message.table_id = self.table.id
         if entry.is_default:
             message.is_default_action = True
@@ -165,7 +165,7 @@ class TableCodec:
             message.priority = entry.priority
 
     def encode(self, entry: Entry, message: p4r.TableEntry, counters: bool) -> None:
-        """Write a whole entry into a message, canonically; its counter where asked for."""
+        """Write a whole entry into a message, in canonical form, with its counter if requested."""
         self.encode_key(entry, message)
         if self.table.const_default if entry.is_default else self.info.is_const_table:
             message.is_const = True
@@ -178,7 +178,7 @@ class TableCodec:
             encode_count(entry.count, message.counter_data)
 
     def select(self, query: p4r.TableEntry) -> Iterator[Entry]:
-        """The entries that a read asks for (specification, section 9.1.6)."""
+        """Yield the entries that match a read (specification, section 9.1.6)."""
         table = self.table
         if query.is_default_action:
             found = [] if table.default is None else [table.default]
@@ -210,7 +210,7 @@ def encode_count(count: CounterCell, message: p4r.CounterData) -> None:
 
 
 def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
-    """The actions of a P4Info by id."""
+    """Return the actions of a P4Info by id."""
     return {
         action.preamble.id: ActionCodec(
             action.preamble.id,
@@ -225,7 +225,7 @@ def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
 
 
 def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
-    """The tables of a P4Info by id."""
+    """Return the tables of a P4Info by id."""
     actions = action_codecs(p4info)
     counted = {counter.direct_table_id for counter in p4info.direct_counters}
     return {

@@ -1,4 +1,4 @@
-"""Match fields between P4Runtime messages and keys, one pair of functions for each match kind.
+"""Translation of match fields between P4Runtime messages and keys: a pair of functions per match kind.
 
 P4Runtime specification, section 9.1.1. A further match kind is one more function and one line in `_MATCHES`.
 """
@@ -25,13 +25,13 @@ Encoder = Callable[[p4r.FieldMatch, Key], None]
 
 
 def invalid(message: str) -> TableError:
-    """An update that breaks a rule of the specification."""
+    """Return the error of an update that violates the specification."""
     return TableError("INVALID_ARGUMENT", message)
 
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """A key field: where it stands in the key, and how its match is read and written."""
+    """A key field: its position in the key, and the functions that read and write its match."""
 
     position: int
     id: int
@@ -42,7 +42,7 @@ class FieldCodec:
 
 
 def field_codec(position: int, field: p4i.MatchField, table: str) -> FieldCodec:
-    """The codec of a table's key field."""
+    """Return the codec of a table's key field."""
     kind = KINDS[field.match_type]
     what = f"table {table}: match field {field.name}"
     decode, encode = _MATCHES[kind](field.bitwidth, what)
@@ -84,10 +84,10 @@ def _lpm(width: int, what: str) -> tuple[Decoder, Encoder]:
         _expect(message, "lpm", what)
         length = message.lpm.prefix_len
         if not 0 < length <= width:
-            raise invalid(f"{what}: prefix length {length}; it is 1 to {width}, or the field is left out")
+            raise invalid(f"{what}: prefix length {length}; it must be 1 to {width}, or the field omitted")
         value = parse_field(message.lpm.value, width, what)
         if value & ((1 << width - length) - 1):
-            raise invalid(f"{what}: {value:#x} has bits behind its prefix of {length}")
+            raise invalid(f"{what}: {value:#x} has bits beyond its prefix of {length}")
         return value, length
 
     def encode(message: p4r.FieldMatch, key: Key) -> None:
@@ -103,7 +103,7 @@ def _ternary(width: int, what: str) -> tuple[Decoder, Encoder]:
         value = parse_field(message.ternary.value, width, what)
         mask = parse_field(message.ternary.mask, width, f"{what}: mask")
         if not mask:
-            raise invalid(f"{what}: the mask is 0; leave the field out instead")
+            raise invalid(f"{what}: the mask is 0; omit the field instead")
         if value & ~mask:
             raise invalid(f"{what}: {value:#x} has bits outside its mask {mask:#x}")
         return value, mask
@@ -123,7 +123,7 @@ def _range(width: int, what: str) -> tuple[Decoder, Encoder]:
         if low > high:
             raise invalid(f"{what}: low {low:#x} is above high {high:#x}")
         if low == 0 and high == (1 << width) - 1:
-            raise invalid(f"{what}: the range holds every value; leave the field out instead")
+            raise invalid(f"{what}: the range has every value; omit the field instead")
         return low, high
 
     def encode(message: p4r.FieldMatch, key: Key) -> None:
@@ -139,7 +139,7 @@ def _expect(message: p4r.FieldMatch, kind: str, what: str) -> None:
 
 
 def parse_field(value: bytes, width: int, what: str) -> int:
-    """A value of `width` bits; `TableError` INVALID_ARGUMENT."""
+    """Return a value of `width` bits; raise `TableError` INVALID_ARGUMENT if it is wrong."""
     try:
         return parse(value, width, what)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Packet I/O: PacketIn and PacketOut metadata to and from the headers that the program sees.
+"""Packet I/O: translation of PacketIn and PacketOut metadata to and from headers of the program.
 
-P4Runtime specification, sections "ControllerPacketMetadata" and "Packet I/O": the metadata's values, in the
-order of the P4Info and at their bit widths, are a header before the frame.
+P4Runtime specification, sections "ControllerPacketMetadata" and "Packet I/O": the metadata's values are a
+header before the frame, in the order and with the bit widths of the P4Info.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from softswitch.p4runtime.bytestrings import to_bytes
 
 
 class MetadataError(ValueError):
-    """A PacketOut whose metadata isn't what the P4Info says."""
+    """A PacketOut whose metadata does not match the P4Info."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class MetadataField:
 
 
 class ControllerHeader:
-    """The header named `name` ("packet_in" or "packet_out"); no fields where the P4Info has none."""
+    """The header named `name` ("packet_in" or "packet_out"), without fields if the P4Info has none."""
 
     def __init__(self, p4info: p4i.P4Info, name: str) -> None:
         self.name = name
@@ -38,10 +38,10 @@ class ControllerHeader:
             for each in header.metadata
         )
         self.length = (sum(each.width for each in self.fields) + 7) // 8
-        """In bytes."""
+        """Length in bytes."""
 
     def encode(self, packet: p4r.PacketOut) -> bytes:
-        """The frame that the program gets for a PacketOut; `MetadataError`."""
+        """Return the program's frame for a PacketOut; raise `MetadataError` for wrong metadata."""
         values = {each.metadata_id: each.value for each in packet.metadata}
         known = {field.id for field in self.fields}
         if len(values) != len(packet.metadata):
@@ -60,7 +60,7 @@ class ControllerHeader:
         return bits.to_bytes(self.length) + packet.payload
 
     def decode(self, frame: bytes) -> p4r.PacketIn:
-        """The PacketIn for a frame that the program sent to the CPU port."""
+        """Return the PacketIn for a frame from the program to the CPU port."""
         packet = p4r.PacketIn(payload=frame[self.length :])
         bits = int.from_bytes(frame[: self.length])
         left = self.length * 8

@@ -1,4 +1,4 @@
-"""A forwarding pipeline: a loaded program, with what is needed to read and write it over P4Runtime."""
+"""A forwarding pipeline: a loaded program, with the codecs for access over P4Runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from softswitch.program.state import TableError
 
 
 class ReconcileError(Exception):
-    """Forwarding state that a new pipeline cannot take over; says which."""
+    """Forwarding state that a new pipeline cannot take over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RegisterInfo:
 
 @dataclass(slots=True)
 class Pipeline:
-    """A program and its config, as SetForwardingPipelineConfig gave it."""
+    """A program and its config from SetForwardingPipelineConfig."""
 
     program: Program
     config: p4r.ForwardingPipelineConfig
@@ -48,15 +48,15 @@ class Pipeline:
     packet_in: ControllerHeader
     packet_out: ControllerHeader
     sums_payload: bool
-    """The program sums payloads, so it has to see whole checksums."""
+    """Whether the program sums payloads, so that it needs complete checksums."""
     groups: dict[int, p4r.MulticastGroupEntry] = field(default_factory=dict)
-    """Multicast groups as the controller wrote them; the program's own form is in its state."""
+    """Multicast groups as written by the controller; the program's own form is in its state."""
 
 
 def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
-    """Load a config; `UnsupportedProgramError`, or `ValueError` where it lacks a part."""
+    """Load a config; raise `UnsupportedProgramError`, or `ValueError` if a part is missing."""
     if not config.p4_device_config:
-        raise ValueError("p4_device_config is empty; it has to be the JSON that p4c wrote for BMv2")
+        raise ValueError("p4_device_config is empty; it must be p4c's JSON for BMv2")
     if not config.HasField("p4info"):
         raise ValueError("p4info is missing")
     p4info = config.p4info
@@ -91,7 +91,7 @@ def _register(info: p4i.Register) -> RegisterInfo:
 
 
 def reconcile(old: Pipeline, new: Pipeline) -> None:
-    """Give `new` the forwarding state of `old`; `ReconcileError` where something has no place there.
+    """Give `new` the forwarding state of `old`; raise `ReconcileError` if a part has no place there.
 
     Tables are the same when id, key, and each action in use are the same.
     """

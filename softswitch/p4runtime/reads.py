@@ -1,7 +1,7 @@
-"""Reads of a pipeline's state: the entities that a query asks for.
+"""Reads of a pipeline's state.
 
-P4Runtime specification, sections 9 and 13. A reader takes a query and a function that adds an empty entity
-to the answer; all refusals are `TableError`.
+P4Runtime specification, sections 9 and 13. A reader gets a query and a function that adds an empty entity to
+the answer. All refusals are `TableError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Add = Callable[[], p4r.Entity]
 
 
 def read(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    """Add what a query asks for to an answer."""
+    """Add the entities that match a query to an answer."""
     kind = query.WhichOneof("entity")
     if kind is None:
         raise invalid("the query has no entity")
@@ -36,14 +36,14 @@ def _codecs(pipeline: Pipeline, table_id: int) -> list[TableCodec]:
         return list(pipeline.tables.values())
     codec = pipeline.tables.get(table_id)
     if codec is None:
-        raise TableError("NOT_FOUND", f"there is no table {table_id}")
+        raise TableError("NOT_FOUND", f"table {table_id} does not exist")
     return [codec]
 
 
 def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.table_entry
     if not wanted.table_id and (wanted.match or wanted.priority or wanted.HasField("action")):
-        raise invalid("a query for all tables takes no match, priority or action")
+        raise invalid("a query for all tables must not have a match, priority or action")
     counters = wanted.HasField("counter_data")
     for codec in _codecs(pipeline, wanted.table_id):
         for entry in codec.select(wanted):
@@ -69,7 +69,7 @@ def _direct_counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.counter_entry
     if wanted.counter_id and wanted.counter_id not in pipeline.counters:
-        raise TableError("NOT_FOUND", f"there is no counter {wanted.counter_id}")
+        raise TableError("NOT_FOUND", f"counter {wanted.counter_id} does not exist")
     for number in [wanted.counter_id] if wanted.counter_id else list(pipeline.counters):
         info = pipeline.counters[number]
         cells = pipeline.program.state.counters[number]
@@ -84,7 +84,7 @@ def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 def _registers(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.register_entry
     if wanted.register_id and wanted.register_id not in pipeline.registers:
-        raise TableError("NOT_FOUND", f"there is no register {wanted.register_id}")
+        raise TableError("NOT_FOUND", f"register {wanted.register_id} does not exist")
     for number in [wanted.register_id] if wanted.register_id else list(pipeline.registers):
         info = pipeline.registers[number]
         values = pipeline.program.state.registers[number]
@@ -110,13 +110,13 @@ def _encode_register(info: RegisterInfo, value: int, data: p4d.P4Data) -> None:
 def _groups(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.packet_replication_engine_entry
     if wanted.WhichOneof("type") == "clone_session_entry":
-        # There are none, so all of them are none; a particular one cannot be asked for.
+        # There are none, so only a read of all of them is possible.
         if wanted.clone_session_entry.session_id:
             raise TableError("UNIMPLEMENTED", "clone sessions are not supported by this target")
         return
     number = wanted.multicast_group_entry.multicast_group_id
     if number and number not in pipeline.groups:
-        raise TableError("NOT_FOUND", f"there is no multicast group {number}")
+        raise TableError("NOT_FOUND", f"multicast group {number} does not exist")
     for group in [pipeline.groups[number]] if number else list(pipeline.groups.values()):
         add().packet_replication_engine_entry.multicast_group_entry.CopyFrom(group)
 
@@ -124,11 +124,11 @@ def _groups(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 def _none_there(
     kind: str, number: Callable[[p4r.Entity], int]
 ) -> Callable[[Pipeline, p4r.Entity, Add], None]:
-    """A kind that no program loaded here has: all of them are none, and a particular one is not found."""
+    """Return a reader of a kind without entities: a read of all is empty, and one of them is not found."""
 
     def reader(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
         if number(query):
-            raise TableError("NOT_FOUND", f"there is no {kind} {number(query)}")
+            raise TableError("NOT_FOUND", f"{kind} does not exist: {number(query)}")
 
     return reader
 

@@ -1,4 +1,4 @@
-"""The gRPC server in front of the service: its address, its options."""
+"""The gRPC server of the service."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from finsy.proto import p4r_grpc
 from softswitch.p4runtime.service import STREAMS_MAX, P4RuntimeService
 
 WORKERS = 2 * STREAMS_MAX
-"""A stream keeps a thread; as many are left for other RPCs."""
+"""Each stream occupies a thread; there are as many threads again for other RPCs."""
 MESSAGE_MAX = 256 << 20
 
 
 def serve(
     service: P4RuntimeService, address: str, credentials: grpc.ServerCredentials | None
 ) -> tuple[grpc.Server, int]:
-    """Start a gRPC server; with it comes its port. `OSError` where the address is taken or wrong."""
+    """Start a gRPC server; return it and its port. Raise `OSError` if the address is invalid or in use."""
     server = grpc.server(
         ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="p4runtime"),
         options=[
@@ -41,7 +41,7 @@ def serve(
 
 
 def _check_address(address: str) -> None:
-    """`OSError` that says what is wrong; gRPC's own says it on stderr, and in its own terms."""
+    """Raise a readable `OSError` for an unusable address; gRPC reports it on stderr only."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

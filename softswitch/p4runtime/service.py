@@ -1,7 +1,7 @@
-"""The P4Runtime service: gRPC in front of a switch (P4Runtime specification, sections 5 and 12 to 17).
+"""The P4Runtime service of a switch (P4Runtime specification, sections 5 and 12 to 17).
 
-Each RPC runs on a thread of its own. Writes, reads and pipeline changes follow one another (`_control`), and
-take turns with packets in small pieces, so that a large batch doesn't hold traffic up.
+Each RPC has its own thread. Writes, reads and pipeline changes exclude one another (`_control`), and take
+turns with packets in small pieces, so that a large batch does not delay traffic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ API_VERSION = "1.4.1"
 ERROR_SPACE = "softswitch-v1model"
 STREAMS_MAX = 32
 PIECE = 64
-"""Updates, or entities read, between two turns of the packets."""
+"""Updates, or entities read, between two turns of packets."""
 RESPONSE_ENTITIES = 1000
 
 Action = p4r.SetForwardingPipelineConfigRequest
@@ -79,7 +79,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def StreamChannel(
         self, request_iterator: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
     ) -> Iterator[p4r.StreamMessageResponse]:
-        """Arbitration and packet I/O."""
+        """Serve arbitration and packet I/O."""
         with _status(context):
             yield from self.sessions.serve(request_iterator, context)
 
@@ -91,12 +91,12 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             self._check_primary(request)
             errors = self._batch(self._pipeline(), request)
         if any(errors):
-            _abort_batch(context, errors, "the batch was not applied whole")
+            _abort_batch(context, errors, "the batch was not applied completely")
         return p4r.WriteResponse()
 
     def _batch(self, pipeline: Pipeline, request: p4r.WriteRequest) -> list[TableError | None]:
         carry_on = request.atomicity == p4r.WriteRequest.CONTINUE_ON_ERROR
-        # A whole batch in one turn is atomic for packets.
+        # A whole batch in one turn is atomic with respect to packets.
         piece = len(request.updates) if request.atomicity == p4r.WriteRequest.DATAPLANE_ATOMIC else PIECE
         errors: list[TableError | None] = []
         undo: list[Undo] = []
@@ -119,7 +119,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         return errors
 
     def Read(self, request: p4r.ReadRequest, context: grpc.ServicerContext) -> Iterator[p4r.ReadResponse]:
-        """Answer queries; the state is that between two writes."""
+        """Answer queries, from the state between two writes."""
         errors: list[TableError | None] = []
         responses: list[p4r.ReadResponse] = []
         with _status(context), self._control:
@@ -158,9 +158,9 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         action = request.action
         if action == Action.COMMIT:
             if request.HasField("config"):
-                raise _invalid("COMMIT takes no config: it commits the one that was saved")
+                raise _invalid("COMMIT must not have a config: it commits the saved one")
             if self._saved is None:
-                raise RpcError(grpc.StatusCode.NOT_FOUND, "no config is saved: VERIFY_AND_SAVE comes first")
+                raise RpcError(grpc.StatusCode.NOT_FOUND, "no config is saved; use VERIFY_AND_SAVE first")
             self.commit(self._saved)
             return
         if action not in _WITH_CONFIG:
@@ -192,7 +192,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def GetForwardingPipelineConfig(
         self, request: p4r.GetForwardingPipelineConfigRequest, context: grpc.ServicerContext
     ) -> p4r.GetForwardingPipelineConfigResponse:
-        """The config, or the parts of it that are asked for."""
+        """Return the requested parts of the config."""
         response = p4r.GetForwardingPipelineConfigResponse()
         with _status(context), self._control:
             self.arbitration.check_device(request.device_id)
@@ -206,7 +206,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def Capabilities(
         self, request: p4r.CapabilitiesRequest, context: grpc.ServicerContext
     ) -> p4r.CapabilitiesResponse:
-        """The version of P4Runtime that this is."""
+        """Return the version of P4Runtime."""
         return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
     def _check_primary(self, request: p4r.WriteRequest | p4r.SetForwardingPipelineConfigRequest) -> None:
@@ -229,7 +229,7 @@ _LEFT_OUT: dict[int, tuple[Literal["p4info", "p4_device_config"], ...]] = {
 
 
 class Turns:
-    """The switch's turn, given back for a moment after every `piece` steps."""
+    """The switch's turn, released for a moment after every `piece` steps."""
 
     def __init__(self, switch: SoftSwitch, piece: int) -> None:
         self._switch = switch
@@ -241,7 +241,7 @@ class Turns:
         return self
 
     def step(self) -> None:
-        """Hold the turn for one more step."""
+        """Take the turn for one more step."""
         if not self._left:
             self._stack.close()
             self._switch.let_packets_pass()
@@ -267,8 +267,8 @@ def _invalid(message: str) -> RpcError:
 
 
 def _rolled_back(errors: list[TableError | None], count: int) -> list[TableError | None]:
-    """Each update's status after a rollback: only the one that failed says why."""
-    aborted = TableError("ABORTED", "rolled back, as another update of the batch failed")
+    """Return each update's status after a rollback; only the one that failed has its own reason."""
+    aborted = TableError("ABORTED", "rolled back because another update of the batch failed")
     return [*(error or aborted for error in errors), *[aborted] * (count - len(errors))]
 
 

@@ -1,4 +1,4 @@
-"""Controllers' streams: what waits to be sent to each, and what came from it (specification, section 16)."""
+"""Streams of controllers: their queues and incoming messages (specification, section 16)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from softswitch.p4runtime.packetio import ControllerHeader, MetadataError
 log = logging.getLogger(__name__)
 
 PACKETS_MAX = 1024
-"""Frames that wait for a controller; what comes beyond is dropped and counted."""
+"""Frames that wait for a controller; further ones are dropped and counted."""
 PACKET_BYTES_MAX = 8 << 20
-"""... and so many bytes of them."""
+"""Bytes of frames that wait for a controller."""
 ERRORS_MAX = 16
 
 
 class ControllerStream:
-    """One stream's outgoing side. Packets are bounded; arbitration messages are few."""
+    """The outgoing side of one stream. Packets are bounded; arbitration messages are few."""
 
     def __init__(self) -> None:
         self.controller = Client(self._send)
@@ -52,7 +52,7 @@ class ControllerStream:
                 self._changed.notify()
 
     def report(self, code: int, message: str, packet: p4r.PacketOut | None) -> None:
-        """Queue a StreamError, unless enough of them wait already."""
+        """Queue a StreamError, unless too many of them are waiting."""
         response = p4r.StreamMessageResponse()
         response.error.canonical_code = code
         response.error.message = message
@@ -66,14 +66,14 @@ class ControllerStream:
                 self._changed.notify()
 
     def close(self, error: RpcError | None = None) -> None:
-        """Let `responses` end, with `error` if there is one."""
+        """End `responses`, with `error` if there is one."""
         with self._changed:
             self._closed = True
             self._error = self._error or error
             self._changed.notify()
 
     def responses(self) -> Iterator[p4r.StreamMessageResponse]:
-        """What to send, as it comes; raises the error that ends the stream."""
+        """Yield messages to send as they are queued; raise the error that ends the stream."""
         while True:
             with self._changed:
                 while not (self._messages or self._packets or self._closed):
@@ -90,7 +90,7 @@ class ControllerStream:
 
 
 class Sessions:
-    """All streams of a device. `control` is held by writes: a new primary waits for those before it."""
+    """All streams of a device. Writes hold `control`, so that a new primary waits for earlier ones."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Sessions:
         packet_out: Callable[[p4r.PacketOut], None],
     ) -> None:
         self.unheard = 0
-        """Frames for the controller while there was no primary."""
+        """Number of frames for the controller while there was no primary."""
         self._dropped = 0
         self._arbitration = arbitration
         self._control = control
@@ -112,11 +112,11 @@ class Sessions:
 
     @property
     def dropped(self) -> int:
-        """Frames for controllers that didn't read fast enough."""
+        """Number of frames for controllers that did not read fast enough."""
         return self._dropped + sum(session.dropped for session in list(self._sessions.values()))
 
     def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
-        """Give a frame to each role's primary."""
+        """Send a frame to each role's primary."""
         primaries = self._primaries
         if not primaries:
             self.unheard += 1
@@ -126,12 +126,12 @@ class Sessions:
     def serve(
         self, requests: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
     ) -> Iterator[p4r.StreamMessageResponse]:
-        """Serve one stream to its end; `RpcError` where it ends with an error."""
+        """Serve one stream to its end; raise `RpcError` if it ends with an error."""
         session = ControllerStream()
         with self._lock:
             if len(self._sessions) >= self._limit:
                 raise RpcError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {self._limit} streams already: no more"
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"the limit of {self._limit} streams is reached"
                 )
             self._sessions[session.controller] = session
         context.add_callback(session.close)
@@ -153,9 +153,9 @@ class Sessions:
         self._primaries = tuple(self._sessions[each] for each in self._arbitration.primaries())
 
     def _listen(self, session: ControllerStream, requests: Iterator[p4r.StreamMessageRequest]) -> None:
-        """Take what a controller sends until its stream ends."""
+        """Handle a controller's messages until its stream ends."""
         error: RpcError | None = None
-        # The iterator raises when the controller is gone; that is how streams mostly end.
+        # The iterator raises when the controller has left, which is how most streams end.
         with contextlib.suppress(grpc.RpcError):
             try:
                 for request in requests:

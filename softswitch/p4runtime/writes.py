@@ -1,6 +1,6 @@
 """Updates of a pipeline's state: each is checked, applied, and can be undone.
 
-P4Runtime specification, sections 9 (what an update may be) and 12 (batches).
+P4Runtime specification, sections 9 (updates) and 12 (batches).
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from collections.abc import Callable
 
 from finsy.proto import p4d, p4r
 
-from softswitch.p4runtime.bytestrings import parse, to_bytes
+from softswitch.p4runtime.bytestrings import parse
 from softswitch.p4runtime.entities import TableCodec
 from softswitch.p4runtime.fieldcodecs import invalid
+from softswitch.p4runtime.multicast import write_group
 from softswitch.p4runtime.pipeline import Pipeline, RegisterInfo
-from softswitch.program.state import CounterCell, Entry, GroupReplica, TableError
+from softswitch.program.state import CounterCell, Entry, TableError
 
 Undo = Callable[[], None]
 
-GROUP_MAX = 0xFFFF
-INSTANCE_MAX = 0xFFFF
-PORT_BITS = 32
-
 
 def apply(pipeline: Pipeline, update: p4r.Update) -> Undo:
-    """Apply one update; `TableError` where it is refused. Returns what takes it back."""
+    """Apply one update and return a function that undoes it; raise `TableError` if it is refused."""
     if update.type not in (p4r.Update.INSERT, p4r.Update.MODIFY, p4r.Update.DELETE):
         raise invalid("the update's type is unspecified")
     kind = update.entity.WhichOneof("entity")
@@ -38,7 +35,7 @@ def apply(pipeline: Pipeline, update: p4r.Update) -> Undo:
 def _codec(pipeline: Pipeline, table_id: int) -> TableCodec:
     codec = pipeline.tables.get(table_id)
     if codec is None:
-        raise TableError("NOT_FOUND" if table_id else "INVALID_ARGUMENT", f"there is no table {table_id}")
+        raise TableError("NOT_FOUND" if table_id else "INVALID_ARGUMENT", f"table {table_id} does not exist")
     return codec
 
 
@@ -48,7 +45,7 @@ def _table_entry(pipeline: Pipeline, update: p4r.Update) -> Undo:
     if message.is_default_action:
         return _default_entry(codec, update.type, message)
     if codec.info.is_const_table and (update.type != p4r.Update.MODIFY or message.HasField("action")):
-        raise TableError("PERMISSION_DENIED", f"table {codec.name} has constant entries only")
+        raise TableError("PERMISSION_DENIED", f"table {codec.name} has only constant entries")
     if update.type == p4r.Update.INSERT:
         return _insert(codec, message)
     if update.type == p4r.Update.MODIFY:
@@ -58,7 +55,7 @@ def _table_entry(pipeline: Pipeline, update: p4r.Update) -> Undo:
 
 def _insert(codec: TableCodec, message: p4r.TableEntry) -> Undo:
     if not codec.fields:
-        raise invalid(f"table {codec.name} has no key, so it has a default entry only")
+        raise invalid(f"table {codec.name} has no key, so it has only a default entry")
     entry = codec.entry(message)
     table = codec.table
     table.insert(entry)
@@ -165,7 +162,7 @@ def _direct_counter(pipeline: Pipeline, update: p4r.Update) -> Undo:
 
 
 def cells_of(name: str, size: int, has_index: bool, index: int) -> range:
-    """The cells that an index, or its absence, names; `TableError`."""
+    """Return the cells for an index, or all without one; raise `TableError` for a wrong index."""
     if not has_index:
         return range(size)
     if index < 0:
@@ -180,7 +177,7 @@ def _counter(pipeline: Pipeline, update: p4r.Update) -> Undo:
     _only_modify(update, "a counter entry")
     info = pipeline.counters.get(message.counter_id)
     if info is None:
-        raise TableError("NOT_FOUND", f"there is no counter {message.counter_id}")
+        raise TableError("NOT_FOUND", f"counter {message.counter_id} does not exist")
     cells = pipeline.program.state.counters[message.counter_id]
     chosen = cells_of(info.name, info.size, message.HasField("index"), message.index.index)
     undo = [_set_count(cells[at], message) for at in chosen] if message.HasField("data") else []
@@ -193,7 +190,7 @@ def _counter(pipeline: Pipeline, update: p4r.Update) -> Undo:
 
 
 def register_value(info: RegisterInfo, data: p4d.P4Data) -> int:
-    """The cell's value in a P4Data; `TableError` INVALID_ARGUMENT."""
+    """Return the cell's value in a P4Data; raise `TableError` INVALID_ARGUMENT if it is wrong."""
     wanted = "bool" if info.truth else "bitstring"
     if data.WhichOneof("data") != wanted:
         raise invalid(f"register {info.name} takes a {wanted}, not {data.WhichOneof('data')}")
@@ -216,7 +213,7 @@ def _register(pipeline: Pipeline, update: p4r.Update) -> Undo:
     _only_modify(update, "a register entry")
     info = pipeline.registers.get(message.register_id)
     if info is None:
-        raise TableError("NOT_FOUND", f"there is no register {message.register_id}")
+        raise TableError("NOT_FOUND", f"register {message.register_id} does not exist")
     values = pipeline.program.state.registers[message.register_id]
     chosen = cells_of(info.name, info.size, message.HasField("index"), message.index.index)
     value = register_value(info, message.data)
@@ -229,75 +226,10 @@ def _register(pipeline: Pipeline, update: p4r.Update) -> Undo:
     return back
 
 
-def _replication(pipeline: Pipeline, update: p4r.Update) -> Undo:
-    message = update.entity.packet_replication_engine_entry
-    if message.WhichOneof("type") != "multicast_group_entry":
-        raise TableError("UNIMPLEMENTED", f"{message.WhichOneof('type')} is not supported by this target")
-    entry = message.multicast_group_entry
-    number = entry.multicast_group_id
-    if not 0 < number <= GROUP_MAX:
-        raise invalid(f"multicast group {number}: it must be 1 to {GROUP_MAX}")
-    groups, programmed = pipeline.groups, pipeline.program.state.groups
-    old, old_replicas = groups.get(number), programmed.get(number)
-    if update.type == p4r.Update.INSERT and old is not None:
-        raise TableError("ALREADY_EXISTS", f"multicast group {number} is there already")
-    if update.type != p4r.Update.INSERT and old is None:
-        raise TableError("NOT_FOUND", f"there is no multicast group {number}")
-    if update.type == p4r.Update.DELETE:
-        del groups[number], programmed[number]
-    else:
-        replicas = _replicas(entry)
-        groups[number], programmed[number] = canonical(entry), replicas
-
-    def back() -> None:
-        groups.pop(number, None)
-        programmed.pop(number, None)
-        if old is not None and old_replicas is not None:
-            groups[number], programmed[number] = old, old_replicas
-
-    return back
-
-
-def _port(replica: p4r.Replica) -> int:
-    if replica.WhichOneof("port_kind") != "port":
-        return replica.egress_port
-    try:
-        return parse(replica.port, PORT_BITS, "a replica's port")
-    except ValueError as error:
-        raise invalid(str(error)) from None
-
-
-def _replicas(entry: p4r.MulticastGroupEntry) -> tuple[GroupReplica, ...]:
-    group = entry.multicast_group_id
-    replicas = []
-    seen = set()
-    for message in entry.replicas:
-        if message.backup_replicas:
-            raise TableError("UNIMPLEMENTED", f"multicast group {group}: no backup replicas on this target")
-        port, instance = _port(message), message.instance
-        if instance > INSTANCE_MAX:
-            raise invalid(f"multicast group {group}: instance {instance} is above {INSTANCE_MAX}")
-        if (port, instance) in seen:
-            raise invalid(f"multicast group {group}: port {port}, instance {instance} comes twice")
-        seen.add((port, instance))
-        replicas.append(GroupReplica(port, instance))
-    return tuple(replicas)
-
-
-def canonical(entry: p4r.MulticastGroupEntry) -> p4r.MulticastGroupEntry:
-    """A copy that reads back as it was written, ports as the shortest byte strings."""
-    copy = p4r.MulticastGroupEntry()
-    copy.CopyFrom(entry)
-    for replica in copy.replicas:
-        if replica.WhichOneof("port_kind") == "port":
-            replica.port = to_bytes(int.from_bytes(replica.port))
-    return copy
-
-
 _WRITERS: dict[str, Callable[[Pipeline, p4r.Update], Undo]] = {
     "table_entry": _table_entry,
     "direct_counter_entry": _direct_counter,
     "counter_entry": _counter,
     "register_entry": _register,
-    "packet_replication_engine_entry": _replication,
+    "packet_replication_engine_entry": write_group,
 }

@@ -1,1 +1,1 @@
-"""A compiled program: loaded, and what it holds as it runs."""
+"""A compiled program as data, and its state at run time."""

@@ -1,6 +1,6 @@
-"""The program as p4c's BMv2 backend wrote it (JSON format version 2), in types that the code generator reads.
+"""The output of p4c's BMv2 backend (JSON format version 2), in types for the code generator.
 
-Expressions, parser operations and primitives stay as JSON; their emitters take them apart.
+Expressions, parser operations and primitives stay JSON, for their emitters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class FormatError(ValueError):
-    """The bytes are not a BMv2 JSON as p4c writes it; says what is missing."""
+    """The bytes are not a BMv2 JSON of p4c; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Header:
 
     @property
     def bits(self) -> int:
-        """Its width."""
+        """Its width in bits."""
         return sum(f.width for f in self.fields)
 
 
 @dataclass(slots=True)
 class ProgramConfig:
-    """A compiled program. `problems` collects what isn't supported, each with its source line."""
+    """A compiled program. `problems` has the unsupported features, each with its source line."""
 
     raw: Json
     headers: dict[str, Header]
@@ -55,14 +55,14 @@ class ProgramConfig:
     problems: list[str] = field(default_factory=list)
 
     def problem(self, what: str, *at: Json) -> None:
-        """Note something unsupported, with the source line of the first of `at` that has one."""
+        """Note an unsupported feature, with the source line of the first of `at` that has one."""
         line = next((place for place in map(where, at) if place), "")
         text = f"{line}: {what}" if line else what
         if text not in self.problems:
             self.problems.append(text)
 
     def field(self, reference: list[str]) -> Field:
-        """The field that a JSON reference [header, field] names."""
+        """Return the field of a JSON reference [header, field]."""
         header, name = reference
         for candidate in self.headers[header].fields:
             if candidate.name == name:
@@ -71,13 +71,13 @@ class ProgramConfig:
 
 
 def where(item: Json) -> str:
-    """`file:line` of a JSON object, or an empty string."""
+    """Return `file:line` of a JSON object, or an empty string."""
     info = item.get("source_info") if isinstance(item, dict) else None
     return f"{info['filename']}:{info['line']}" if info else ""
 
 
 def fragment(item: Json) -> str:
-    """The source text that a JSON object came from, its first line."""
+    """Return the first line of a JSON object's source text."""
     info = item.get("source_info")
     return str(info.get("source_fragment", "")) if info else ""
 
@@ -95,17 +95,17 @@ _UNSUPPORTED_LISTS = {
 
 
 def read(text: bytes) -> ProgramConfig:
-    """Take a BMv2 JSON apart; `FormatError` if it is none."""
+    """Parse a BMv2 JSON; raise `FormatError` if it is not one."""
     try:
         raw = json.loads(text)
     except ValueError as error:
-        raise FormatError(f"the device config is no JSON: {error}") from error
+        raise FormatError(f"the device config is not JSON: {error}") from error
     if not isinstance(raw, dict) or "pipelines" not in raw:
-        raise FormatError("the device config is no BMv2 JSON: it has no 'pipelines' (p4c-bm2-ss writes one)")
+        raise FormatError("the device config is not BMv2 JSON (of p4c-bm2-ss): it has no 'pipelines'")
     try:
         return _config(raw)
     except (KeyError, IndexError, TypeError) as error:
-        raise FormatError(f"the device config is no complete BMv2 JSON: {error!r} is missing") from error
+        raise FormatError(f"the device config is not complete BMv2 JSON: {error!r} is missing") from error
 
 
 def _config(raw: Json) -> ProgramConfig:
@@ -147,7 +147,7 @@ def _fields(kind: Json, config: ProgramConfig) -> tuple[Field, ...]:
 
 
 def references(item: Any) -> set[tuple[str, str]]:
-    """Every (header, field) that a part of the JSON mentions as a field."""
+    """Return every (header, field) that a part of the JSON refers to."""
     found: set[tuple[str, str]] = set()
     stack = [item]
     while stack:

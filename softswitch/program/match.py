@@ -1,4 +1,4 @@
-"""Match kinds: what an entry's key means, and which entry of a table wins.
+"""Match kinds: the meaning of an entry's key, and the selection of the winning entry.
 
 A further match kind is one more line in `MatchKind` and one in `KINDS`.
 """
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 Key = int | tuple[int, int] | None
 """One match field: exact and optional `int`; LPM (value, prefix length); ternary (value, mask);
-range (low, high). `None` where a ternary, LPM, range or optional field is left out: it matches all."""
+range (low, high). `None` for an omitted ternary, LPM, range or optional field, which matches all."""
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Rule:
     low: int
     high: int
     prefix: int = 0
-    """Length of an LPM prefix: where no priority decides, the longest wins."""
+    """Length of an LPM prefix; among equal priorities, the longest wins."""
 
 
 def _masked(value: int, mask: int, width: int, prefix: int = 0) -> Rule:
@@ -86,13 +86,13 @@ KINDS: dict[MatchKind, Callable[[Key, int], Rule]] = {
 
 
 def rules(fields: tuple[MatchField, ...], match: tuple[Key, ...]) -> list[Rule]:
-    """What an entry asks of each field, in the fields' order."""
+    """Return an entry's rule for each field, in the fields' order."""
     return [KINDS[f.kind](key, f.width) for f, key in zip(fields, match, strict=True)]
 
 
 @dataclass(slots=True)
 class _Row(Generic[T]):
-    """An entry as the index holds it; `rank` sorts, the lowest wins, and no two are equal."""
+    """An entry in the index. The lowest `rank` wins; ranks are unique."""
 
     rank: tuple[int, int, int]
     ranges: list[tuple[int, int]]
@@ -102,9 +102,9 @@ class _Row(Generic[T]):
 
 @dataclass(slots=True)
 class MatchIndex(Generic[T]):
-    """Finds the winning entry among keys with masks, prefixes and ranges.
+    """Index that finds the winning entry among keys with masks, prefixes and ranges.
 
-    Entries with the same masks share a dict from masked key to entries, so a lookup costs one dict hit for
+    Entries with the same masks share a dict from masked key to entries, so a lookup costs one dict access for
     each set of masks in use. The higher priority wins (P4Runtime specification, section 9.1), then the longer
     prefix, then the entry that was inserted first.
     """
@@ -114,14 +114,14 @@ class MatchIndex(Generic[T]):
     serial: count[int] = field(default_factory=count)
 
     def insert(self, match: tuple[Key, ...], priority: int, item: T) -> None:
-        """Add an entry that isn't there yet."""
+        """Add a new entry."""
         asked = rules(self.fields, match)
         rank = (-priority, -sum(r.prefix for r in asked), next(self.serial))
         row = _Row(rank, [(r.low, r.high) for r in asked], match, item)
         insort(self._bucket(asked), row, key=lambda r: r.rank)
 
     def replace(self, match: tuple[Key, ...], priority: int, item: T) -> None:
-        """Put another item in the place of the entry with this match and priority."""
+        """Replace the item of the entry with this match and priority."""
         for row in self._bucket(rules(self.fields, match)):
             if row.match == match and row.rank[0] == -priority:
                 row.item = item
@@ -138,7 +138,7 @@ class MatchIndex(Generic[T]):
                 del self.groups[masks]
 
     def find(self, key: tuple[int, ...]) -> T | None:
-        """The entry that wins for a packet's key, or `None`."""
+        """Return the entry that wins for a packet's key, or `None`."""
         best: _Row[T] | None = None
         for masks, buckets in self.groups.items():
             for row in buckets.get(tuple(k & m for k, m in zip(key, masks, strict=True)), ()):

@@ -1,8 +1,8 @@
-"""How a trace writes a program's values: addresses in their usual notation, whatever else in hexadecimal.
+"""Notation of a program's values in traces: addresses in their usual notation, all else in hexadecimal.
 
-A program says of a field how wide it is and what it is called, not what it means. So a field of a packet's
-header that is 48 bits wide is taken for a MAC address, and one of 32 (128) bits for an IPv4 (IPv6) address
-where its header is called so, or its name has `ip` or `addr` in it.
+A program specifies a field's width and name, but not its meaning. So a packet header's field of 48 bits is
+assumed to be a MAC address, and one of 32 (128) bits an IPv4 (IPv6) address if its header has that name, or
+if its own name contains `ip` or `addr`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _IP_NAME = re.compile(r"addr|(^|[_.])ip(v?[46])?($|[_.])", re.IGNORECASE)
 
 
 def mac(value: int) -> str:
-    """`02:00:00:00:00:01`"""
+    """Return a value like `02:00:00:00:00:01`."""
     return value.to_bytes(6, "big").hex(":")
 
 
 def ipv4(value: int) -> str:
-    """`10.0.0.1`"""
+    """Return a value like `10.0.0.1`."""
     return str(IPv4Address(value))
 
 
 def ipv6(value: int) -> str:
-    """`fe80::1`"""
+    """Return a value like `fe80::1`."""
     return str(IPv6Address(value))
 
 
 def notation(width: int, name: str, header: str = "", header_type: str = "") -> Notation:
-    """How to write a value of `width` bits; `header` is empty where it isn't a field of a packet's header."""
+    """Return the notation of a value of `width` bits; `header` is empty outside of packet headers."""
     if width == _MAC_BITS and (header or _MAC_NAME.search(name)):
         return mac
     kinds = (header.rpartition(".")[2], header_type)
@@ -63,16 +63,16 @@ class Notations:
                 self._params[action["name"], param["name"]] = found
 
     def key(self, owner: str, name: str, value: int) -> str:
-        """The value of a table's key, as text."""
+        """Return the value of a table's key, as text."""
         return self._keys.get((owner, name), hex)(value)
 
     def param(self, owner: str, name: str, value: int) -> str:
-        """The value of an action's parameter, as text."""
+        """Return the value of an action's parameter, as text."""
         return self._params.get((owner, name), hex)(value)
 
 
 def _of_field(config: ProgramConfig, reference: list[str], name: str = "") -> Notation:
-    """The notation of a field, which a table may call by another `name`."""
+    """Return the notation of a field, which may have another `name` in a table."""
     header = config.headers[reference[0]]
     if reference[1] == "$valid$":
         return hex
@@ -84,7 +84,7 @@ def _of_field(config: ProgramConfig, reference: list[str], name: str = "") -> No
 
 
 def _of_param(config: ProgramConfig, action: Json, number: int, param: Json) -> Notation:
-    """A parameter is written as the packet's field that it is put in; else by its own name."""
+    """Return a parameter's notation: that of the packet's field it is assigned to, else by its own name."""
     for reference in _targets(action, number):
         if config.headers[reference[0]].metadata or config.field(reference).width != param["bitwidth"]:
             continue
@@ -93,7 +93,7 @@ def _of_param(config: ProgramConfig, action: Json, number: int, param: Json) -> 
 
 
 def _targets(action: Json, number: int) -> Iterator[list[str]]:
-    """The fields that an action assigns its parameter `number` to."""
+    """Yield the fields that an action assigns its parameter `number` to."""
     for primitive in action["primitives"]:
         if primitive["op"] == "assign":
             target, source = primitive["parameters"]

@@ -1,8 +1,8 @@
-"""What a running program holds: table entries, counters, registers, multicast groups.
+"""The state of a running program: table entries, counters, registers, multicast groups.
 
-Everything is plain data keyed by P4Info ids. The P4Runtime service (`service`) writes it, the generated
-code (`codegen`) reads it for every packet; a lock in the switch keeps the two apart. Generated code holds on
-to tables, and to the lists of counters and registers: change what is in them, and never replace them.
+All of it is plain data by P4Info id. The P4Runtime service writes it, and generated code reads it for every
+packet; a lock in the switch excludes the two. Generated code keeps references to tables and to the lists of
+counters and registers: change their contents, but never replace them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CACHED = 65536
 
 
 class TableError(Exception):
-    """An update that a table refuses; `code` is the canonical gRPC code's name."""
+    """A refused update of a table; `code` is the name of the canonical gRPC code."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class TableError(Exception):
 
 @dataclass(slots=True)
 class CounterCell:
-    """One counter cell; a list-like pair that generated code adds to."""
+    """One counter cell, to which generated code adds."""
 
     packets: int = 0
     bytes: int = 0
@@ -75,11 +75,11 @@ class Table:
     entries: dict[tuple[tuple[Key, ...], int], Entry] = field(default_factory=dict)
     default: Entry | None = None
     version: int = 0
-    """Grows with every change, so that a lookup structure knows when it is stale."""
+    """Incremented with every change, so that lookup structures can detect that they are stale."""
     const_entries: bool = False
-    """The program's own entries are all that the table ever holds."""
+    """Whether the table has only the program's own entries."""
     index: dict[LookupKey, Entry | None] = field(default_factory=dict)
-    """Exact tables: every entry, by its key. Others: what `lookup` found since the last change."""
+    """In exact tables, every entry by its key; in others, the results of `lookup` since the last change."""
     masked: MatchIndex[Entry] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,21 +87,21 @@ class Table:
 
     @property
     def exact(self) -> bool:
-        """Whether every field is exact, so that `index` alone answers lookups."""
+        """Whether every field is exact, so that `index` is enough for lookups."""
         return all(f.kind is MatchKind.EXACT for f in self.fields)
 
     def insert(self, entry: Entry) -> None:
-        """Add an entry; `TableError` ALREADY_EXISTS, RESOURCE_EXHAUSTED or PERMISSION_DENIED."""
+        """Add an entry; raise `TableError` ALREADY_EXISTS, RESOURCE_EXHAUSTED or PERMISSION_DENIED."""
         self._check_writable()
         key = (entry.match, entry.priority)
         if key in self.entries:
             raise TableError("ALREADY_EXISTS", f"table {self.name} already has this entry")
         if len(self.entries) >= self.size:
-            raise TableError("RESOURCE_EXHAUSTED", f"table {self.name} is full: it holds {self.size} entries")
+            raise TableError("RESOURCE_EXHAUSTED", f"table {self.name} is full: it has {self.size} entries")
         self.install(entry)
 
     def install(self, entry: Entry) -> None:
-        """Add an entry that was checked already, such as one of the program's own."""
+        """Add an entry without checks, such as one of the program's own."""
         self.entries[entry.match, entry.priority] = entry
         if self.exact:
             self.index[self._lookup_key(entry.match)] = entry
@@ -110,7 +110,7 @@ class Table:
         self._changed()
 
     def modify(self, entry: Entry) -> None:
-        """Replace the entry of the same match and priority, counters kept; `TableError` NOT_FOUND."""
+        """Replace the entry with this match and priority, but keep counters; raise `TableError` NOT_FOUND."""
         self._check_writable()
         key = (entry.match, entry.priority)
         old = self.entries.get(key)
@@ -125,7 +125,7 @@ class Table:
         self._changed()
 
     def delete(self, match: tuple[Key, ...], priority: int) -> None:
-        """Remove an entry; `TableError` NOT_FOUND."""
+        """Remove an entry; raise `TableError` NOT_FOUND."""
         self._check_writable()
         if self.entries.pop((match, priority), None) is None:
             raise TableError("NOT_FOUND", f"table {self.name} has no such entry")
@@ -136,12 +136,12 @@ class Table:
         self._changed()
 
     def set_default(self, entry: Entry | None) -> None:
-        """Set the default action, or with `None` put the program's own back."""
+        """Set the default action; `None` restores the program's own."""
         self.default = self.initial_default if entry is None else entry
         self.version += 1
 
     def lookup(self, key: LookupKey) -> Entry | None:
-        """The winning entry for a packet's key, remembered until the next change; `None` for a miss."""
+        """Return the winning entry for a packet's key, cached until the next change; `None` for a miss."""
         if self.exact:
             return self.index.get(key)
         if len(self.index) >= MAX_CACHED:
@@ -156,7 +156,7 @@ class Table:
 
     def _check_writable(self) -> None:
         if self.const_entries:
-            raise TableError("PERMISSION_DENIED", f"table {self.name} has constant entries only")
+            raise TableError("PERMISSION_DENIED", f"table {self.name} has only constant entries")
 
     def _changed(self) -> None:
         self.version += 1
@@ -174,7 +174,7 @@ class GroupReplica:
 
 @dataclass(slots=True)
 class State:
-    """All that P4Runtime can read and write of one loaded program."""
+    """All state of one loaded program that P4Runtime can read and write."""
 
     tables: dict[int, Table] = field(default_factory=dict)
     counters: dict[int, list[CounterCell]] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class State:
     groups: dict[int, tuple[GroupReplica, ...]] = field(default_factory=dict)
 
     def all_entries(self) -> Iterator[tuple[Table, Entry]]:
-        """Every table entry, table by table."""
+        """Yield every table entry, table by table."""
         for table in self.tables.values():
             for entry in table.entries.values():
                 yield table, entry

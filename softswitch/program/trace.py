@@ -1,6 +1,6 @@
-"""What happened to a packet: for people as text, for tests as data.
+"""The trace of a packet, as text and as data.
 
-The traced variant of the generated code calls these methods; the plain variant has no trace of them.
+The traced variant of the generated code calls these methods; the plain variant does not.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _DROPS = {
 
 
 class Trace:
-    """Collects one packet's events in their order. `notations`: how its program's values are written."""
+    """The events of one packet, in order. `notations` are those of its program."""
 
     def __init__(self, notations: Notations | None = None) -> None:
         self._events: list[Event] = []
         self._notations = notations
 
     def data(self) -> list[Event]:
-        """The events; each has `event`, its kind, and what belongs to that kind."""
+        """Return the events; each has its kind in `event`, and the fields of that kind."""
         return self._events
 
     def text(self) -> str:
-        """The events as one paragraph of short lines."""
+        """Return the events as one paragraph of short lines."""
         return "\n".join(
             ("  " if place else "") + self._line(event) for place, event in enumerate(self._events)
         )
 
     def add(self, event: str, **what: Any) -> None:
-        """Note an event; the switch adds its own this way (a copy that a port refused, say)."""
+        """Add an event; the switch uses it for its own, such as a copy that a port refused."""
         self._events.append({"event": event, **what})
 
     def _line(self, event: Event) -> str:
@@ -61,69 +61,69 @@ class Trace:
     # What generated code calls
 
     def packet(self, port: int, frame: bytes) -> None:
-        """A frame came in."""
+        """Note a received frame."""
         self.add("packet", port=port, bytes=len(frame))
 
     def state(self, name: str) -> None:
-        """The parser entered a state."""
+        """Note that the parser entered a state."""
         self.add("state", name=name)
 
     def parser_error(self, error: str) -> None:
-        """The parser stopped."""
+        """Note that the parser stopped."""
         self.add("parser_error", error=error)
 
     def checksum_error(self, header: str, field: str) -> None:
-        """A checksum that the program verifies is wrong."""
+        """Note a wrong checksum that the program verifies."""
         self.add("checksum_error", field=f"{header}.{field}")
 
     def condition(self, source: str, where: str, result: bool) -> None:
-        """An `if` was decided."""
+        """Note the result of an `if`."""
         self.add("condition", source=source, where=where, result=bool(result))
 
     def statements(self, where: str) -> None:
-        """Statements outside of any action ran."""
+        """Note statements outside of actions."""
         self.add("statements", where=where)
 
     def hit(self, table: str, names: Sequence[str], key: Any, entry: Entry) -> None:
-        """A table had an entry for the packet."""
+        """Note a hit in a table."""
         self.add("hit", table=table, key=_key(names, key), priority=entry.priority)
 
     def miss(self, table: str, names: Sequence[str], key: Any) -> None:
-        """A table had none."""
+        """Note a miss in a table."""
         self.add("miss", table=table, key=_key(names, key))
 
     def default(self, action: str) -> None:
-        """The constant default action ran."""
+        """Note that the constant default action ran."""
         self.add("action", action=action, params={}, default=True)
 
     def default_entry(self, entry: Entry) -> None:
-        """The default action runs next; `action` names it."""
+        """Note that the default action runs next; `action` follows."""
 
     def action(self, name: str, names: Sequence[str], entry: Entry) -> None:
-        """An entry's action ran."""
+        """Note that an entry's action ran."""
         params = dict(zip(names, entry.params, strict=True))
         self.add("action", action=name, params=params, default=entry.is_default)
 
     def log(self, text: str, values: list[int]) -> None:
-        """The program's own `log_msg`."""
+        """Note a `log_msg` of the program."""
         for value in values:
             text = text.replace("{}", str(value), 1)
         self.add("log", text=text)
 
     def multicast(self, group: int, copies: int) -> None:
-        """The packet goes to a multicast group."""
+        """Note that the packet goes to a multicast group."""
         self.add("multicast", group=group, copies=copies)
 
     def copy(self, port: int, instance: int) -> None:
-        """A multicast copy enters egress."""
+        """Note that a multicast copy enters egress."""
         self.add("copy", port=port, instance=instance)
 
     def drop(self, where: str) -> None:
-        """The program dropped the packet, or this copy."""
+        """Note that the program dropped the packet or a copy."""
         self.add("drop", where=where, reason=_DROPS[where])
 
     def output(self, port: int, frame: bytes, instance: int) -> None:
-        """A frame left egress."""
+        """Note a frame that left egress."""
         self.add("output", port=port, bytes=len(frame), instance=instance)
 
 

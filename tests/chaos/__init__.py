@@ -1,1 +1,1 @@
-"""Random training jobs with random faults, each compared with the same job undisturbed; see README.md."""
+"""Random training jobs with random faults, compared with the same jobs undisturbed; see README.md."""

@@ -1,4 +1,4 @@
-"""Runs scenarios one after another, and shrinks those that fail."""
+"""A campaign: it runs scenarios in turn, and shrinks those that fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from topologies.describe.topology import LabError
 
 
 def main(asked: argparse.Namespace) -> int:
-    """What the command line asks for; the exit status: 1 for a broken promise, 2 if nothing can be said."""
+    """Run the command line; return 1 for a broken promise, 2 without a verdict."""
     if asked.features:
         print("\n".join(f"{name:17} {what}" for name, what in FEATURES.items()))
         return 0

@@ -1,4 +1,4 @@
-"""What a rank wrote down, compared with what the undisturbed one did. Pure."""
+"""Comparison of a rank's record with the undisturbed rank's. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _FROM_FIRST = ("model", "buffers")
-"""Ranks but the first have other buffers until the next forward, in which DDP gives them the first one's."""
+"""Ranks other than the first have different buffers until DDP broadcasts the first rank's in a forward."""
 
 
 def differences(
     rank: int, lines: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Each start's first difference: in what it resumed with, in a loss, or in the state after that."""
+    """Return each start's first difference: in the resumed iteration, in a loss, or in the state."""
     reference = {line["iteration"]: line for line in expected if line["event"] == "iteration"}
     found: dict[int, str] = {}
     for line in lines:
@@ -36,6 +36,6 @@ def differences(
 
 
 def _parts(one: str, other: str, but: Sequence[str] = ()) -> str:
-    """The names of the parts whose digests differ; the first part that is not `but` one of these."""
+    """Return the names of the parts whose digests differ, if one of them is not in `but`."""
     ours, theirs = (dict(part.split("=") for part in text.split()) for text in (one, other))
     return ", ".join(name for name in ours if ours[name] != theirs.get(name) and name not in but)

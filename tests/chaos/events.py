@@ -1,4 +1,4 @@
-"""Carries out a scenario's events in its lab, and says what shadow nodes may have lost by them."""
+"""The events of a scenario in its lab, and the losses of shadow nodes that they may cause."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.chaos.scenario import Event
 from tests.chaos.world import ChaosWorld
 
 BY_SCRIPT = ("error", "close")
-"""Kinds that the script itself carries out."""
+"""Kinds of events that the script itself triggers."""
 
 
 class Schedule:
-    """What is still to happen, and what has. `tick` is called every few milliseconds, and is quick."""
+    """Past and future events. `tick` is called every few milliseconds, and returns quickly."""
 
     def __init__(self, world: ChaosWorld) -> None:
         self._world = world
@@ -26,15 +26,15 @@ class Schedule:
         self.facts: list[Fact] = []
         self.done: list[str] = []
         self.struck = False
-        """Whether this start of the ranks has been struck by something that ends it."""
+        """Whether an event ends this start of the ranks."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way, and all that was killed is there again."""
+        """Return whether no event is in progress, and everything that was killed has been restarted."""
         return not self._due and not self._again
 
     def tick(self, completed: int) -> None:
-        """Do what is due. `completed`: the newest iteration that rank 0 has completed at any time."""
+        """Trigger the events that are due; `completed` is the newest iteration that rank 0 ever completed."""
         now = time.monotonic()
         for event in [event for event in self._waiting if event.at <= completed]:
             self._waiting.remove(event)
@@ -47,7 +47,7 @@ class Schedule:
     def _begin(self, event: Event) -> None:
         world, who, now = self._world, event.who, time.monotonic()
         if who in self._again:
-            return  # it is dead already
+            return  # it has already ended
         self.done.append(f"{event} (start {world.attempt})")
         for node in loses(event, world.scenario.network, world.controller_is_down):
             self._lose(node, now + event.seconds + settles(event))
@@ -65,7 +65,7 @@ class Schedule:
             self._kill(event)
 
     def _kill(self, event: Event) -> None:
-        """Something that is started again by its supervisor."""
+        """Kill a process that its supervisor restarts."""
         world, who = self._world, event.who
         self._again.add(who)
         if who == "ctl":
@@ -96,7 +96,7 @@ class Schedule:
         self._unsure[node] = max(self._unsure.get(node, 0.0), settled)
 
     def _look(self, now: float) -> None:
-        """Find shadow nodes that are live again, and a controller that serves again."""
+        """Check for shadow nodes that are live again, and for a controller that serves again."""
         world = self._world
         member = world.controller.member
         if world.controller_is_down and member in world.crew and "serving" in member.said():
@@ -111,7 +111,7 @@ class Schedule:
                 self.facts.append(Fact(now, "live", node))
 
     def protected(self) -> None:
-        """Training goes on: the nodes that nothing has befallen since they were started are live."""
+        """Note that training has begun: nodes without events since their start are live."""
         now = time.monotonic()
         lost = {fact.node for fact in self.facts if fact.kind == "lost"}
         for node in set(self._unsure) - lost:

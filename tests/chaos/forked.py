@@ -1,6 +1,6 @@
-"""A lab whose processes come from a server that has imported all once: a start takes a twentieth of a second.
+"""A lab whose processes are forked by a server with all imports done: a start takes a twentieth of a second.
 
-They are processes as any other: in a namespace and a cgroup of their own, and killed in earnest.
+They are normal processes, with their own namespace and cgroup, that can be killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MODULE: Final = [sys.executable, "-m"]
 
 
 class Forked:
-    """What is used of a `subprocess.Popen`, of a process that a server has forked."""
+    """A process forked by a server, with the used part of the interface of `subprocess.Popen`."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
         self._process = process
@@ -43,28 +43,28 @@ class Forked:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The same."""
+        """Return the same."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; `subprocess.TimeoutExpired`."""
+        """Wait for its end; raise `subprocess.TimeoutExpired` on timeout."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
+        """Send a signal unless it has ended."""
         if self._process.exitcode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkedLab(Lab):
-    """A lab whose Python modules (`[sys.executable, "-m", ...]`) are forked; others are started as ever."""
+    """A lab that forks Python modules (`[sys.executable, "-m", ...]`), and starts other commands normally."""
 
     _context: Any = None
 
@@ -73,7 +73,7 @@ class ForkedLab(Lab):
         return self
 
     def switch_process(self, name: str) -> subprocess.Popen[bytes]:
-        """A switch that was started and not stopped since."""
+        """Return the process of a running switch."""
         return self._switch_processes[name]
 
     @classmethod
@@ -93,7 +93,7 @@ class ForkedLab(Lab):
         environment: Mapping[str, str] | None = None,
         cpus: Collection[int] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """As `Lab.start`."""
+        """Start a process, like `Lab.start`."""
         words = [str(word) for word in argv]
         if words[:2] != _MODULE or isinstance(stdout, int):
             return super().start(
@@ -123,7 +123,7 @@ def _become(
     variables: Mapping[str, str],
     words: Sequence[str],
 ) -> None:
-    """Run a module as `python -m` does, there."""
+    """Run a module like `python -m`, in the forked process."""
     os.setsid()
     if group is not None:
         Path(group).write_text(str(os.getpid()))

@@ -1,6 +1,6 @@
-"""From a seed to a scenario. Pure: a seed gives the same one everywhere, and features can be left out.
+"""Generation of scenarios from seeds, with all or some features. Pure: a seed always has the same scenario.
 
-Each feature draws from a generator of its own, so that leaving one out changes no other.
+Each feature has its own random generator, so that excluding one does not change the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PARTS: Final = {
     "loader": 0.25,
     "scaler": 0.25,
 }
-"""How often a model has each part."""
+"""Probability of each part of a model."""
 
 _OPTIMIZERS: Final = (
     *("SGD", "SGD", "Adam", "AdamW", "AdamW", "NAdam", "RAdam", "Adamax"),
@@ -47,11 +47,11 @@ _RARE_EVENTS: Final = (
 
 
 class UnknownFeature(ValueError):
-    """A feature to leave out that there is not."""
+    """An unknown feature that should be excluded."""
 
 
 def generate(seed: int, without: Collection[str] = ()) -> Scenario:
-    """The scenario of a seed, without these features. `UnknownFeature` names what is not a feature."""
+    """Return the scenario of a seed without these features; raise `UnknownFeature` for an unknown one."""
     if unknown := sorted(set(without) - set(FEATURES)):
         raise UnknownFeature(f"no feature {', '.join(unknown)}; there are {', '.join(FEATURES)}")
     draw = _Draw(seed, frozenset(without))
@@ -64,21 +64,21 @@ def generate(seed: int, without: Collection[str] = ()) -> Scenario:
 
 
 class _Draw:
-    """Random choices, each by its own name."""
+    """Random choices, each with its own generator by name."""
 
     def __init__(self, seed: int, without: frozenset[str]) -> None:
         self._seed, self._without = seed, without
 
     def of(self, name: str) -> random.Random:
-        """The generator of that name."""
+        """Return the generator of that name."""
         return random.Random(f"{self._seed} {name}")
 
     def allows(self, feature: str) -> bool:
-        """Whether it is not left out."""
+        """Return whether it is not excluded."""
         return feature not in self._without
 
     def has(self, feature: str, share: float) -> bool:
-        """Whether this scenario has a feature, which so many of all scenarios have."""
+        """Return whether this scenario has a feature, given its share of all scenarios."""
         chosen = self.of(feature).random() < share
         return chosen and self.allows(feature)
 
@@ -105,7 +105,7 @@ def _model(draw: _Draw) -> ModelSpec:
     accumulate = draw.of("micro-batches").choice((2, 3)) if draw.has("accumulate", 0.25) else 1
     fast = draw.has("fast", 0.3)
     boundaries: tuple[str, ...] = ("steps", "mark", "none")
-    if {"ema", "validation"} & set(parts):  # work after the step: the boundary has to be named
+    if {"ema", "validation"} & set(parts):  # work after the step needs a marked boundary
         boundaries = ("steps", "mark")
     if "loader" in parts:
         boundaries = ("steps",)
@@ -136,7 +136,7 @@ def _schedule(draw: _Draw) -> str:
 
 
 def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]:
-    """A class and its options, such that it learns without running away."""
+    """Return a class and options with which training does not diverge."""
     name = draw.choice(_OPTIMIZERS)
     options: dict[str, Any] = {"lr": draw.choice((0.01, 0.003))}
     if name == "SGD":
@@ -149,11 +149,13 @@ def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]
     if name != "Rprop":  # which has neither
         options |= {"weight_decay": draw.choice((0.0, 0.01)), "maximize": draw.random() < 0.1}
     if options.get("maximize"):
-        options["lr"] = 0.0001  # else it soon ends in NaN, which hides differences
+        options["lr"] = 0.0001  # otherwise it soon results in NaN, which hides differences
     ways = ["foreach", "neither"] + (["fused"] if name in ("SGD", "Adam", "AdamW", "Adagrad") else [])
     way = draw.choice(ways)
     if way == "fused" and half:
-        way = "foreach"  # SGD's fused momentum of 16-bit parameters is refused
+        way = "foreach"  # refused: fused SGD with momentum of 16-bit parameters
+    if way == "fused" and options.get("momentum"):
+        way = "foreach"  # torch's fused SGD fails if only some parameters have momentum yet
     options["foreach"] = way == "foreach"
     if "fused" in ways:
         options["fused"] = way == "fused"
@@ -161,19 +163,21 @@ def _optimizer(draw: random.Random, *, half: bool) -> tuple[str, dict[str, Any]]
 
 
 def _events(draw: _Draw, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
-    """One to four things that happen, in order; some consist of two events."""
+    """Return one to four incidents in order; some consist of two events."""
     chosen = draw.of("events")
     found: list[Event] = []
     for index in range(chosen.choice((1, 2, 2, 3, 4))):
         kind = chosen.choice(_DENSE_EVENTS if chosen.random() < 0.7 else _RARE_EVENTS)
         made = _happening(kind, draw.of(f"event {index}"), network, iterations)
+        if any(one.kind in ("close", "error") and one.at == made[0].at for one in found):
+            continue  # each rank carries these out by itself: of two at once, some ranks would do but one
         if draw.allows(kind) and (kind != "stalled-kills" or draw.allows("stalls")):
             found += made
     return tuple(found)
 
 
 def _lost_shards(draw: random.Random, network: NetworkSpec, iterations: int) -> tuple[Event, ...]:
-    """A shadow node and a rank, killed at once."""
+    """Return kills of a shadow node and a rank at the same time."""
     at, seconds = draw.randrange(iterations // 2, iterations - 4), round(draw.uniform(0.2, 3), 2)
     node, rank = f"shadow{draw.randrange(len(network.nodes))}", f"rank{draw.randrange(network.ranks)}"
     return Event(at, "kill", node, 0.0, seconds), Event(at, "kill", rank, 0.005)

@@ -1,4 +1,4 @@
-"""A model of the parts that a scenario names, its optimizer and its scheduler."""
+"""The model, optimizer and scheduler of a scenario."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INPUTS = 64
 
 
 class RandomNet(nn.Module):
-    """A number for each row of 64; every part adds something to it."""
+    """A model with a number for each row of 64 values, to which every part contributes."""
 
     seen: torch.Tensor
     hidden: torch.Tensor
@@ -44,7 +44,7 @@ class RandomNet(nn.Module):
         self._add_turned(orders.turned)
 
     def forward(self, x: torch.Tensor, *, sometimes: bool = False) -> torch.Tensor:
-        """A number for each row."""
+        """Return a number for each row."""
         y = self.first(x)
         if self.has("embedding"):
             y = y + self.embedding((x[:, 0] * 10).long().abs() % 11)
@@ -109,7 +109,7 @@ class RandomNet(nn.Module):
 
 
 def make_optimizer(model: RandomNet, orders: Orders) -> torch.optim.Optimizer:
-    """Of all parameters; a frozen one has been stepped once."""
+    """Return an optimizer of all parameters; a frozen one has been stepped once."""
     kind: Any = getattr(torch.optim, orders.optimizer)
     parameters: list[Any] = list(model.parameters())
     if orders.has("groups"):
@@ -125,7 +125,7 @@ def make_optimizer(model: RandomNet, orders: Orders) -> torch.optim.Optimizer:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, orders: Orders) -> Any:
-    """The one that the orders name, `None` for none."""
+    """Return the scheduler of the orders, or `None`."""
     rate = orders.options["lr"]
     makers: dict[str, Any] = {
         "none": lambda: None,

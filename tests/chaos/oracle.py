@@ -1,8 +1,8 @@
-"""What is promised, from what happened when. Pure.
+"""The promises that follow from the events. Pure.
 
-A shadow node is *sound* from the moment it was seen live until it may have lost something: it was killed, its
-link was down, or copies on the way to it may have been dropped. A crash may cost more than an iteration only
-if, between it and the next start, some shard had no holder that was sound all the time.
+A shadow node is *sound* from the time it was observed live until it may have lost state: it was killed, its
+link was down, or copies to it may have been dropped. A crash may cost more than an iteration only if some
+shard had no holder that was sound all the time between the crash and the next start.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from tests.chaos.scenario import Event, NetworkSpec
 
 CRASH = 1
-"""Completed iterations that are repeated at most after a crash; after a clean stop none is."""
+"""Maximum of completed iterations that are repeated after a crash; it is 0 after a clean stop."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A shadow node was found `live`, or may have `lost` something."""
+    """Observation that a shadow node was `live`, or may have `lost` state."""
 
     at: float
     kind: str
@@ -27,10 +27,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class PastStart:
-    """A start of training that was followed by another one, or ended training.
+    """A past start of training.
 
-    `resumed`: with which iteration; `completed`: the last that a rank completed, `None` for none; `over`:
-    when its first rank ended; `clean`: all ranks closed their protection.
+    Attributes:
+        resumed: Its first iteration.
+        completed: The last iteration that a rank completed, or `None`.
+        over: The time when its first rank ended.
+        clean: Whether all ranks closed their protection.
     """
 
     resumed: int
@@ -41,35 +44,37 @@ class PastStart:
 
 @dataclass(frozen=True)
 class ResumePromise:
-    """Of the start after: with which iteration it resumes at least. `lost`: shards that may be lost.
+    """Promise for the next start: the earliest iteration at which it resumes.
 
-    `anew`: nothing may be known of the job at all, so that training begins without a word. `on_disk`: there
-    is a checkpoint, so a start that finds no shard takes that.
+    Attributes:
+        lost: Shards that may be lost.
+        unknown: Whether the job may be unknown to all nodes, so that training restarts without an error.
+        on_disk: Whether there is a checkpoint, which is used if no shard is available.
     """
 
     at_least: int
     lost: tuple[int, ...] = ()
-    anew: bool = False
+    unknown: bool = False
     on_disk: bool = False
 
     def __str__(self) -> str:
-        if self.anew:
+        if self.unknown:
             return "nothing (no shadow node holds anything)" + (", the disk has" if self.on_disk else "")
         if self.lost:
             return f"the disk or an error (shards {', '.join(map(str, self.lost))} may be lost)"
         return f"{self.at_least} or later"
 
     def broken_by(self, resumed: int | None, *, silent: bool = False) -> str:
-        """What is wrong with a start that resumed there (`None`: a RestoreError); "" for nothing.
+        """Return the broken promise of a start that resumed there (`None`: a RestoreError), or "".
 
-        `silent`: it began anew without an error.
+        With `silent`, it restarted from the beginning without an error.
         """
         if resumed is None:
             if not self.lost:
                 return f"RestoreError, promised was {self}"
             return "RestoreError, and there is a checkpoint on disk" if self.on_disk else ""
-        if silent and not self.anew and self.at_least > 0:
-            return f"began anew without an error, promised was {self}"
+        if silent and not self.unknown and self.at_least > 0:
+            return f"restarted from the beginning without an error; the promise was {self}"
         if not self.lost and resumed < self.at_least:
             return f"resumed with {resumed}, {self.at_least - resumed} earlier than promised"
         return ""
@@ -78,7 +83,7 @@ class ResumePromise:
 def promise(
     network: NetworkSpec, facts: Sequence[Fact], before: PastStart, until: float, *, on_disk: bool
 ) -> ResumePromise:
-    """Of the start that resumes at `until`, after the start `before`."""
+    """Return the promise for the start at time `until`, after the start `before`."""
     unsound = {node for node in range(len(network.nodes)) if not _sound(facts, node, before.over, until)}
     lost = [s for s in range(len(network.nodes)) if unsound.issuperset(network.holders(s))]
     repeats = 0 if before.clean else CRASH
@@ -88,7 +93,7 @@ def promise(
 
 
 def _sound(facts: Sequence[Fact], node: int, since: float, until: float) -> bool:
-    """Whether a node was sound all the time between."""
+    """Return whether a node was sound during the whole interval."""
     sound = False
     for fact in sorted(facts, key=lambda one: one.at):
         if fact.node != node or fact.at > until:
@@ -103,10 +108,10 @@ def _sound(facts: Sequence[Fact], node: int, since: float, until: float) -> bool
 
 
 def loses(event: Event, network: NetworkSpec, controller_is_down: bool) -> list[int]:
-    """The shadow nodes that may lose something by an event, as it happens.
+    """Return the shadow nodes that may lose state because of an event.
 
-    A switch on the way from another one's ranks drops copies that these have made. A switch that restarts
-    without a controller, or a controller without its switch, has nobody who knows the connected streams.
+    A switch drops copies that are forwarded from another switch. If a switch restarts without a controller,
+    or a controller without its switch, the connected streams are unknown.
     """
     everyone = list(range(len(network.nodes)))
     if event.who.startswith("shadow"):
@@ -117,5 +122,5 @@ def loses(event: Event, network: NetworkSpec, controller_is_down: bool) -> list[
 
 
 def settles(event: Event) -> float:
-    """Seconds after an event's end until a node's word that it is live counts: a gap shows late."""
+    """Return the seconds after an event until a live status is reliable: gaps are detected late."""
     return 5.0 if event.kind == "down" or event.who.startswith("tor") else 0.0

@@ -1,4 +1,4 @@
-"""A run's report, as a table and as JSON. Pure."""
+"""The report of a run, as a table and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chaos.scenario import Scenario
 
 
 def describe(scenario: Scenario) -> list[tuple[str, str]]:
-    """What was generated, line by line."""
+    """Return the description of a scenario, line by line."""
     model, network = scenario.model, scenario.network
     nics = ", ".join(map(str, network.nodes))
     options = ", ".join(f"{key}={value}" for key, value in model.options.items())
@@ -31,7 +31,7 @@ def describe(scenario: Scenario) -> list[tuple[str, str]]:
 
 
 def table(outcome: TrialOutcome) -> str:
-    """All of one scenario."""
+    """Return a table of one scenario."""
     verdict = "pass" if outcome.passed else "FAIL"
     rows = [("seed", str(outcome.scenario.seed)), *describe(outcome.scenario)]
     rows += [("happened", line) for line in outcome.happened]
@@ -45,7 +45,7 @@ def table(outcome: TrialOutcome) -> str:
 
 
 def line(outcome: TrialOutcome) -> str:
-    """One scenario in a line."""
+    """Return one scenario in a line."""
     events = "; ".join(map(str, outcome.scenario.events)) or "no events"
     verdict = "pass" if outcome.passed else "FAIL"
     seen = f"{verdict}  {outcome.seconds:5.1f} s  repeated {outcome.repeated}"
@@ -53,5 +53,5 @@ def line(outcome: TrialOutcome) -> str:
 
 
 def as_data(outcomes: Sequence[TrialOutcome]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Return data for JSON."""
     return [{"passed": outcome.passed, **asdict(outcome)} for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Runs a scenario in a lab, and compares it with what was promised and with the undisturbed run."""
+"""The run of a scenario in a lab, compared with the promises and with the undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from topologies.crew import Crew
 from topologies.describe.topology import LabError, build
 
 SECONDS = 120.0
-"""For all of a scenario: one that takes longer hangs."""
+"""Time limit of a scenario: one that takes longer hangs."""
 _POLL_SECONDS = 0.01
 _STARTS = 12
 _QUOTED = 300
 
 
 class HarnessError(Exception):
-    """The harness itself failed, or the undisturbed run: no verdict."""
+    """A failure of the harness itself or of the undisturbed run, without a verdict."""
 
 
 @dataclass
 class TrialOutcome:
-    """What came of a scenario. `problems`: what was promised and not so; none is a pass."""
+    """The outcome of a scenario. `problems` are broken promises; it passed if there are none."""
 
     scenario: Scenario
     promises: list[str] = field(default_factory=list)
@@ -51,14 +51,17 @@ class TrialOutcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all that was promised was so."""
+        """Whether all promises were kept."""
         return not self.problems
 
 
 def run(
     scenario: Scenario, *, keep: Path | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> TrialOutcome:
-    """Run it. `keep`: a folder for the logs of one that fails. `HarnessError`."""
+    """Run a scenario; raise `HarnessError` without a verdict.
+
+    `keep` is a folder for the logs if it fails.
+    """
     outcome, began = TrialOutcome(scenario), time.monotonic()
     name = f"x{os.getpid()}_{random.randrange(10**4)}"
     topology = build(name, scenario.network.topology())
@@ -88,10 +91,10 @@ def run(
 
 
 def crew_logs(world: ChaosWorld, outcome: TrialOutcome) -> None:
-    """What nobody must say."""
+    """Note messages in logs that must not occur."""
     for file in sorted(world.lab.directory.glob("*.log")):
         if file.name.startswith(("rank", "reference", "keeper")) or file.name.endswith(".out.log"):
-            continue  # a rank that is killed or loses another may say anything
+            continue  # logs of ranks that are killed or lose another may have any error
         text = file.read_text(errors="replace")
         for bad in ("Traceback", " differ"):
             if bad in text:
@@ -123,7 +126,7 @@ class Trial:
         self._fresh = False
 
     def run(self) -> None:
-        """All of it; what is wrong is in the outcome."""
+        """Run all of it; broken promises are in the outcome."""
         world = self._world
         for node in range(len(self._scenario.network.nodes)):
             world.start_shadow_node(node)
@@ -154,7 +157,7 @@ class Trial:
         self._progress(f"start {self._world.attempt}")
 
     def _follow(self) -> bool:
-        """Until this start is over; whether all ranks have ended well."""
+        """Wait until this start has ended; return whether all ranks exited with 0."""
         ranks = self._world.ranks
         while True:
             self._tick()
@@ -175,8 +178,8 @@ class Trial:
             time.sleep(_POLL_SECONDS)
 
     def _failed(self, ended: list[int | None]) -> None:
-        """A rank has failed: as it was told, because there was nothing to resume, or for no good reason."""
-        time.sleep(0.2)  # others may say more
+        """Handle a failed rank: by an event, because it could not resume, or by a defect."""
+        time.sleep(0.2)  # others may have more output
         rank = next(rank for rank, status in enumerate(ended) if status)
         words = [self._world.last_words(r) for r in range(len(ended))]
         self._fresh = False
@@ -192,7 +195,7 @@ class Trial:
             self._outcome.problems.append(f"rank{rank} ended with status {ended[rank]} by itself; {told}")
 
     def _note(self, clean: bool) -> None:
-        """Remember a start that is over, if it came as far as resuming."""
+        """Record a start that has ended, if it resumed."""
         if self._resumed is not None and not (self._fresh and not clean):
             over = time.monotonic() if clean else self._over
             self._before = PastStart(self._resumed, self._completed, over, clean)
@@ -222,7 +225,7 @@ class Trial:
             self._schedule.protected()
 
     def _check(self, resumed: int | None) -> None:
-        """Hold a start against what was promised."""
+        """Check a start against its promise."""
         if self._before is None or self._fresh:
             return
         made: ResumePromise = promise(
@@ -238,7 +241,7 @@ class Trial:
             self._outcome.problems.append(f"start {self._world.attempt}: {wrong}")
 
     def _check_crew(self) -> None:
-        """Nothing ends by itself, and nothing hangs."""
+        """Check that no process of the lab has ended by itself, and that the scenario does not hang."""
         world = self._world
         for member in [*world.shadows.values(), *([world.keeper] if world.keeper else [])]:
             if member in world.crew and not member.running:

@@ -1,4 +1,4 @@
-"""What a scenario consists of, and its JSON. Pure."""
+"""Scenarios and their JSON. Pure."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ FEATURES: Final[Mapping[str, str]] = {
     "controller-kills": "kill -9 of the controller, which comes back",
     "links": "an interface that goes down and comes back",
 }
-"""What a scenario may have, by the name with which `--without` switches it off."""
+"""Features of scenarios, by their name for `--without`."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is trained. `parts`: names of FEATURES that are parts of the model; `turned`: of `OddShapes`."""
+    """The model. `parts` are names in FEATURES of parts of the model; `turned` is for `OddShapes`."""
 
     parts: tuple[str, ...] = ()
     turned: tuple[str, ...] = ()
@@ -75,13 +75,13 @@ class ModelSpec:
     pause: float = 0.03
 
     def has(self, part: str) -> bool:
-        """Whether it has this feature."""
+        """Return whether it has this feature."""
         return part in self.parts
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """Where it trains. `nodes`: each shadow node's NICs; `loss`: of frames on training links."""
+    """The network. `nodes` has the number of each shadow node's NICs; `loss` is for training links."""
 
     ranks: int = 2
     switches: int = 1
@@ -92,7 +92,7 @@ class NetworkSpec:
     every: int = 0
 
     def topology(self) -> dict[str, Any]:
-        """The data of its lab's YAML: ranks and shadow nodes are dealt to the switches in turn."""
+        """Return the data of its lab's YAML: ranks and shadow nodes are attached to the switches in turn."""
         names = [f"tor{number}" for number in range(self.switches)]
         return {
             "title": f"a ring of {self.ranks} on {self.switches} switches",
@@ -105,16 +105,18 @@ class NetworkSpec:
         }
 
     def holders(self, shard: int) -> list[int]:
-        """The shadow nodes that hold a shard."""
+        """Return the shadow nodes that hold a shard."""
         return [(shard + i) % len(self.nodes) for i in range(self.replicas)]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens `delay` s after rank 0 has first completed iteration `at`.
+    """An event `delay` s after rank 0 has first completed iteration `at`.
 
-    `kind`: kill, terminate, error, close, stall, down. `who`: `rank1`, `shadow0`, `tor0`, `ctl`; `job` of a
-    close. `seconds`: how long a stall or a link's loss lasts, or until what was killed is started again.
+    Attributes:
+        kind: kill, terminate, error, close, stall, down.
+        who: `rank1`, `shadow0`, `tor0`, `ctl`; `job` for a close.
+        seconds: Duration of a stall or of a link's failure, or time until a killed process is restarted.
     """
 
     at: int
@@ -130,7 +132,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job, and what happens to it."""
+    """A job and its events."""
 
     seed: int
     model: ModelSpec = ModelSpec()
@@ -138,12 +140,12 @@ class Scenario:
     events: tuple[Event, ...] = ()
 
     def to_json(self) -> str:
-        """As `from_json` takes it."""
+        """Return JSON for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Scenario:
-        """What `to_json` wrote."""
+        """Return the scenario that `to_json` wrote."""
         found = json.loads(text)
         model, network = found["model"], found["network"]
         for name in ("parts", "turned", "infinite"):

@@ -1,7 +1,7 @@
 """A rank of a scenario's job: `python -m tests.chaos.script ORDERS.json`, with torchrun's environment.
 
-It leaves rank{r}.jsonl: what began and ended, and each iteration's loss and a digest of all state. With
-`reference` it trains over the same ring without tags, on loopback, and nothing else of Checkmate.
+It writes rank{r}.jsonl: begin and end, and each iteration's loss with a digest of all state. With
+`reference`, it trains over the same ring without tags, on loopback, without any other part of Checkmate.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from topologies.training.substitutes import Unprotected
 
 TIMEOUT = 12.0
 ANEW = 3
-"""The status with which a rank ends that found nothing to resume: it has to be started with `fresh`."""
+"""Exit status of a rank that cannot resume: it has to be started with `fresh`."""
 
 
 class UntaggedRing(Unprotected):
-    """In `protect`'s place: the same ring and the same bits, on loopback, without a job."""
+    """Replacement of `protect`: the same ring and bits, on loopback, without a job."""
 
     def __init__(self, ddp: DistributedDataParallel, channels: int, shards: int) -> None:
         layout = lay_out(ddp, shards)
@@ -64,7 +64,7 @@ class ChaosRank:
         self.rank, self.attempt = dist.get_rank(), int(orders["attempt"])
         self.folder = Path(orders["folder"])
         self.reference = bool(orders["reference"])
-        begins = 0 if orders["fresh"] else self.attempt  # what is restored never looks as what was made
+        begins = 0 if orders["fresh"] else self.attempt  # restored state always differs from initial state
         torch.manual_seed(scenario.seed + 1000 * begins)
         self.model = RandomNet(self.training)
         self.ddp = DistributedDataParallel(
@@ -86,7 +86,7 @@ class ChaosRank:
             seed(100 * (scenario.seed + 1) % 2**31 + self.rank + 7 * begins)
 
     def run(self) -> None:
-        """Restore, protect, train to the end or to a clean stop."""
+        """Restore, protect, and train to the end or to a clean stop."""
         self.say("started", pid=os.getpid())
         first, protection = self._begin()
         self.say("protected")
@@ -109,7 +109,7 @@ class ChaosRank:
         self.say("ended" if ended else "closed", iteration=iteration, seconds=time.monotonic() - began)
 
     def _loop(self, first: int, protection: Any) -> Iterator[int]:
-        """Iterations, from a range, or from a loader epoch by epoch."""
+        """Yield iterations from a range, or epoch by epoch from a loader."""
         iteration, end = first, self.training.iterations
         if not self.training.has("loader"):
             loop = range(first, end)
@@ -149,7 +149,7 @@ class ChaosRank:
         return first, checkmate.protect(self.ddp, self.optimizer, **parts, extra=self.extra, wait=20.0)
 
     def iterate(self, iteration: int) -> float:
-        """One iteration up to the end of the optimizer's step and what belongs to it; its loss."""
+        """Train one iteration up to the optimizer's step and its related work; return its loss."""
         orders, total = self.training, 0.0
         sometimes = orders.has("sometimes") and iteration % 3 == 1
         for micro in range(orders.accumulate):
@@ -183,26 +183,26 @@ class ChaosRank:
         self.optimizer.zero_grad()
 
     def _mean(self, loss: float) -> float:
-        """Of all ranks: schedulers have to do the same everywhere."""
+        """Return the mean over all ranks, because schedulers must agree."""
         mean = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(mean)
         return float(mean) / dist.get_world_size()
 
     def after_step(self, iteration: int) -> None:
-        """What belongs to the iteration only if the loop's boundary is named."""
+        """Do work that belongs to the iteration only if the loop marks its boundary."""
         if self.training.has("ema"):
             self.ema.update_parameters(self.model)
         if self.training.has("validation"):
             self.best = max(self.best, float(torch.rand(())), random.random(), float(np.random.rand()))
 
     def extra(self) -> dict[str, Any]:
-        """As `protect` asks for it."""
+        """Return the extra state for `protect`."""
         ema = {"ema": self.ema.state_dict()} if self.training.has("ema") and self.rank == 0 else {}
         loader = {"loader": self.loader.state_dict()} if self.training.has("loader") else {}
         return {"best": self.best, **ema, **loader}
 
     def digest(self) -> str:
-        """Of all state; mappings in order of their keys."""
+        """Return a digest of all state, with mappings in order of their keys."""
         state = {
             "model": self.model.state_dict(),
             "parameters": dict(self.model.named_parameters()),
@@ -218,7 +218,7 @@ class ChaosRank:
         return " ".join(f"{name}={digest(_sorted(part)).hex()[:12]}" for name, part in state.items())
 
     def once(self, kind: str, iteration: int) -> bool:
-        """Whether an event of this kind is due here now; it never is again."""
+        """Return whether an event of this kind is due here now; it returns true once."""
         for number, event in enumerate(self.scenario.events):
             if event.kind == kind and event.at == iteration and event.who in ("job", f"rank{self.rank}"):
                 mark = self.folder / f"rank{self.rank}.event{number}"
@@ -228,14 +228,14 @@ class ChaosRank:
         return False
 
     def say(self, event: str, **more: Any) -> None:
-        """A line in this rank's log."""
+        """Write a line to this rank's log."""
         said = {"event": event, "attempt": self.attempt, "at": time.monotonic(), **more}
         with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
             print(json.dumps(said), file=log)
 
 
 class _Rows(Dataset[torch.Tensor]):
-    """So few that an epoch ends every six batches."""
+    """A dataset so small that an epoch ends every six batches."""
 
     def __init__(self, seed: int) -> None:
         self._rows = torch.randn(6 * ROWS, INPUTS, generator=torch.Generator().manual_seed(seed))
@@ -254,7 +254,7 @@ def _sorted(value: Any) -> Any:
 
 
 def main() -> None:
-    """Train as the orders say."""
+    """Train according to the orders."""
     orders = json.loads(Path(sys.argv[1]).read_text())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Makes a failing scenario smaller, one event or feature at a time, while it still fails."""
+"""Reduction of a failing scenario by one event or feature at a time, while it still fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.chaos.run import TrialOutcome
 from tests.chaos.scenario import ModelSpec, NetworkSpec, Scenario
 
 _TRIES = 2
-"""Runs of a smaller scenario before it counts as passing: faults come at slightly other moments each time."""
+"""Runs of a smaller scenario before it counts as passing, because the timing of faults varies."""
 
 
 def shrink(
@@ -17,7 +17,7 @@ def shrink(
     attempt: Callable[[Scenario], TrialOutcome],
     say: Callable[[str], None] = lambda _: None,
 ) -> TrialOutcome | None:
-    """The smallest scenario found that fails, as it failed; `None` if the whole one passes."""
+    """Return the outcome of the smallest failing scenario; `None` if the original one passes."""
     smallest = _fails(scenario, attempt)
     found = smallest
     while found is not None:
@@ -32,7 +32,7 @@ def shrink(
 
 
 def smaller_ones(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
-    """Scenarios that lack one thing, and what that is. Pure."""
+    """Yield scenarios without one event or feature, with its name. Pure."""
     model, network, events = scenario.model, scenario.network, scenario.events
     for number, event in enumerate(events):
         yield f"event {event}", replace(scenario, events=events[:number] + events[number + 1 :])

@@ -1,4 +1,4 @@
-"""The random harness: its pure parts, a fixed corpus of seeds, and ten minutes of random ones."""
+"""The chaos harness: its pure parts, a fixed corpus of seeds, and ten minutes of random ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topologies.describe.topology import build
 
 CORPUS = "9,47"
 OFF: dict[str, str] = {}
-"""Features that are off in the corpus and in random runs, and the defect because of which."""
+"""Features that are off in the corpus and in random runs, each with the known defect."""
 
 TWO = NetworkSpec(nodes=(1, 1))
 TWICE = NetworkSpec(nodes=(1, 1), replicas=2)
@@ -30,7 +30,7 @@ CRASHED = PastStart(resumed=0, completed=20, over=10.0, clean=False)
 
 
 def chaos(*arguments: str, seconds: float) -> None:
-    """Run the harness, and show what it says of what fails."""
+    """Run the harness, and show its output if it fails."""
     command = [sys.executable, "-m", "tests.chaos", *arguments, "--without", ",".join(OFF)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -110,11 +110,11 @@ def test_a_start_that_completed_nothing_loses_nothing() -> None:
 
 @pytest.mark.parametrize("at", [9.0, 11.0])
 def test_a_shard_without_a_sound_holder_may_be_lost(at: float) -> None:
-    """Whether its node was killed before the crash or before the next start."""
+    """Its node was killed before the crash, or before the next start."""
     assert made([Fact(at, "lost", 1)]) == ResumePromise(20, lost=(1,))
     assert made([Fact(at, "lost", 1)], TWICE) == ResumePromise(20)
     both = [Fact(at, "lost", 0), Fact(at, "lost", 1)]
-    assert made(both, TWICE) == ResumePromise(20, lost=(0, 1), anew=True)
+    assert made(both, TWICE) == ResumePromise(20, lost=(0, 1), unknown=True)
 
 
 def test_a_node_that_is_live_again_before_the_crash_is_sound() -> None:
@@ -134,7 +134,7 @@ def test_a_promise_is_broken_by_what_is_earlier_and_by_errors() -> None:
     lost = ResumePromise(20, lost=(1,))
     assert lost.broken_by(3) == lost.broken_by(None) == ""
     assert "without an error" in lost.broken_by(0, silent=True)
-    assert replace(lost, anew=True).broken_by(0, silent=True) == ""
+    assert replace(lost, unknown=True).broken_by(0, silent=True) == ""
     assert "on disk" in replace(lost, on_disk=True).broken_by(None)
 
 
@@ -170,7 +170,7 @@ def test_differences_are_told_once_a_start() -> None:
 
 
 def test_shrinking_leaves_what_it_takes_to_fail() -> None:
-    """A run that fails if there is a scalar and a stall."""
+    """The run fails if there is a scalar and a stall."""
     whole = Scenario(
         5,
         ModelSpec(parts=("norm", "scalar", "ema"), clip=0.5, turned=("flat",)),

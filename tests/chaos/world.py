@@ -1,4 +1,4 @@
-"""A scenario's lab: what runs in it, and what can be done to that."""
+"""A scenario's lab: its processes, and the faults that can be injected."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PORT = 29500
 
 @dataclass
 class RankLog:
-    """A rank's lines, read as they come."""
+    """A rank's log, read as it grows."""
 
     file: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
     _read: int = 0
 
     def look(self) -> list[dict[str, Any]]:
-        """The lines that are new; a half-written one is not yet."""
+        """Return the new complete lines."""
         if not self.file.exists():
             return []
         with self.file.open("rb") as file:
@@ -60,16 +60,16 @@ class ChaosWorld:
 
     @property
     def checkpoints(self) -> Path:
-        """Where `consolidate --every` writes."""
+        """The folder of `consolidate --every`."""
         return self.folder / "checkpoints"
 
     @property
     def on_disk(self) -> bool:
-        """Whether there is a whole checkpoint."""
+        """Return whether there is a complete checkpoint."""
         return any(self.checkpoints.glob("[!.]*"))
 
     def start_shadow_node(self, number: int) -> None:
-        """Start one; it isn't waited for."""
+        """Start a shadow node, without waiting for it."""
         if (member := self.shadows.get(number)) is not None:
             self.crew.restart(member)
             return
@@ -78,18 +78,18 @@ class ChaosWorld:
         self.shadows[number] = self.crew.start(name, name, argv, environment={"OMP_NUM_THREADS": "1"})
 
     def start_keeper(self) -> None:
-        """`consolidate --every`, if the scenario has it."""
+        """Start `consolidate --every` if the scenario has it."""
         if every := self.scenario.network.every:
             argv: list[str | Path] = [*CHECKMATE, "consolidate", self.lab.job_file, "--out", self.checkpoints]
             self.keeper = self.crew.start("keeper", "ctl", [*argv, "--every", str(every), "--keep", "3"])
 
     def await_shadow_nodes(self) -> None:
-        """Until all serve."""
+        """Wait until all shadow nodes serve."""
         members = self.shadows.values()
         self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", 60)
 
     def start_ranks(self, *, fresh: bool) -> None:
-        """The next start of training."""
+        """Start all ranks."""
         self.attempt += 1
         first = self.lab.topology.ranks[0]
         orders = self._orders(f"orders{self.attempt}", self.folder, fresh=fresh, reference=False)
@@ -99,7 +99,7 @@ class ChaosWorld:
         ]
 
     def start_reference(self) -> list[subprocess.Popen[bytes]]:
-        """The same training undisturbed, on the loopback of the controller's namespace."""
+        """Start the same training undisturbed, on the loopback interface of the controller's namespace."""
         folder = self.folder / "reference"
         folder.mkdir()
         orders = self._orders("orders", folder, fresh=True, reference=True)
@@ -108,7 +108,7 @@ class ChaosWorld:
         return [self._rank(rank, "ctl", orders, environment, f"reference{rank}") for rank in ranks]
 
     def statuses(self, node: int) -> Iterator[dict[str, Any]]:
-        """What a shadow node has said since it was last started."""
+        """Yield the statuses of a shadow node since it was last started."""
         text = self.shadows[node].said()
         for line in text[: text.rfind("\n") + 1].splitlines():
             said = json.loads(line)
@@ -116,17 +116,17 @@ class ChaosWorld:
                 yield said
 
     def is_live(self, node: int) -> tuple[int, bool]:
-        """How many statuses a node has said, and whether by the last one all its holds are live."""
+        """Return the number of a node's statuses, and whether all of its holds are live in the last one."""
         said = list(self.statuses(node))
         holds = said[-1]["holds"] if said else []
         return len(said), bool(holds) and all(hold["live"] for hold in holds)
 
     def signal(self, who: str, number: signal.Signals) -> None:
-        """Send a signal to what runs under a name now; nothing where it has ended."""
+        """Send a signal to the current process of a name, unless it has ended."""
         self.process(who).send_signal(number)
 
     def process(self, who: str) -> subprocess.Popen[bytes]:
-        """What runs under a name."""
+        """Return the process of a name."""
         if who.startswith("rank"):
             return self.ranks[int(who.removeprefix("rank"))]
         if who.startswith("shadow"):
@@ -134,14 +134,14 @@ class ChaosWorld:
         return self.controller.member.process if who == "ctl" else self.lab.switch_process(who)
 
     def set_link(self, who: str, *, up: bool) -> None:
-        """The switch's end of a host's first training link."""
+        """Set the switch's end of a host's first training link up or down."""
         nic = self.lab.topology.host(who).interfaces[0]
         with netlink(self.lab.namespace(nic.switch)) as ip:
             index = ip.link_lookup(ifname=f"port{nic.port}")[0]
             ip.link("set", index=index, state="up" if up else "down")
 
     def end_ranks(self) -> None:
-        """As torchrun ends what is left: SIGTERM, and SIGKILL to what doesn't end."""
+        """End remaining ranks like torchrun: by SIGTERM, then by SIGKILL."""
         for process in self.ranks:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 1.0
@@ -152,7 +152,7 @@ class ChaosWorld:
             process.wait()
 
     def last_words(self, rank: int) -> str:
-        """The end of what a rank wrote to its standard error, of this start."""
+        """Return the end of a rank's standard error in this start."""
         text = self.lab.log(f"rank{rank}.{self.attempt}").read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
         told = [line for line in lines if "Error" in line]

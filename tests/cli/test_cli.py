@@ -14,17 +14,12 @@ from typer.testing import CliRunner
 from checkmate.cli import main
 from checkmate.cli.main import app
 from testbed.jobs import job_data
+from tests.support.cli import COMMAND, invoke
 
 COMMANDS = [name for name in main.COMMANDS if name != "lab"]
 COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
 WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'scapy', 'thriftpy2']))"
-"""As on a host that was installed without the switch's libraries."""
-
-
-def invoke(*arguments: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
+"""Run the command like on a host without the switch's libraries."""
 
 
 @pytest.fixture
@@ -141,8 +136,8 @@ def test_the_entry_has_the_commands_exit_status(job_file: Path, tmp_path: Path) 
 
 
 def entry(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The console script, as a process."""
-    command = [sys.executable, "-m", "checkmate.cli.entry", *map(str, arguments)]
+    """Run the console script as a process."""
+    command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -160,7 +155,7 @@ def test_capacity_is_checked_where_another_file_is_faulty(tmp_path: Path) -> Non
 
 
 def write_large(file: Path) -> None:
-    """A job with more boundaries than a switch holds."""
+    """Write a job with more boundaries than a switch can hold."""
     data = job_data(groups=140, ranks=2, nodes=1, channels=1, number=0)
     for index, host in enumerate([r for g in data["dp_groups"] for r in g["ranks"]]):
         host["port"] = index
@@ -227,14 +222,14 @@ def test_shell_says_what_is_missing(job_file: Path, monkeypatch: pytest.MonkeyPa
     assert "checkmate shell --install" in output
     code, output = invoke("shell")
     assert code == 2
-    assert "name a job file" in output
+    assert "specify a job file" in output
 
 
 @pytest.mark.parametrize(("options", "warns"), [([], False), (["--primary"], True)])
 def test_the_shell_warns_before_it_displaces_a_controller(
     job_file: Path, tmp_path: Path, options: list[str], warns: bool
 ) -> None:
-    """Into a process of its own: the shell takes the place of the command."""
+    """Run it in a separate process, because the shell replaces the command."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\necho started with $@\n")

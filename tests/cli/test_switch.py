@@ -1,4 +1,4 @@
-"""Commands against a real switch process: what they say, as text and as data."""
+"""Commands against a real switch process: their output as text and as data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from testbed.jobs import job_data
+from tests.support.cli import COMMAND
 
 
 @contextmanager
 def switch() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A switch that holds nothing, and its address."""
+    """Start an empty switch; yield its address."""
     command = [sys.executable, "-m", "softswitch", "--no-p4", "--device-id", "1", "--cpu-port", "510"]
     command += ["--grpc-server-addr", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -30,7 +31,7 @@ def switch() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def write_job(folder: Path, *addresses: str) -> Path:
-    """A job on the switches at these addresses."""
+    """Write a job on the switches at these addresses."""
     data = job_data(switches=len(addresses))
     for one, address in zip(data["fabric"]["switches"], addresses, strict=True):
         one["address"] = address
@@ -41,13 +42,13 @@ def write_job(folder: Path, *addresses: str) -> Path:
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> Iterator[Path]:
-    """A job, whose switch runs and holds nothing yet."""
+    """Write a job whose switch runs and is empty."""
     with switch() as (_, address):
         yield write_job(tmp_path, address)
 
 
 def checkmate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "checkmate.cli.entry", *map(str, arguments)]
+    command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 

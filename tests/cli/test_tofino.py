@@ -54,7 +54,7 @@ def test_pfc_as_text_is_for_people_and_for_a_shell(tmp_path: Path) -> None:
     assert "own frame) + 84 (PFC frame) + 632 (cable, both ways)" in output
     assert "# shadow node 0 of job, at tor0 4/0" in output
     assert 'dcb pfc set dev "$DEV" prio-pfc all:off 3:on' in output
-    assert "PFC is waiting" in errors
+    assert "With PFC, training waits" in errors
 
 
 def test_pfc_as_data(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_of_several_switches_one_is_named(tmp_path: Path) -> None:
     code, _, errors = invoke(file, "--bfrt")
     assert (code, "add --switch tor0 or --switch tor1" in errors) == (2, True)
     code, output, _ = invoke(file, "--bfrt", "--switch", "tor1")
-    assert (code, "on switch tor1 (tofino)" in output) == (0, True)
+    assert (code, "for tor1 (tofino)" in output) == (0, True)
     assert '"switch tor0"' in output
     code, _, errors = invoke(file, "--pfc", "--switch", "tor2")
-    assert (code, "there are tor0, tor1" in errors) == (2, True)
+    assert (code, "Tofinos: tor0, tor1" in errors) == (2, True)
     hosts_found = json.loads(invoke(file, "--pfc", "--json")[1])["hosts"]
     assert {host["switch"] for host in hosts_found} == {"tor0", "tor1"}
 
@@ -133,4 +133,4 @@ def test_what_is_for_tofinos_says_so(tmp_path: Path) -> None:
         code, _, errors = invoke(file, option)
         assert (code, "the jobs' switches are tor0 (softswitch)" in errors) == (2, True)
     code, _, errors = invoke(file, "--switch", "tor0")
-    assert (code, "--switch goes with --pfc or --bfrt" in errors) == (2, True)
+    assert (code, "--switch needs --pfc or --bfrt" in errors) == (2, True)

@@ -1,4 +1,4 @@
-"""Checkpoints from real shadow nodes over real gRPC: right for their iteration, or not written at all."""
+"""Checkpoints from real shadow nodes over real gRPC: correct for their iteration, or not written at all."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,149 +23,21 @@ from checkmate import state
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.follow import follow, next_due
-from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader, Unreachable, one_group
-from checkmate.job.schema import Job
+from checkmate.consolidate.snapshot import Missing, SnapshotReader, Unreachable, one_group
 from checkmate.nodes.reader import ShardState
 from checkmate.nodes.standing import Lacking
-from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.wire.layout import Parameter, make_layout
-from testbed.small_training import RUN, SmallTraining
-from tests.consolidate.test_disk import half_way, hidden, small_disk
+from testbed.small_training import RUN
+from tests.support.checkpoints import half_way, hidden
+from tests.support.cli import COMMAND
 from tests.support.labs.end_hosts import needs_buffers
-from tests.support.shadow.world import World
+from tests.support.shadow.consolidated import ConsolidatePlace, kept_in
 from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
-
-__all__ = ["small_disk"]  # a fixture
-
-
-class Trained(SmallTraining):
-    """A training with a schedule, and records as real ranks make them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.options: list[str] = []
-
-    def record(self, nodes: Any = None) -> None:
-        self.options = [options_of(group) for group in self.optimizer.param_groups]
-        self.scheduler.step()
-        super().record(nodes)
-
-    def part(self, position: int) -> pb.RecordPart:
-        part = super().part(position)
-        part.rng = state.dump_generators(
-            {"torch": torch.tensor([self.iteration % 256, position], dtype=torch.uint8)}
-        )
-        part.extra = state.dumps({"at": 10 * self.iteration + position})
-        if position == 0:
-            part.buffers = state.dumps({"seen": torch.tensor(self.iteration)})
-            part.step.options[:] = self.options
-            part.step.next_options.extend(options_of(group) for group in self.optimizer.param_groups)
-            part.step.scheduler = state.dumps(self.scheduler.state_dict())
-        return part
-
-    def check_group(self, found: dict[str, Any], iteration: int) -> None:
-        """A group of a checkpoint is what this training had after an iteration."""
-        assert (found["job"], found["iteration"], found["group"]) == (self.job.job, iteration, self.group)
-        assert (found["run"], found["generation"]) == (self.run, 1)
-        expected = self.states[iteration]
-        for number, held in expected.items():
-            tensor, values = state.from_held(self.layout.parameters[number], *held)
-            assert torch.equal(found["model"][f"p{number}"], tensor), f"p{number} after {iteration}"
-            theirs = found["optimizer"]["state"][number]
-            for name, value in values.items():
-                assert torch.equal(theirs[name], torch.as_tensor(value)), f"{name} of p{number}"
-        ranks = [rank.rank for rank in self.job.dp_groups[self.group].ranks]
-        assert {r: v["torch"].tolist() for r, v in found["rng"].items()} == {
-            rank: [iteration % 256, position] for position, rank in enumerate(ranks)
-        }
-        assert [v["at"] for v in found["extra"].values()] == [10 * iteration + i for i in range(len(ranks))]
-        assert found["buffers"]["seen"].item() == iteration
-        assert found["scheduler"]["last_epoch"] == iteration + 1
-        assert found["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.01 * 0.9 ** (iteration + 1))
-
-
-class ConsolidatePlace:
-    """Shadow nodes, and a training of each DP group."""
-
-    def __init__(self, stack: ExitStack, **kwargs: Any) -> None:
-        self.world = World(stack, **kwargs)
-        self.job: Job = self.world.job
-        self.trainings: list[Trained] = []
-        stack.callback(self.close)
-        self.begin_anew(RUN)
-
-    def begin_anew(self, run: str) -> None:
-        """Training begins, with iteration 0. It is of generation 1, as if nobody had seen what was before."""
-        incarnation = max((training.incarnation + 1 for training in self.trainings), default=0)
-        self.close()
-        groups = range(len(self.job.dp_groups))
-        self.trainings = [Trained(self.job, self.world.copies, group=group) for group in groups]
-        for training in self.trainings:
-            training.incarnation = incarnation
-            training.begin(list(self.world.nodes), run=run, generation=1)
-        for training in self.trainings:
-            training.seed_all()
-        self.world.ready()
-
-    def close(self) -> None:
-        for training in self.trainings:
-            training.close()
-
-    def iterate(self, count: int = 1) -> None:
-        for _ in range(count):
-            for training in self.trainings:
-                training.iterate()
-        self.world.stepped(self.trainings[0].iteration)
-
-    def check(self, found: dict[str, Any], iteration: int) -> None:
-        for index, training in enumerate(self.trainings):
-            training.check_group(disk.group_of(found, index), iteration)
-
-    def read(self, timeout: float = 20, at_least: int = 0) -> Snapshot:
-        with SnapshotReader(self.job) as nodes:
-            return nodes.read(timeout, at_least)
-
-    @contextmanager
-    def going_on(self, most: int = 2000) -> Iterator[None]:
-        """Trains in the background, as fast as the nodes follow."""
-        done = threading.Event()
-
-        def train() -> None:
-            for _ in range(most):
-                if done.is_set():
-                    return
-                self.iterate()
-
-        with ThreadPoolExecutor(1) as pool:
-            training = pool.submit(train)
-            try:
-                yield
-            finally:
-                done.set()
-                training.result()
-
-    def file(self, folder: Path) -> Path:
-        data = self.job.model_dump(mode="json", exclude_none=True)
-        path = folder / "job.yaml"
-        path.write_text(yaml.safe_dump(data))
-        return path
-
-
-def kept_in(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, the newest first."""
-    return [one.path for one in kept.whole(folder)]
-
-
-@pytest.fixture
-def place() -> Iterator[Callable[..., ConsolidatePlace]]:
-    with ExitStack() as stack:
-        yield lambda **kwargs: ConsolidatePlace(stack, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +46,7 @@ def place() -> Iterator[Callable[..., ConsolidatePlace]]:
 def test_after_training_ended(
     place: Callable[..., ConsolidatePlace], groups: int, nodes: int, replicas: int
 ) -> None:
-    """The last iteration, at once, and as often as it is asked for."""
+    """The last iteration is available at once, and repeatedly."""
     here = place(groups=groups, nodes=nodes, replicas=replicas, ranks=2)
     here.iterate(3)
     for _ in range(2):
@@ -192,7 +60,7 @@ def test_after_training_ended(
 
 @pytest.mark.parametrize(("groups", "replicas"), [(1, 1), (2, 2)])
 def test_while_training_goes_on(place: Callable[..., ConsolidatePlace], groups: int, replicas: int) -> None:
-    """All shards and stages at one iteration, the newest; training is not held up by it."""
+    """All shards and stages are read at the newest iteration, without delaying training."""
     here = place(groups=groups, nodes=2, replicas=replicas, ranks=2)
     here.iterate()
     with here.going_on():
@@ -235,14 +103,14 @@ def test_what_is_missing_is_named(place: Callable[..., ConsolidatePlace]) -> Non
     with pytest.raises(Missing) as caught:
         here.read(timeout=1)
     words = str(caught.value)
-    assert words.startswith("no iteration is whole within 1 s: shard 1 of DP group 0: shadow node 1 (")
+    assert words.startswith("no iteration is complete within 1 s: shard 1 of DP group 0: shadow node 1 (")
     assert f"({address}): can't be reached" in words
     assert "ipv4:" not in words
     assert "shard 0" not in words
 
 
 def test_what_speaks_no_shadow_protocol_is_no_shadow_node(place: Callable[..., ConsolidatePlace]) -> None:
-    """A gRPC server of something else at the address, and a node that is away: nobody answers."""
+    """Another gRPC server at the address of one node, and the other node away: no node answers."""
     here = place(nodes=2, ranks=2)
     for node in (0, 1):
         here.world.stop(node)
@@ -250,7 +118,7 @@ def test_what_speaks_no_shadow_protocol_is_no_shadow_node(place: Callable[..., C
     assert server.add_insecure_port(here.job.node(0).mgmt)
     server.start()
     try:
-        with pytest.raises(Unreachable, match=r"no shadow node .* can be reached .*another service"):
+        with pytest.raises(Unreachable, match=r"no shadow node .* can be reached .*a service other"):
             here.read(timeout=1)
     finally:
         server.stop(0).wait()
@@ -266,18 +134,18 @@ def fetched(shard: int, buffers: list[str], expected: list[str]) -> ShardState:
 
 
 def test_buffers_of_all_nodes_are_taken_together_and_none_is_left_out() -> None:
-    """A node that has come late has but some."""
+    """A node that joined late has only some."""
     expected = ["frozen", "mean"]
     found = one_group(0, [fetched(0, ["mean"], expected), fetched(1, ["frozen"], expected)])
     assert set(found.record.buffers) == {"mean", "frozen"}
-    with pytest.raises(Lacking, match="have not come yet: frozen$"):
+    with pytest.raises(Lacking, match="have not arrived yet: frozen$"):
         one_group(0, [fetched(0, ["mean"], expected), fetched(1, [], expected)])
 
 
 def test_shards_of_two_models_are_not_put_together() -> None:
     ours, theirs = fetched(0, [], []), fetched(1, [], [])
     theirs.header.layout = make_layout([Parameter("v", (4,), "float32")], 2, 100).to_json()
-    with pytest.raises(Lacking, match="shard 1 of DP group 0 is of another model") as caught:
+    with pytest.raises(Lacking, match="shard 1 of DP group 0 has another model") as caught:
         one_group(0, [ours, theirs])
     assert caught.value.wrong == {(0, 1)}
 
@@ -293,7 +161,7 @@ def test_nodes_that_have_forgotten_everything(place: Callable[..., ConsolidatePl
 
 
 class Liar(rpc.ShadowServicer):
-    """In a node's place; has what another holder of the same shards gives, and changes it."""
+    """A server in a node's place that changes the answers of another holder of the same shards."""
 
     def __init__(self, truth: rpc.ShadowStub, node: int, change: Callable[[list[pb.Seeds]], object]) -> None:
         self._truth, self._node, self._change = truth, node, change
@@ -318,7 +186,7 @@ class Liar(rpc.ShadowServicer):
 
 
 def spoil_header(messages: list[pb.Seeds], **changes: Any) -> None:
-    """Another header, with a checksum that is right for it."""
+    """Replace the header, with a correct checksum."""
     header = messages[0].header
     for name, value in changes.items():
         if name == "shard":
@@ -353,7 +221,7 @@ LIES: dict[str, Callable[[list[pb.Seeds]], object]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., ConsolidatePlace], lie: str) -> None:
-    """It is had from the other holder; without one, it is missing, and the reason named."""
+    """It is read from the other holder; without one, it is missing, and the message has the reason."""
     here = place(nodes=2, replicas=2, ranks=2)
     here.iterate(2)
     here.world.stop(1)
@@ -381,9 +249,6 @@ def test_what_is_not_the_shard_is_never_mixed_in(place: Callable[..., Consolidat
         server.stop(0).wait()
 
 
-CHECKMATE = [sys.executable, "-m", "checkmate.cli.entry"]
-
-
 @pytest.mark.parametrize("kind", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_command_writes_a_checkpoint(
     place: Callable[..., ConsolidatePlace], kind: str, tmp_path: Path
@@ -394,7 +259,7 @@ def test_the_command_writes_a_checkpoint(
     with half_way(out, "torch", tmp_path) as killed:
         killed.kill()
     assert hidden(tmp_path)
-    argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
+    argv = [*COMMAND, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
     done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(done.stdout)
@@ -404,7 +269,7 @@ def test_the_command_writes_a_checkpoint(
     again = subprocess.run(argv, capture_output=True, text=True, check=False)
     if kind == "dcp":
         assert again.returncode == 2
-        assert "is a folder that is there already" in again.stderr.replace("\n", " ")
+        assert "is an existing folder" in again.stderr.replace("\n", " ")
     else:
         assert again.returncode == 0
         assert "iteration 1 of job demo, 4 shards" in again.stdout
@@ -418,7 +283,7 @@ def test_the_command_writes_a_checkpoint(
     assert done.returncode == 3
     assert json.loads(done.stdout)["exit"] == 3
     assert "no shadow node of job demo can be reached within 1 s" in done.stderr
-    assert "a lab's shadow nodes are reached from its namespace of the controller only" in done.stderr
+    assert "a lab's shadow nodes can be reached from its controller namespace only" in done.stderr
     assert "shard 1 of DP group 1" in done.stderr
     assert not (tmp_path / "other").exists()
 
@@ -427,10 +292,10 @@ def test_the_command_writes_a_checkpoint(
 def test_the_command_keeps_the_last_few(
     place: Callable[..., ConsolidatePlace], kind: str, tmp_path: Path
 ) -> None:
-    """Beside training, until it is told to stop."""
+    """During training, until it is stopped."""
     here = place(nodes=2, ranks=2)
     folder = tmp_path / "kept"
-    argv = [*CHECKMATE, "consolidate", str(here.file(tmp_path)), "--out", str(folder)]
+    argv = [*COMMAND, "consolidate", str(here.file(tmp_path)), "--out", str(folder)]
     argv += ["--format", kind, "--every", "5", "--keep", "2", "--json"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -459,7 +324,7 @@ def test_the_command_keeps_the_last_few(
 def test_a_full_disk_in_the_background(
     place: Callable[..., ConsolidatePlace], kind: disk.Format, small_disk: Path
 ) -> None:
-    """What doesn't fit is said, each time it is due; what is there stays whole; then it goes on."""
+    """It reports each checkpoint that doesn't fit, leaves existing ones intact, and continues later."""
     here = place(nodes=2, ranks=2)
     here.iterate(2)
     stopped, saved, troubles = threading.Event(), list[int](), list[str]()
@@ -496,7 +361,7 @@ def test_a_full_disk_in_the_background(
 def test_the_last_iteration_of_all_is_kept_whenever_it_comes(
     place: Callable[..., ConsolidatePlace], tmp_path: Path
 ) -> None:
-    """Once only, also where following begins after training has ended."""
+    """Once only, even if following begins after training has ended."""
     here = place(nodes=2, ranks=2)
     here.iterate(6)
     for _ in range(2):

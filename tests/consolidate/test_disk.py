@@ -1,104 +1,21 @@
-"""Checkpoints on disk: read back as they were, by plain PyTorch too; whole or not there, whatever fails."""
+"""Checkpoints on disk: read back unchanged, by plain PyTorch too, and written atomically despite failures."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from checkmate import state
 from checkmate.consolidate import disk
 from checkmate.consolidate.assemble import checkpoint
-from checkmate.consolidate.snapshot import GroupState, Snapshot
-from checkmate.optim.supported import options_of, spec_of
-from checkmate.rpc import shadow_pb2 as pb
-from checkmate.wire.layout import Parameter, make_layout
-from testbed.jobs import job
-from tests.support.waiting import wait_until
-
-FORMATS: tuple[disk.Format, ...] = ("dcp", "torch")
-
-
-class DiskModel(nn.Module):
-    """Tied weights, BatchNorm, a frozen parameter, and a buffer that is not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(8, 8, bias=False)
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 8, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.full((1,), 0.5), requires_grad=False)
-        self.register_buffer("count", torch.zeros(1), persistent=False)
-        self.count: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        found: torch.Tensor = self.head(self.norm(self.embedding(x)).relu()) * self.scale
-        return found
-
-
-class DiskRun:
-    """A model, its optimizer and schedule; trained a few steps."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.model = DiskModel()
-        groups: list[dict[str, Any]] = [
-            {"params": [self.model.embedding.weight, self.model.scale]},
-            {"params": list(self.model.norm.parameters()), "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=20)
-        self.iteration = -1
-        self.train(3)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.iteration += 1
-            torch.manual_seed(self.iteration)
-            self.model(torch.randn(4, 8)).square().sum().backward()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-
-    def snapshot(self, groups: int = 1) -> Snapshot:
-        """As the shadow nodes give it."""
-        names = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        known = [Parameter(n, tuple(p.shape), "float32") for n, p in names.items()]
-        beside = {"scale": self.model.scale, **dict(self.model.named_buffers())}
-        record = pb.IterationRecord(
-            iteration=self.iteration,
-            buffers={name: state.dumps(tensor.detach()) for name, tensor in beside.items()},
-        )
-        for position in range(3):
-            rng = {"torch": torch.get_rng_state(), "python": (3, (1, 2), None)}
-            record.parts.add(
-                position=position,
-                rng=state.dump_generators(rng),
-                extra=state.dumps({"at": position, 5: [], "none": {}}),
-            )
-        step = record.parts[0].step
-        step.scheduler = state.dumps(self.scheduler.state_dict())
-        step.next_options.extend(options_of(group) for group in self.optimizer.param_groups)
-        ids = {id(t): n for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
-        group = GroupState(
-            make_layout(known, 2),
-            spec_of(self.optimizer, {p: i for i, p in enumerate(names.values())}),
-            record,
-            {key: ids[id(tensor)] for key, tensor in self.model.state_dict(keep_vars=True).items()},
-            {i: (p.detach(), dict(self.optimizer.state[p])) for i, p in enumerate(names.values())},
-        )
-        return Snapshot(job(groups=groups, nodes=2), "run", self.iteration, (group,) * groups)
+from tests.support.checkpoints import FORMATS, DiskModel, DiskRun, half_way, hidden, made, mounted
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -157,13 +74,12 @@ torch.save([run.model.state_dict(), run.optimizer.state_dict()], path + ".out")
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_plain_pytorch_resumes_without_this_project(kind: disk.Format, tmp_path: Path) -> None:
-    """With the project out of reach, strictly by `load_state_dict`, to the bits of an uninterrupted run."""
+    """Without the project, by strict `load_state_dict`, with the bits of an uninterrupted run."""
     run = DiskRun()
     path = tmp_path / "checkpoint"
     disk.save(checkpoint(run.snapshot(), by_name=kind == "dcp"), path, kind)
-    source = Path(__file__).read_text()
-    model = source[source.index("class DiskModel") : source.index("class DiskRun")]
-    class_run = source[source.index("class DiskRun") : source.index("    def snapshot")]
+    model = inspect.getsource(DiskModel)
+    class_run, _, _ = inspect.getsource(DiskRun).partition("    def snapshot")
     (tmp_path / "plain.py").write_text(PLAIN.format(model=model, run=class_run))
     argv = [sys.executable, "-I", str(tmp_path / "plain.py"), kind, str(path)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -196,34 +112,6 @@ def test_dcp_loads_in_place_as_pytorchs_own_tutorial_does(tmp_path: Path) -> Non
     for name, parameter in run.model.named_parameters():
         if name in optimizer_state:
             assert equal(dict(optimizer_state[name]), dict(run.optimizer.state[parameter]))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    with mounted(folder):
-        yield folder
-
-
-@contextmanager
-def mounted(place: Path, *what: str) -> Iterator[None]:
-    """A disk of 1 MB, or something else, at a place that can be neither removed nor renamed meanwhile."""
-    options = what or ("-t", "tmpfs", "-o", "size=1m", "checkmate-test")
-    subprocess.run(["mount", *options, str(place)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-def made(kilobytes: int) -> dict[str, Any]:
-    return {
-        "model": {"w": torch.full((kilobytes, 256), 1.0)},
-        "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-        "group": 0,
-        "iteration": 0,
-    }
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -271,44 +159,9 @@ def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(kind: disk.Format, tm
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-BLOCKED = """
-import sys, time
-from pathlib import Path
-import torch
-from checkmate.consolidate import disk
-
-class Late:
-    # Pickled only once it may be: until then the checkpoint is half written.
-    def __reduce__(self):
-        Path(sys.argv[3], "writing").touch()
-        while not Path(sys.argv[3], "go").exists():
-            time.sleep(0.01)
-        return int, ()
-
-found = {"model": {"w": torch.ones(1000)}, "late": Late(), "optimizer": {"state": {}, "param_groups": []}}
-disk.save(found, Path(sys.argv[2]), sys.argv[1])
-"""
-
-
-@contextmanager
-def half_way(path: Path, kind: disk.Format, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has begun to write a checkpoint, and goes on once `folder` has a file `go`."""
-    with subprocess.Popen([sys.executable, "-c", BLOCKED, kind, str(path), str(folder)]) as process:
-        try:
-            wait_until((folder / "writing").exists, "half a checkpoint", 30)
-            yield process
-        finally:
-            process.kill()
-    (folder / "writing").unlink(missing_ok=True)
-
-
-def hidden(folder: Path) -> list[Path]:
-    return list(folder.glob(".unfinished-*"))
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_only_what_dead_writers_left_is_cleared(kind: disk.Format, tmp_path: Path) -> None:
-    """A writer that lives, though it is slow, goes on."""
+    """A slow writer that is alive continues."""
     out, notes = tmp_path / "out", tmp_path / "notes"
     out.mkdir()
     notes.mkdir()
@@ -326,7 +179,7 @@ def test_only_what_dead_writers_left_is_cleared(kind: disk.Format, tmp_path: Pat
 
 
 def test_of_leftovers_without_a_lock_those_are_cleared_that_are_certain(tmp_path: Path) -> None:
-    """A writer died as it began, or as it ended, or while it removed; what else has something isn't ours."""
+    """A writer died at its beginning, at its end, or while it removed; other content isn't ours."""
     (tmp_path / ".unfinished-begun").mkdir()
     (tmp_path / ".unfinished-other").mkdir()
     (tmp_path / ".unfinished-other" / "thesis.tex").touch()
@@ -353,11 +206,11 @@ def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(disk.DiskError, match="there is a folder already"):
+    with pytest.raises(disk.DiskError, match="the folder exists already"):
         disk.save(made(1), tmp_path / "mine", "dcp")
-    with pytest.raises(disk.DiskError, match="there is a folder already"):
+    with pytest.raises(disk.DiskError, match="the folder exists already"):
         disk.save(made(1), tmp_path / "mine", "torch")
-    with pytest.raises(disk.DiskError, match="there is a file already"):
+    with pytest.raises(disk.DiskError, match="a file of this name exists already"):
         disk.save(made(1), tmp_path / "file", "dcp")
     with pytest.raises(disk.DiskError, match="can't write"):
         disk.save(made(1), tmp_path / "file" / "below", "torch")

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: names and nothing else say which is the newest, and which stay."""
+"""Checkpoints in a folder: names alone determine the newest, and those to keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
-from tests.consolidate.test_disk import FORMATS, DiskRun, made
+from tests.support.checkpoints import FORMATS, DiskRun, made
 
 NUMBERS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, unique=True)
 
@@ -85,11 +85,11 @@ def test_a_run_is_kept_under_a_generation_in_which_it_is_the_newest(
     put(tmp_path, 1, 900, "first", kind)
     assert kept.generation_for(tmp_path, "first", 1) == 1
     assert kept.generation_for(tmp_path, "second", 2) == 2
-    assert kept.generation_for(tmp_path, "second", 1) == 2  # nobody who counts has seen what is there
+    assert kept.generation_for(tmp_path, "second", 1) == 2  # the node does not know the folder's generations
     put(tmp_path, 2, 3, "second", kind)
     assert kept.generation_for(tmp_path, "second", 1) == 2
     assert kept.generation_for(tmp_path, "first", 1) == 3
-    kept.path_of(tmp_path, 4, 7, kind).mkdir()  # not whole: nobody knows of which run
+    kept.path_of(tmp_path, 4, 7, kind).mkdir()  # incomplete: its run is unknown
     assert kept.generation_for(tmp_path, "second", 1) == 5
 
 

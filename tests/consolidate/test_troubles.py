@@ -1,4 +1,4 @@
-"""`consolidate` where nodes can't be reached: it says so once, says when it is over, and says it plainly."""
+"""`consolidate` if nodes can't be reached: it reports that once and plainly, and reports when it is over."""
 
 from __future__ import annotations
 
@@ -22,25 +22,20 @@ from checkmate.consolidate.snapshot import SnapshotReader
 from checkmate.nodes.standing import Lacking, NoAnswer
 from testbed.jobs import job, job_data
 from testbed.small_training import RUN
-from tests.consolidate.test_consolidate import CHECKMATE, ConsolidatePlace, kept_in
-from tests.consolidate.test_disk import half_way, hidden, mounted
+from tests.support.checkpoints import half_way, hidden, mounted
+from tests.support.cli import COMMAND
 from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.consolidated import ConsolidatePlace, kept_in
 from tests.support.shadow.world import going_on
 from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
 
 
-@pytest.fixture
-def place() -> Iterator[Callable[..., ConsolidatePlace]]:
-    with ExitStack() as stack:
-        yield lambda **kwargs: ConsolidatePlace(stack, **kwargs)
-
-
 def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
     place: Callable[..., ConsolidatePlace], tmp_path: Path
 ) -> None:
-    """And nothing between, though nodes come back one by one, and put it in other words each time."""
+    """Nothing is reported in between, although nodes come back one by one with different messages."""
     here = place(nodes=2, ranks=2)
     here.iterate()
     stopped, said = threading.Event(), list[str]()
@@ -74,7 +69,7 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
             tried_again()
             for node in (0, 1):
                 here.world.start(node)
-                tried_again()  # they hold nothing
+                tried_again()  # the nodes hold nothing
             (training,) = here.trainings
             training.begin([0, 1])
             with going_on(training):
@@ -84,7 +79,7 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
             stopped.set()
             following.result()
     assert said[begun:] == ["over"]
-    assert begun <= 2  # an attempt may have come between the two stops
+    assert begun <= 2  # an attempt may fall between the two stops
     assert said[begun - 1].startswith("no shadow node of job demo can be reached: shadow node 0 (")
     assert said[begun - 1].count(": can't be reached") == 2
 
@@ -93,7 +88,7 @@ def test_a_time_without_nodes_is_told_when_it_begins_and_when_it_is_over(
 def following(
     here: ConsolidatePlace, folder: Path, kind: disk.Format, keep: int = 5
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """`--every 1` in the background: the iterations that are saved, and what is told."""
+    """Run `--every 1` in the background; yield the iterations saved and the messages."""
     stopped, saved, troubles = threading.Event(), list[int](), list[str]()
     with SnapshotReader(here.job, stopped=stopped) as nodes, ThreadPoolExecutor(1) as pool:
         running = pool.submit(
@@ -113,7 +108,7 @@ def following(
 def test_what_cant_be_removed_is_told_each_time_and_ends_nothing(
     place: Callable[..., ConsolidatePlace], tmp_path: Path
 ) -> None:
-    """What a killed writer left, and an old checkpoint: something is mounted there."""
+    """Something is mounted at the remains of a killed writer, and at an old checkpoint."""
     here = place(nodes=2, ranks=2)
     folder = tmp_path / "kept"
     folder.mkdir()
@@ -160,7 +155,7 @@ def test_a_folder_that_cant_be_looked_into_ends_nothing(
 def test_what_was_just_written_is_the_newest_whatever_clocks_say(
     place: Callable[..., ConsolidatePlace], kind: disk.Format, tmp_path: Path
 ) -> None:
-    """An earlier training has left checkpoints, of later iterations and dated tomorrow."""
+    """The folder has checkpoints of an earlier training, of later iterations and dated tomorrow."""
     here = place(nodes=2, ranks=2)
     here.iterate()
     with following(here, tmp_path, kind, keep=2) as (saved, _):
@@ -171,7 +166,7 @@ def test_what_was_just_written_is_the_newest_whatever_clocks_say(
         tomorrow = time.time() + 86400
         for path in (old, *old.rglob("*")):
             os.utime(path, (tomorrow, tomorrow))
-    here.begin_anew("another")
+    here.begin_again("another")
     with following(here, tmp_path, kind, keep=2) as (saved, troubles):
         for iteration in (0, 1, 2):
             here.iterate()
@@ -184,7 +179,7 @@ def test_what_was_just_written_is_the_newest_whatever_clocks_say(
 
 
 def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
-    """Though no node could be reached before; how nodes come back is not."""
+    """Even if no node could be reached before. Changes while nodes come back are not reported."""
     made, shard, said = job(nodes=2), (0, 1), list[str]()
     waiting = _Waiting(made, said.append, lambda: said.append("over"))
     waiting.for_(NoAnswer({(0, 0): ["can't be reached"], shard: ["can't be reached"]}))
@@ -194,11 +189,11 @@ def test_another_trouble_with_a_shard_is_told_while_it_waits() -> None:
     assert len(said) == begun == 1
     for iteration in (4, 5):
         waiting.for_(Lacking({shard: [f"w differs at iteration {iteration}"]}, frozenset({shard})))
-        waiting.for_(Lacking({shard: ["is of another model"]}, frozenset({shard})))
+        waiting.for_(Lacking({shard: ["has another model"]}, frozenset({shard})))
     waiting.end()
     assert said[begun:] == [
         "shard 1 of DP group 0: w differs at iteration 4",
-        "shard 1 of DP group 0: is of another model",
+        "shard 1 of DP group 0: has another model",
         "over",
     ]
 
@@ -218,7 +213,7 @@ def test_the_command_waits_in_plain_words(tmp_path: Path) -> None:
     data["shadow_nodes"][0]["mgmt"] = "127.0.0.1:1"  # refused
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(data))
-    argv = [*CHECKMATE, "consolidate", str(file), "--out", str(tmp_path / "kept"), "--every", "5"]
+    argv = [*COMMAND, "consolidate", str(file), "--out", str(tmp_path / "kept"), "--every", "5"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -231,6 +226,6 @@ def test_the_command_waits_in_plain_words(tmp_path: Path) -> None:
     assert line == (
         "waiting: no shadow node of job demo can be reached: "
         "shadow node 0 (127.0.0.1:1): can't be reached (Connection refused); "
-        "a lab's shadow nodes are reached from its namespace of the controller only\n"
+        "a lab's shadow nodes can be reached from its controller namespace only\n"
     )
     assert rest == ""

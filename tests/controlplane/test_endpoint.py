@@ -1,4 +1,4 @@
-"""The stub endpoint: what answers which segment, stated as packets made by scapy."""
+"""The stub endpoint: segments and their answers, as packets built by scapy."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None
     assert len(waiting) - waiting.count(known) == min(put[False], 8)
     assert queue.dropped == sum(put.values()) - len(waiting)
     if put[True]:
-        assert known in waiting[:2]  # a turn for each source
+        assert known in waiting[:2]  # one from each source in turn
     assert not queue
 
 

@@ -26,7 +26,7 @@ INCARNATION = 7
 
 @pytest.fixture(scope="module")
 def lab_of(request: pytest.FixtureRequest) -> Iterator[dict[str, LiveSwitch]]:
-    """One lab a target, made when first asked for."""
+    """Yield a function that returns one lab per target, created on first use."""
     made: dict[str, Any] = {}
     yield made
     for context, _ in made.values():
@@ -44,7 +44,7 @@ def live(target: Target, lab_of: dict[str, Any]) -> Iterator[LiveSwitch]:
 
 
 def hellos(job: Job, group: int = 0, incarnation: int = INCARNATION) -> Iterator[tuple[int, Any, Hello]]:
-    """(shadow node, NIC, hello) of every stream of a DP group."""
+    """Yield (shadow node, NIC, hello) of every stream of a DP group."""
     for shadow_id in range(job.shards(group)):
         for holder in range(1, job.replicas + 1):
             node = job.holder(group, shadow_id, holder)
@@ -60,7 +60,7 @@ def connect_all(live: LiveSwitch, incarnation: int = INCARNATION) -> list[Any]:
 
 
 def written(output: str) -> int:
-    """How many updates `run --once` says it wrote."""
+    """Return the number of updates that `run --once` reports."""
     (count,) = [
         int(line.split(" updates")[0].split()[-1]) for line in output.splitlines() if "updates" in line
     ]
@@ -160,7 +160,7 @@ def test_jobs_are_added_edited_and_removed_while_it_runs(live: LiveSwitch, tmp_p
         live.until(lambda: "job added: second" in live.log())
         assert live.connected(first) == before
         (folder / "second.yaml").write_text("job: [")
-        live.until(lambda: "jobs stay as they were" in live.log())
+        live.until(lambda: "the jobs are unchanged" in live.log())
         (folder / "second.yaml").write_text(yaml.safe_dump({**second, "channels": 1}))
         live.until(lambda: live.log().count("updates written") >= 3)
         assert live.connected(first) == before
@@ -226,7 +226,7 @@ def test_another_primary_is_told_apart(live: LiveSwitch) -> None:
         refused = " ".join(live.command("remove", live.job, status=5).split())
         assert "another primary controller" in refused
         assert "Stop that `checkmate run`" in refused
-        assert "take the job's file out of the folder that it serves" in refused
+        assert "remove the job's file from the folder that it serves" in refused
 
 
 def test_a_flood_of_syns_and_resets_keeps_nobody_from_connecting(live: LiveSwitch) -> None:
@@ -260,7 +260,7 @@ def test_a_flood_of_syns_and_resets_keeps_nobody_from_connecting(live: LiveSwitc
 
 
 def _resident(pid: int) -> int:
-    """Resident memory, kB."""
+    """Return the resident memory in kB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS"):
             return int(line.split()[1])

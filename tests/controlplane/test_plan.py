@@ -1,4 +1,4 @@
-"""Jobs to entities: what is planned does what the jobs say, whatever the jobs."""
+"""Plans from jobs: the entries implement any jobs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from controlplane.reconcile import Update, batches, difference
 from controlplane.remove import without
 from testbed.jobs import job
 from tests.support.jobs import some_jobs
+from tests.support.planned import connect_all
 
 CODEC = Codec.for_target("softswitch")
 few = settings(max_examples=40, deadline=None)
@@ -35,17 +36,6 @@ def applied(held: Holdings, updates: list[Update]) -> Holdings:
         else:
             result.put(update.new)
     return result
-
-
-def connect_all(network: Network, plan: SwitchPlan, incarnation: int = 3) -> Holdings:
-    """What the switch holds once every stream is connected."""
-    held = Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups))
-    stub = network.switches[plan.switch].stub
-    for key, stream in plan.streams.items():
-        peer = streams.StreamConnection(stream.nic.ip, stream.nic.mac, 5000 + key[1], 1)
-        held.put(streams.rewrite(key, incarnation, peer, stub))
-        held.put(streams.expect(key[0], incarnation))
-    return held
 
 
 @given(some_jobs())

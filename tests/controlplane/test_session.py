@@ -1,4 +1,4 @@
-"""P4Runtime sessions with a switch process that has no ports: what needs no packets, and no root."""
+"""P4Runtime sessions with a switch process without ports, which need neither packets nor root."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from ipaddress import IPv4Address
@@ -26,40 +25,10 @@ from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconcile import Update
 from testbed.jobs import switch as switch_data
+from tests.support.switch_process import LOOP, free_port, softswitch
 
-LOOP = asyncio.new_event_loop()
-"""One for all tests: grpc.aio doesn't take well to loops that come and go in one process."""
 CODEC = Codec.for_target("softswitch")
 EXAMPLES = Path(__file__).parent.parent.parent / "softswitch" / "examples"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def softswitch(*arguments: str | Path) -> Iterator[Switch]:
-    """A switch process on a loopback port of its own, and how a job would describe it."""
-    port = free_port()
-    address = ["--grpc-server-addr", f"127.0.0.1:{port}", "--device-id", "1", "--cpu-port", "510"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "softswitch", *address, *map(str, arguments)], stderr=subprocess.PIPE
-    )
-    try:
-        deadline = time.monotonic() + 20
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, process.communicate()[1].decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield Switch.model_validate(switch_data("tor0", 0, port=port))
-    finally:
-        process.terminate()
-        assert process.wait(10) == 0
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +39,7 @@ def switch() -> Iterator[Switch]:
 
 @contextlib.asynccontextmanager
 async def opened(switch: Switch) -> AsyncIterator[SwitchSession]:
-    """A primary session with our program, and nothing else, on the switch."""
+    """Yield a primary session; the switch runs our program, without entries."""
     async with SwitchSession(switch, CODEC) as session:
         await session.ensure_pipeline(replace=True)
         yield session
@@ -288,7 +257,7 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
     reason="p4runtime-shell has no environment: `checkmate shell --install` makes it",
 )
 def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, tmp_path: Path) -> None:
-    """A second client that shares no code with ours."""
+    """This client shares no code with ours."""
 
     async def prepare() -> None:
         async with opened(switch) as session:
@@ -315,7 +284,7 @@ def test_p4runtime_shell_reads_beside_us_and_writes_without_us(switch: Switch, t
 
 
 def _shell(switch: Switch, script: str, folder: Path, *, primary: bool = False) -> str:
-    """What p4runtime-shell prints for a line typed into it."""
+    """Return the output of p4runtime-shell for a line of input."""
     command, environment = shell.invocation(switch, primary=primary)
     done = subprocess.run(
         command,

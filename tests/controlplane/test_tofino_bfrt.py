@@ -1,4 +1,4 @@
-"""The bfrt_python script: Python, with names that there are, and it sets what the plan says."""
+"""The bfrt_python script: valid Python with existing names, which sets the values of the plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def planned(target: str = "tofino", **kwargs: Any) -> tuple[Network, PfcPlan, st
 def run(
     text: str, schemas: dict[str, TableSchema], chip: str
 ) -> tuple[dict[str, RecordedTable], dict[str, Any]]:
-    """Execute a script as bfrt_python does, on a switch with every port's queue 0 at a place of its own."""
+    """Execute a script like bfrt_python, on a switch whose ports' queues 0 have different numbers."""
     bfrt, tables = tree(schemas)
     ports = tables[f"{chip}.tm.port.cfg"]
     for port in range(512):
@@ -54,7 +54,7 @@ def run(
 
 
 def sde_schemas(chip: str) -> dict[str, TableSchema]:
-    """From an SDE that is installed, or its sources; empty where there is none."""
+    """Return the schemas of an installed SDE, or of its sources; empty without an SDE."""
     root = os.environ.get("SDE_INSTALL")
     return of_sde(sorted(Path(root).rglob(f"bf_rt_*_{chip}.json"))) if root else {}
 
@@ -102,7 +102,7 @@ def test_it_sets_what_the_plan_says(target: str, capsys: pytest.CaptureFixture[s
 
 
 def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
-    """On a switch that has shadow nodes alone: nothing is sent to the link, and all comes in by it."""
+    """On a switch with only shadow nodes, all traffic arrives by the link, and none leaves by it."""
     data = job_data(switches=2, ranks=2, nodes=1, nics=1, target="tofino")
     for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
         rank |= {"switch": "tor0", "port": 60 - 4 * number}
@@ -150,7 +150,7 @@ def test_the_recorder_refuses_what_is_not_there() -> None:
 
 
 def test_the_watchdog_ignores_a_stuck_shadow_nodes_pfc_for_a_while() -> None:
-    """Without limits of time a port is stuck at the second look, and restored at the third."""
+    """With limits of 0 s, a port is stuck at the second check, and restored at the third."""
     network, plan, text = planned()
     tables, names = run(text, listed("tf1"), "tf1")
     _, shadows = peers_of(network, "tor0")

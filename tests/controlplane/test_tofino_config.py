@@ -1,9 +1,10 @@
-"""A Tofino's program, packed: what the compiler leaves, in the forms of both P4Runtime servers."""
+"""A Tofino's program, packed: the compiler's output in the formats of both P4Runtime servers."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from controlplane.tofino.device_config import (
     pack,
     read_program,
     stratum_message,
-    unpack_pi,
 )
 from p4src import sde_install
 from tests.support.tofino import write_compiled
@@ -44,6 +44,18 @@ programs = st.builds(
 )
 
 
+def unpack_pi(blob: bytes) -> tuple[str, bytes, bytes]:
+    """Return name, binary and context of PI's form; raise `ValueError` if it is incomplete."""
+    parts = []
+    while blob:
+        if len(blob) < 4 or len(blob) - 4 < (length := struct.unpack_from("<I", blob)[0]):
+            raise ValueError("cut short")
+        parts.append(blob[4 : 4 + length])
+        blob = blob[4 + length :]
+    name, binary, context = parts
+    return name.decode(), binary, context
+
+
 @given(programs)
 @few
 def test_pi_form_is_three_parts_each_after_its_length(program: PackedProgram) -> None:
@@ -62,14 +74,14 @@ def _varint(number: int) -> bytes:
 
 
 def _field(number: int, value: bytes) -> bytes:
-    """A length-delimited field as protobuf's encoding guide has it."""
+    """Return a length-delimited field, as in protobuf's encoding guide."""
     return _varint(number << 3 | 2) + _varint(len(value)) + value if value else b""
 
 
 @given(programs)
 @few
 def test_stratums_form_is_its_message_on_the_wire(program: PackedProgram) -> None:
-    """Written out by hand from bf.proto's field numbers, without our descriptor."""
+    """Encoded by hand with bf.proto's field numbers, without our descriptor."""
     (pipeline,) = program.pipelines
     profile = (
         _field(1, pipeline.name.encode())
@@ -124,7 +136,7 @@ def test_pi_takes_one_pipeline() -> None:
 
 @pytest.fixture
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of committed output, with a P4Info of Checkmate's tables, and an SDE without the program."""
+    """Return a folder of committed output with a P4Info of Checkmate's tables; the SDE lacks the program."""
     folder = tmp_path / "build"
     folder.mkdir()
     shutil.copy(compiled("bmv2")[0], folder / "checkmate_tna.p4info.txtpb")

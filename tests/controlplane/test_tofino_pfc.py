@@ -1,4 +1,4 @@
-"""Lossless delivery on a Tofino: headroom, thresholds, queues; what can't work is refused, with why."""
+"""Lossless delivery on a Tofino: headroom, thresholds, queues; impossible plans are refused with a reason."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_frames_that_come_in_meanwhile_take_more_cells(
 
 
 def test_headroom_of_a_100g_port_by_hand() -> None:
-    """5 m of cable there and back hold 631.3 bytes at 100 Gbit/s; the peer has 394 quanta of 64 bytes."""
+    """5 m of cable hold 631.3 bytes in both directions at 100 Gbit/s; the peer has 394 quanta of 64 bytes."""
     room = headroom("100G", 5, 9000, CHIP)
     assert (room.own_frame, room.pfc_frame, room.cable, room.response) == (9038, 84, 632, 25216)
     assert room.bytes == 9038 + 84 + 632 + 25216 + 15360 + 9038
@@ -125,7 +125,7 @@ def test_whatever_ingress_admits_has_room(job: Job) -> None:
 
 @pytest.mark.parametrize("middle", [0, 1])
 def test_copies_that_come_over_a_link_have_room_too(middle: int) -> None:
-    """A shadow NIC behind another switch than its ranks: its copies come in there as plain unicast."""
+    """Copies for a shadow NIC at another switch than its ranks arrive there as plain unicast."""
     data = job_data(switches=2 + middle, ranks=2, nodes=1, nics=1, target="tofino")
     last = f"tor{1 + middle}"
     for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
@@ -209,7 +209,7 @@ def test_hosts_map_plain_and_tagged_segments_to_one_priority() -> None:
 
 @pytest.mark.skipif(not shutil.which("ethtool"), reason="needs ethtool")
 def test_ethtool_understands_what_hosts_are_told() -> None:
-    """On the loopback interface, which can do none of it: ethtool gets as far as asking the kernel."""
+    """The loopback interface supports none of it, but ethtool gets as far as the kernel call."""
     (host, *_) = [h for h in host_commands([made()]) if h.host.startswith("shadow node")]
     commands = [command for command in host.commands if command.startswith("ethtool")]
     assert len(commands) == 2

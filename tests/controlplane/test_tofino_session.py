@@ -1,4 +1,4 @@
-"""The control plane as it speaks to a Tofino, with a real P4Runtime server: the embedded target's."""
+"""The control plane for a Tofino, with a real P4Runtime server: the embedded target's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from controlplane.streams import lose
 from controlplane.tofino.device_config import NotCompiled
 from p4src.tofino import P4INFO
 from testbed.jobs import job_data, tofino_job_data
-from tests.controlplane.test_session import LOOP, softswitch
+from tests.support.switch_process import LOOP, softswitch
 from tests.support.tofino import write_compiled
 
 
@@ -66,7 +66,7 @@ def test_both_ways_of_asking_say_the_same() -> None:
 
 @pytest.fixture
 def same_p4info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """v1model's P4Info as the Tofino's, so that the embedded target runs "the program"; an SDE without it."""
+    """Use v1model's P4Info as the Tofino's, so that the embedded target runs "the program"."""
     shutil.copy(compiled("bmv2")[0], tmp_path / P4INFO)
     usual = p4src.artifacts
     monkeypatch.setattr(codecs, "artifacts", lambda t="bmv2": tmp_path if t == "tofino" else usual(t))
@@ -75,7 +75,7 @@ def same_p4info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
-    """Without the compiler's output: the switch runs the program already, and isn't asked to load it."""
+    """The compiler's output is not needed, because the switch already runs the program."""
     with softswitch("--no-p4") as switch:
         data = tofino_job_data(nodes=2)
         data["fabric"]["switches"][0]["address"] = switch.address
@@ -104,7 +104,7 @@ def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
 
 
 def test_the_packed_program_is_what_is_loaded(same_p4info: Path) -> None:
-    """The embedded target takes BMv2's JSON, so it refuses what is packed for a Tofino, and says so."""
+    """The embedded target needs BMv2's JSON, so it refuses a program packed for a Tofino."""
     write_compiled(same_p4info / "sde", "tofino", b"binary", b"{}")
     with softswitch("--no-p4") as switch:
         data = tofino_job_data()

@@ -1,7 +1,7 @@
-"""While a switch is filled or emptied, what training receives its connected streams have too.
+"""While a switch is filled or emptied, connected streams get all segments that training receives.
 
-The compiled program runs, on the embedded target; a tagged segment of each stream is sent between any two
-updates. So it is while a switch that was restarted is filled under traffic.
+The compiled program runs on the embedded target, and a tagged segment of each stream is sent between any two
+updates, as when a restarted switch is filled under traffic.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from controlplane.reconcile import difference
 from softswitch.p4runtime.pipeline import Pipeline, build
 from softswitch.p4runtime.writes import apply
 from testbed.jobs import job
-from tests.controlplane.test_plan import connect_all
 from tests.support.p4.frames import TAG, Frame
+from tests.support.planned import connect_all
 
 INCARNATION = 3
 CODEC = Codec.for_target("softswitch")
 
 
 def tagged(stream: Stream) -> bytes:
-    """A segment that belongs to a stream."""
+    """Return a segment that belongs to a stream."""
     source, destination = stream.boundary.source, stream.boundary.destination
     option = TAG + struct.pack("!IIHBB", 0, 0, stream.shadow_id, stream.channel, INCARNATION)
     return Frame(
@@ -36,7 +36,7 @@ def tagged(stream: Stream) -> bytes:
 
 
 def copies(pipeline: Pipeline, stream: Stream) -> tuple[bool, bool]:
-    """Whether a tagged segment reaches the next rank, and the stream's shadow node."""
+    """Return whether a tagged segment reaches the next rank, and the stream's shadow node."""
     frame = tagged(stream)
     outputs = pipeline.program.process(stream.boundary.source.port, frame)
     rewritten = mac_number(stream.nic.mac).to_bytes(6, "big")
@@ -62,4 +62,4 @@ def test_nothing_is_trained_with_that_a_connected_stream_misses(replicas: int) -
                 trained, followed = copies(pipeline, stream)
                 assert followed or not trained, f"after {update}: {stream}"
                 both += trained
-        assert both  # as long as all is there
+        assert both  # while all entries are there

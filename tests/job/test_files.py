@@ -1,4 +1,4 @@
-"""Job files: what is right is read, and every fault is said at once, with its place."""
+"""Job files: valid ones are read, and all faults are reported at once, with their location."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
 
 
 def edited(path: str, value: Any) -> dict[str, Any]:
-    """A right job with one place changed; a value of `...` removes it."""
+    """Return a valid job with one value changed, or removed if it is `...`."""
     data = copy.deepcopy(job_data(nodes=2, channels=2))
     *way, last = [int(p) if p.isdigit() else p for p in path.split("/")]
     at: Any = data
@@ -121,7 +121,7 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ("dp_groups/0/ranks/1/mac", "01:00:00:00:00:00", "dp_groups[0].ranks[1].mac", "unicast"),
         ("dp_groups/0/ranks/1/rank", 0, "dp_groups[0].ranks[1].rank", "rank number 0 is taken"),
         ("dp_groups/0/ranks/1/port", 1, "dp_groups[0].ranks[1].port", "switch port tor0 1 is taken"),
-        ("dp_groups/0/ranks/1/switch", "torx", "dp_groups[0].ranks[1].switch", "there are tor0"),
+        ("dp_groups/0/ranks/1/switch", "torx", "dp_groups[0].ranks[1].switch", "which has tor0"),
         ("dp_groups/0/shadow_nodes", [7], "dp_groups[0].shadow_nodes[0]", "its ids are 0, 1"),
         ("dp_groups/0/shadow_nodes", [1, 1], "dp_groups[0].shadow_nodes[1]", "listed twice"),
         ("shadow_nodes/1/id", 0, "shadow_nodes[1].id", "shadow node id 0 is taken"),
@@ -163,7 +163,7 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
     data = job_data(switches=2)
     data["fabric"]["links"] = []
     found = faults(write(tmp_path, data))
-    assert "no link joins switch 'tor1' to 'tor0'" in found["dp_groups[0].ranks[1].switch"]
+    assert "no path of links from switch 'tor1' to the first rank's" in found["dp_groups[0].ranks[1].switch"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
         ("", "must be a mapping"),
         ("job: &a [*a]", "contains itself"),
         ("job: " + "[" * 3000, "nested too deeply"),
-        ("job: 2020-13-45", "can't be read"),
+        ("job: 2020-13-45", "cannot be read"),
     ],
 )
 def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -202,7 +202,7 @@ def test_merge_keys_are_yaml(tmp_path: Path) -> None:
     text = yaml.safe_dump({**job_data(), "channels": 2})
     text = text.replace("channels: 2", "x: &x {channels: 2}\n<<: *x")
     found = faults(write(tmp_path, text))
-    assert set(found) == {"x"}  # an unknown key, and nothing said of the merge
+    assert set(found) == {"x"}  # an unknown key, without a fault about the merge
 
 
 def test_half_a_tls_pair_is_refused(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_switch_has_one_name(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     (found,) = faults(tmp_path / "none.yaml").values()
-    assert "can't be read" in found
+    assert "cannot be read" in found
 
 
 def test_a_line_number_is_the_one_of_the_key(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_jobs_of_the_strategy_may_run_side_by_side(jobs: list[Job]) -> None:
 
 
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value that is no list and no mapping."""
+    """Yield the path of every value that is neither a list nor a mapping."""
     if isinstance(data, dict | list):
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
             yield from leaves(value, (*path, key))
@@ -307,7 +307,7 @@ def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def broken(data: Any, places: Iterable[tuple[Any, ...]]) -> Any:
-    """The data with values of the wrong kind in places."""
+    """Return the data with some values of the wrong type."""
     result = copy.deepcopy(data)
     for *way, last in places:
         at = result
@@ -331,14 +331,14 @@ def test_no_fault_hides_another_or_makes_one_up(data: st.DataObject) -> None:
 
 
 def test_a_link_to_nowhere_leaves_nobody_unreachable(tmp_path: Path) -> None:
-    """What follows from a fault isn't said beside it."""
+    """Consequences of a fault are not reported beside it."""
     data = job_data(switches=2)
     data["fabric"]["links"][0][1]["switch"] = "tor9"
     assert set(faults(write(tmp_path, data))) == {"fabric.links[0][1].switch"}
 
 
 def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:
-    """It is one within the job, and said there."""
+    """It is a fault within the job, and reported there."""
     data = job_data(switches=2)
     again, link = copy.deepcopy(data["fabric"]["switches"][0]), copy.deepcopy(data["fabric"]["links"][0])
     again["device_id"], link[1]["port"] = 7, 450
@@ -352,7 +352,7 @@ def test_what_a_job_says_twice_is_no_fault_between_jobs() -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
-    """Two ranks with one address, port and number, and any other value broken: all of it is said."""
+    """Two ranks with one address, port and number, and any other value broken: all faults are reported."""
     clashing = job_data(groups=2, nodes=2)
     first, second = (clashing["dp_groups"][g]["ranks"][1] for g in (0, 1))
     fields = ("ip", "mac", "port", "rank", "mgmt")
@@ -377,7 +377,7 @@ def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
             {"mgmt": "192.168.0.1:7001"},
             {"mgmt": "192.168.0.1:7000"},
             "shadow_nodes[1].mgmt",
-            "the port after mgmt's, which is for step records, 192.168.0.1:7001 is taken already",
+            "the port after mgmt's (for step records) 192.168.0.1:7001 is taken already",
         ),
         (
             {"mgmt": "192.168.0.1:7000"},
@@ -389,7 +389,7 @@ def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
             {"mgmt": "192.168.0.1:65535"},
             {"mgmt": "192.168.0.2:65535", "records": "192.168.0.2:7"},
             "shadow_nodes[0].mgmt",
-            "192.168.0.1:65536 does not exist: give records an address",
+            "192.168.0.1:65536 does not exist: set records",
         ),
     ],
 )
@@ -413,7 +413,7 @@ def test_step_records_go_to_the_port_after_the_one_of_mgmt_unless_the_job_says_o
 
 
 def test_faults_of_several_files_are_said_by_file_and_line(tmp_path: Path) -> None:
-    """One job can't even be parsed, one has faults of its own, one claims what the second has."""
+    """One job cannot be parsed, one has faults, and one claims resources of the second."""
     one, two = job_data("one"), job_data("two", number=1)
     one["channels"] = 0
     one["dp_groups"][0]["ranks"][2]["ip"] = "nowhere"

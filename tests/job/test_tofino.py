@@ -82,7 +82,7 @@ def test_the_64_port_front_panel_is_as_its_sources_say() -> None:
 @few
 def test_every_device_port_has_one_use(target: str, port: int) -> None:
     chip = chips.CHIPS[target]
-    recirculates = port in chips.recirculation_ports(chip)
+    recirculates = port % 128 in chip.recirculation and port not in chip.cpu_ports
     assert (chips.use(chip, port) == "recirculation") == recirculates
     assert (chips.use(chip, port) == "CPU") == (port in chip.cpu_ports)
 
@@ -134,27 +134,37 @@ def test_a_switch_may_have_a_map_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "value", "path", "message"),
     [
-        ("dp_groups.0.ranks.1.port", "33/0", "dp_groups[0].ranks[1].port", "called 1/0 to 32/3"),
+        ("dp_groups.0.ranks.1.port", "33/0", "dp_groups[0].ranks[1].port", "its ports are 1/0 to 32/3"),
         ("dp_groups.0.ranks.1.port", "1/0", "dp_groups[0].ranks[1].port", "tor0 128 is taken already"),
         ("dp_groups.0.ranks.1.port", 128, "dp_groups[0].ranks[1].port", "tor0 128 is taken already"),
         ("dp_groups.0.ranks.1.port", 68, "dp_groups[0].ranks[1].port", "a recirculation port"),
         ("dp_groups.0.ranks.1.port", 192, "dp_groups[0].ranks[1].port", "the CPU port"),
-        ("dp_groups.0.ranks.1.port", 100, "dp_groups[0].ranks[1].port", "isn't there"),
+        ("dp_groups.0.ranks.1.port", 100, "dp_groups[0].ranks[1].port", "does not exist"),
         ("dp_groups.0.ranks.1.port", 300, "dp_groups[0].ranks[1].port", "not on the front panel"),
-        ("dp_groups.0.ranks.1.port", "2/1", "dp_groups[0].ranks[1].port", "can't begin at 2/1"),
-        ("dp_groups.0.ranks.1.switch", "torx", "dp_groups[0].ranks[1].switch", "there are tor0"),
-        ("fabric.switches.0.front_panel", None, "shadow_nodes[0].nics[1].port", "which device port '5/0'"),
+        ("dp_groups.0.ranks.1.port", "2/1", "dp_groups[0].ranks[1].port", "cannot begin at 2/1"),
+        ("dp_groups.0.ranks.1.switch", "torx", "dp_groups[0].ranks[1].switch", "which has tor0"),
+        ("fabric.switches.0.front_panel", None, "shadow_nodes[0].nics[1].port", "the device port of '5/0'"),
         ("fabric.switches.0.front_panel", "mine", "fabric.switches[0].front_panel", FULL),
-        ("fabric.switches.0.front_panel", "mine", "dp_groups[0].ranks[0].port", "can't be told while"),
+        ("fabric.switches.0.front_panel", "mine", "dp_groups[0].ranks[0].port", "cannot be checked while"),
         ("fabric.switches.0.cpu_port", 510, "fabric.switches[0].cpu_port", "192, 320, 64"),
         ("fabric.switches.0.speed", "400G", "fabric.switches[0].speed", "tofino has no 400G"),
         ("fabric.switches.0.fec", "firecode", "fabric.switches[0].fec", "a 100G port's FEC is rs or none"),
         ("fabric.switches.0.ports", {"a": 1}, "fabric.switches[0].ports.a", 'such as "1/0"'),
         ("fabric.switches.0.ports", {"1/0": 70}, "fabric.switches[0].ports.1/0", "a recirculation port"),
-        ("fabric.switches.0.ports", {"40/0": {"fec": "rs"}}, "fabric.switches[0].ports.40/0", "gives it one"),
-        ("fabric.switches.0.ports", {"1/0": 4, "2/0": 4}, "fabric.switches[0].ports.2/0", "4 is 1/0 already"),
+        (
+            "fabric.switches.0.ports",
+            {"40/0": {"fec": "rs"}},
+            "fabric.switches[0].ports.40/0",
+            "nor does front_panel",
+        ),
+        (
+            "fabric.switches.0.ports",
+            {"1/0": 4, "2/0": 4},
+            "fabric.switches[0].ports.2/0",
+            "4 is already",
+        ),
         ("fabric.switches.0.target", "tofino2", "fabric.switches[0].front_panel", "not a tofino2"),
-        ("fabric.switches.0.target", "bmv2", "fabric.switches[0].front_panel", "is for a Tofino alone"),
+        ("fabric.switches.0.target", "bmv2", "fabric.switches[0].front_panel", "is only for Tofinos"),
         ("fabric.switches.0.target", "bmv2", "dp_groups[0].ranks[0].port", "must be a number from 0 to 509"),
         ("fabric.switches.0.pfc", {"watchdog": 10}, "fabric.switches[0].pfc.watchdog", "80"),
         ("fabric.switches.0.cable", 0, "fabric.switches[0].cable", "greater than 0"),

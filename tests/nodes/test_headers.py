@@ -1,4 +1,4 @@
-"""What a holder says of a shard, held against what was asked for."""
+"""Checks of a shard's header against the request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_was_asked_for_is_taken() -> None:
     assert check_header(header(), ASKED).fingerprint == LAYOUT.fingerprint
     check_header(header(incarnation=4), replace(ASKED, incarnation=None))
     check_header(header(start=b"one"), replace(ASKED, start=b"one"))
-    with pytest.raises(StateError, match="not of the start that was asked"):
+    with pytest.raises(StateError, match="not of the requested start"):
         check_header(header(start=b"another"), replace(ASKED, start=b"one"))
 
 
@@ -42,7 +42,7 @@ def test_some_parameters_are_asked_for() -> None:
     some = replace(ASKED, parameters=(first,))
     check_header(header(parameters=[first]), some)
     for parameters in (LAYOUT.of_shard(0), others):
-        with pytest.raises(StateError, match="other parameters than were asked for"):
+        with pytest.raises(StateError, match="other parameters than requested"):
             check_header(header(parameters=parameters), some)
 
 
@@ -55,9 +55,9 @@ def test_some_parameters_are_asked_for() -> None:
         ({"iteration": 6}, "at iteration 6"),
         ({"shard": pb.Shard(group=1, shard=1)}, "shard 1 of DP group 1"),
         ({"shard": pb.Shard(group=0, shard=0)}, "shard 0 of DP group 0"),
-        ({"layout": "{}"}, "no layout"),
-        ({"parameters": LAYOUT.of_shard(1)}, "other parameters than were asked for"),
-        ({"parameters": [*LAYOUT.of_shard(0), *LAYOUT.of_shard(0)]}, "other parameters than were asked for"),
+        ({"layout": "{}"}, "not a layout"),
+        ({"parameters": LAYOUT.of_shard(1)}, "other parameters than requested"),
+        ({"parameters": [*LAYOUT.of_shard(0), *LAYOUT.of_shard(0)]}, "other parameters than requested"),
     ],
 )
 def test_what_was_not_asked_for_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Who offers a job's newest iteration, by what nodes say of themselves."""
+"""Nodes that offer a job's newest iteration, according to the nodes' answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_all_is_of_one_start_and_good(said: Answers) -> None:
 @settings(deadline=None)
 @given(answers(), st.data())
 def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
-    """Unless it tells of a newer start of training."""
+    """Unless it has a newer start of training."""
     left_out = data.draw(st.sampled_from(sorted(said)))
     fewer = {number: answer for number, answer in said.items() if number != left_out}
     if newest(fewer) == newest(said) and find(fewer) is not None:
@@ -122,7 +122,7 @@ def test_nobody_answers() -> None:
 
 
 def test_starts_of_one_number_are_not_put_together() -> None:
-    """Numbers come round, and a node that was away may have begun what nobody else has."""
+    """Numbers wrap, and a node that was away may have begun a start that no other node knows."""
     made = job(nodes=2)
     said = {0: status((0, 0)), 1: status((0, 1), run="b")}
     with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):

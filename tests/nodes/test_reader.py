@@ -1,4 +1,4 @@
-"""One shard, or a piece of one, read from a real node, as another holder or a restart reads it."""
+"""A shard, or a part of one, read from a real node, as by another holder or a restart."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def asked(iteration: int, **changes: object) -> Asked:
 
 
 def test_a_piece_of_a_shard_from_its_other_holder(place: ReaderPlace) -> None:
-    """Reserve, fetch the parameters that are named, release."""
+    """Reserve, fetch some parameters, release."""
     first, *others = place.training.layout.of_shard(0)
     assert others
     with reserved(place.stubs, [1], 10.0) as reservation:
@@ -88,7 +88,7 @@ def test_shards_come_from_whoever_gives_them(place: ReaderPlace) -> None:
 
 
 def test_an_iteration_that_does_not_come_is_given_up(place: ReaderPlace) -> None:
-    """Training stands still: what is reserved ahead is never stepped."""
+    """Training has stopped, so a later iteration that is reserved is never stepped."""
     with reserved(place.stubs, [0, 1], 10.0, at_least=2) as reservation:
         begun = time.monotonic()
         with pytest.raises(Lacking) as caught:

@@ -1,4 +1,4 @@
-"""Calls to many nodes at once, and what is told of those that give no answer."""
+"""Parallel calls to nodes, and the messages for nodes that do not answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_of_what_grpc_says_only_the_reason_is_told(detail: str, why: str) -> Non
 
 
 class Slow(RecordingNode):
-    """Answers `Status` late."""
+    """A node that answers `Status` late."""
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         time.sleep(0.5)
@@ -63,18 +63,18 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
     request = pb.StatusRequest(job="demo")
     try:
         with Stubs(Job.model_validate(data)) as stubs:
-            stubs.ask([0, 1], lambda stub: stub.Status, request)  # connects
+            stubs.ask([0, 1], lambda stub: stub.Status, request)  # to connect
             begun = time.monotonic()
             answers = stubs.ask(range(4), lambda stub: stub.Status, request)
             assert time.monotonic() - begun < 0.9
             assert answers == {
                 0: slow.status,
                 1: slower.status,
-                2: "another service than a shadow node's is there",
+                2: "runs a service other than a shadow node's",
                 3: "can't be reached (Connection refused)",
             }
             late = stubs.ask([0], lambda stub: stub.Status, request, 0.1)
-            assert late == {0: "gave no answer in time"}
+            assert late == {0: "did not answer in time"}
         for node in (0, 7):
             with pytest.raises(ValueError, match="closed"):
                 stubs.ask([node], lambda stub: stub.Status, request)

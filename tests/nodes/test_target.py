@@ -1,4 +1,4 @@
-"""Which iteration a restart names: the rule, against brute force; and incarnations that wrap."""
+"""The iteration to restart from: the rule, compared with brute force; and incarnations that wrap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find(said: Answers) -> Target | None:
 
 
 def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
-    """For each of the newest starts: what each hold can be settled at, by node and shard, from and to."""
+    """Return, for each of the newest starts, the ranges that holds can be settled at, by node and shard."""
     of_newest = newest(said)
     starts = {beginning_of(one) for one in all_holds(said) if (one.generation, one.incarnation) == of_newest}
     found: dict[str, list[tuple[int, Shard, int, int]]] = {}
@@ -46,7 +46,7 @@ def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
 
 
 def whole_at(reach: list[tuple[int, Shard, int, int]]) -> list[int]:
-    """Every iteration that each shard can be settled at."""
+    """Return every iteration that all shards can be settled at."""
     return [
         i
         for i in range(-1, 12)
@@ -69,27 +69,27 @@ def test_the_target_is_what_every_shard_can_reach(said: Answers) -> None:
 
 
 def explains(target: Target, reach: list[tuple[int, Shard, int, int]]) -> bool:
-    """Whether a target is right, if this is what its start's holds can be settled at."""
+    """Return whether a target is right, if its start's holds can be settled at these ranges."""
     stepped = max((low for _, _, low, _ in reach), default=-1)
     able = {(n, shard) for n, shard, low, high in reach if low <= target.iteration <= high}
     named = {(number, shard) for shard, nodes in target.holders.items() for number in nodes}
     if not named <= able or set(SHARDS) != {shard for _, shard in named}:
         return False
-    if target.behind:  # nothing is whole from where others have gone
+    if target.behind:  # no newer iteration is complete
         best = max(whole_at(reach))
         return target.iteration == best == stepped - target.behind
     far_enough = [(low, high) for _, _, low, high in reach if high >= stepped]
     return (
-        target.iteration >= stepped  # nobody has to go back
-        and all(target.iteration <= high for _, high in far_enough)  # all of them can go there
-        and any(target.iteration == high for _, high in far_enough)  # and no further
+        target.iteration >= stepped  # no hold has to go back
+        and all(target.iteration <= high for _, high in far_enough)  # all of them can reach it
+        and any(target.iteration == high for _, high in far_enough)  # but not a later one
     )
 
 
 @settings(deadline=None)
 @given(answers(), st.data())
 def test_an_answer_more_takes_nothing_away(said: Answers, data: st.DataObject) -> None:
-    """Unless it tells of a newer start of training."""
+    """Unless it has a newer start of training."""
     left_out = data.draw(st.sampled_from(sorted(said)))
     fewer = {number: answer for number, answer in said.items() if number != left_out}
     if newest(fewer) == newest(said) and find(fewer) is not None:
@@ -109,7 +109,7 @@ def test_what_settles_is_read_from(said: Answers, data: st.DataObject) -> None:
                 one.stepped = target.iteration
     gone = data.draw(st.sampled_from(sorted(said)))
     assert find_settled(JOB, target, after) == {shard: list(nodes) for shard, nodes in target.holders.items()}
-    after[gone] = "gave no answer in time"
+    after[gone] = "did not answer in time"
     try:
         left = find_settled(JOB, target, after)
     except Lacking as error:
@@ -140,7 +140,7 @@ def test_a_holder_that_lags_is_left_out_if_another_has_the_shard() -> None:
 
 
 def test_if_nothing_newer_is_whole_nodes_that_lag_together_are_resumed_from() -> None:
-    """One has gone on; of the other shard it has nothing, and what both have of that is older."""
+    """A node is ahead in one shard, but lacks the other one, which is available at an older iteration."""
     alone = node(2, hold((0, 0), 8, 8))
     said = {0: node(0, hold((0, 0), 5, 6)), 1: node(1, hold((0, 1), 5, 7)), 2: alone}
     made = job(nodes=3, replicas=2)
@@ -155,7 +155,7 @@ def test_who_has_gone_on_alone_is_named() -> None:
     said = {0: node(0, hold((0, 0), 8, 8)), 1: node(1, hold((0, 1), 5, 7))}
     with pytest.raises(Lacking) as caught:
         find_target(job(nodes=2), said)
-    assert str(caught.value).endswith("has stepped iteration 5 and has 7 in full, and another has stepped 8")
+    assert str(caught.value).endswith("has stepped iteration 5 and has 7 in full, but another has stepped 8")
 
 
 def test_a_holder_that_lacks_buffers_is_left_out_if_another_has_them() -> None:
@@ -173,7 +173,7 @@ def test_a_holder_that_lacks_buffers_is_left_out_if_another_has_them() -> None:
 
 
 def test_a_crash_while_an_incarnation_begins_loses_nothing() -> None:
-    """Node 0 has begun the new incarnation at iteration 7, node 1 not yet: both have iteration 6."""
+    """Node 0 has begun the new incarnation at iteration 7, node 1 has not: both have iteration 6."""
     begun = hold((0, 0), 6, 6, incarnation=4, first=7)
     not_yet = hold((0, 1), 6, 6, incarnation=3)
     found = find_target(TWO, {0: node(0, begun), 1: node(1, not_yet)})
@@ -200,13 +200,13 @@ def test_another_run_is_not_mixed_in() -> None:
 
 
 def test_a_stale_node_does_not_hold_back_the_others() -> None:
-    """It was away at the last restart, and is further than where that resumed."""
+    """It was away at the last restart, and is ahead of the iteration where that resumed."""
     said = {0: node(0, *both(9, 9)), 1: node(1, *both(7, 8, incarnation=4, first=7))}
     assert find_target(TWO, said) == Target(8, "a", {(0, 0): (1,), (0, 1): (1,)})
 
 
 def test_starts_of_one_number_are_not_put_together() -> None:
-    """A node that was away may have begun what nobody else has, with the number that others have now."""
+    """A node that was away may have begun a start that no other node knows, with the others' number."""
     said = {0: node(0, hold((0, 0), 6, 6, first=5)), 1: node(1, hold((0, 1), 6, 6))}
     with pytest.raises(Lacking, match="is in another start of training, which has the same incarnation 3"):
         find_target(TWO, said)

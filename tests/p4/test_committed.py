@@ -1,4 +1,4 @@
-"""The committed output of p4c is that of the sources, and names no machine's paths."""
+"""The committed output of p4c matches the sources, and has no paths of a machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Compiling for a Tofino: what is committed changes only when all is made, and wrong input is told.
+"""Compilation for a Tofino: committed files change only after complete success, and wrong input is reported.
 
-The compiler is the real one where there is one; a script ends as it might, in places where that can't be had.
+The real compiler runs if it is installed. A script emulates compilers in states that the real one does not
+reach.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SELECTS = "".join(f"      {value}:\n" for value in ("0x0800", "0x0101080a", "0xf
 
 @pytest.fixture
 def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of p4src/build, with the files of an earlier compilation; an SDE beside it."""
+    """Replace p4src/build by a folder with the files of an earlier compilation, beside an SDE."""
     folder = tmp_path / "build"
     folder.mkdir()
     for name in (tofino.P4INFO, tofino.SCHEMA):
@@ -34,7 +35,7 @@ def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ends_as(folder: Path, monkeypatch: pytest.MonkeyPatch, status: int, files: Mapping[str, str]) -> None:
-    """A compiler that writes these files where it is told to, and ends."""
+    """Install a compiler that writes these files to its output folder, and ends."""
     script = f"""\
 #!{sys.executable}
 import pathlib, sys
@@ -79,7 +80,7 @@ def test_what_is_compiled_can_be_loaded(
     ("status", "files", "why"),
     [
         (1, {"p4info.txt": "new"}, ""),
-        (0, {name: "new" for name in WRITTEN if name != "pipe/tofino.bin"}, "hasn't written"),
+        (0, {name: "new" for name in WRITTEN if name != "pipe/tofino.bin"}, "has not written"),
         (0, WRITTEN | {"pipe/checkmate_tna.bfa": SELECTS.replace("0xfd10c4ec", "*")}, "select 0xfd10c4ec"),
     ],
 )
@@ -119,7 +120,7 @@ def test_an_sde_where_nothing_can_be_written_is_refused(
 ) -> None:
     ends_as(tmp_path, monkeypatch, 0, WRITTEN)
     (tmp_path / "taken").write_text("a file")
-    (tmp_path / "My").mkdir()  # what an unquoted path would clean up
+    (tmp_path / "My").mkdir()  # would be deleted because of an unquoted path
     monkeypatch.setenv("SDE_INSTALL", str(tmp_path / place))
     assert tofino.compile_program("tofino") == 2
     assert str(tmp_path / place) in capsys.readouterr().err
@@ -128,12 +129,12 @@ def test_an_sde_where_nothing_can_be_written_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        (["tofino"], {"P4C_TOFINO": "./nowhere"}, "P4C_TOFINO=./nowhere: no such program"),
+        (["tofino"], {"P4C_TOFINO": "./nowhere"}, "P4C_TOFINO=./nowhere: not found"),
         (["tofino"], {"PATH": ""}, "neither bf-p4c nor p4c"),
-        (["bmv2"], {"P4C": "./nowhere"}, "./nowhere is not there"),
+        (["bmv2"], {"P4C": "./nowhere"}, "./nowhere is not found"),
         (["bmv2"], {"PATH": ""}, "p4c-bm2-ss is not on PATH"),
-        (["bmv2", "--cpu-port", "5"], {}, "--cpu-port is a Tofino's"),
-        (["tofino", "--cpu-port", "5000"], {}, "a device port is 0 to 511"),
+        (["bmv2", "--cpu-port", "5"], {}, "--cpu-port is for a Tofino"),
+        (["tofino", "--cpu-port", "5000"], {}, "a device port is a number from 0 to 511"),
     ],
 )
 def test_what_cannot_be_compiled_is_told(
@@ -168,6 +169,6 @@ def test_the_compiler_makes_what_is_committed_again(
 
 
 def tables(schema: Path) -> dict[str, object]:
-    """The program's own; the compiler numbers the debugger's snapshots otherwise in each run."""
+    """Return the program's own tables; the debugger's snapshots have different numbers in each run."""
     found = {table["name"]: table for table in json.loads(schema.read_text())["tables"]}
     return {name: table for name, table in found.items() if ".snapshot." not in name}

@@ -1,4 +1,4 @@
-"""The resource report reads what the Tofino compiler leaves, and says where that isn't."""
+"""The resource report reads the Tofino compiler's logs, and reports missing ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Residual checksums as checkmate_tna.p4 writes them: what its parser subtracts, and its deparser adds up.
+"""Residual checksums in checkmate_tna.p4: its parser subtracts fields, and its deparser adds others.
 
-The embedded target can't run these lines; here they are read from the source, and computed in Python.
+The embedded target cannot run these lines, so they are read from the source, and computed in Python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STARTS = {"ipv4": 14, "tcp": 34}
 
 
 def expanded(text: str) -> list[str]:
-    """The fields of a list, `header.field` each, with its macros expanded."""
+    """Return the fields of a list, `header.field` each, with its macros expanded."""
     macros = dict(re.findall(r"#define (\w+)\(hdr\) ((?:.*\\\n)*.*)", SOURCE))
     while known := [name for name in macros if f"{name}(hdr)" in text]:
         text = text.replace(f"{known[0]}(hdr)", macros[known[0]].replace("\\\n", " "))
@@ -28,13 +28,13 @@ def expanded(text: str) -> list[str]:
 
 
 def part(kind: str, name: str) -> str:
-    """A parser, control or state, to the brace that ends it."""
+    """Return the source of a parser, control or state, up to its closing brace."""
     (found,) = re.findall(rf"^( *){kind} {name}\b.*?\{{\n(.*?)^\1\}}", SOURCE, re.MULTILINE | re.DOTALL)
     return str(found[1])
 
 
 def layout(header: str) -> dict[str, tuple[int, int]]:
-    """First bit and width of each field of a header."""
+    """Return first bit and width of each field of a header."""
     text = (ROOT / "include" / "headers.p4").read_text()
     (body,) = re.findall(rf"^header {header}_t \{{(.*?)^\}}", text, re.MULTILINE | re.DOTALL)
     places, at = {}, 0
@@ -45,7 +45,7 @@ def layout(header: str) -> dict[str, tuple[int, int]]:
 
 
 def total(frame: bytes, fields: list[str], starts: dict[str, int]) -> int:
-    """The ones' complement sum over fields, in the order of the list."""
+    """Return the ones' complement sum over fields, in the order of the list."""
     bits = ""
     for field in fields:
         header, name = field.split(".")
@@ -57,7 +57,7 @@ def total(frame: bytes, fields: list[str], starts: dict[str, int]) -> int:
 
 
 def subtracted(engine: str, path: tuple[str, ...]) -> list[list[str]]:
-    """The lists that a checksum engine subtracts on the way through these states."""
+    """Return the lists that a checksum engine subtracts in these states."""
     parser = part("parser", "checkmate_egress_parser")
     states = dict(re.findall(r"^    state (\w+) \{\n(.*?)^    \}", parser, re.MULTILINE | re.DOTALL))
     calls = [re.findall(rf"\b{engine}\.subtract\(\{{(.*?)\}}\)", states[name]) for name in path]
@@ -68,7 +68,7 @@ def subtracted(engine: str, path: tuple[str, ...]) -> list[list[str]]:
 
 
 def mended(header: str, sent: bytes, copy: bytes) -> int:
-    """The checksum that Tofino gives a copy."""
+    """Return Tofino's checksum of a copy."""
     engine = f"{header}_sum"
     timestamps = sent[46] >> 4 == 12
     starts = {**STARTS, "timestamps": 54, "tag": 66 if timestamps else 54}

@@ -1,4 +1,4 @@
-"""The Tofino program's P4Info is the v1model program's: the control plane knows no target."""
+"""The Tofino program's P4Info matches the v1model program's, so the control plane is the same for both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(target: str) -> p4i.P4Info:
 
 
 def shape(info: p4i.P4Info) -> dict[str, Any]:
-    """All of a P4Info that a control plane names. Ids aside: compilers choose them, each its own."""
+    """Return all parts of a P4Info that a control plane uses, without ids, which each compiler chooses."""
     names = {each.preamble.id: each.preamble.name for each in info.tables}
     names |= {each.preamble.id: each.preamble.name for each in info.actions}
     in_tables = {ref.id for table in info.tables for ref in table.action_refs}
@@ -47,7 +47,7 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
                 (param.id, param.name, param.bitwidth) for param in action.params
             ]
             for action in info.actions
-            if action.preamble.id in in_tables  # an architecture's own aside
+            if action.preamble.id in in_tables  # without those of the architecture
         },
         "counters": {
             (each.preamble.name, each.preamble.alias): (each.spec.unit, each.size) for each in info.counters

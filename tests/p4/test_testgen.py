@@ -1,8 +1,8 @@
-"""checkmate_v1model.p4 does what P4Testgen says that checkmate_tna.p4 does, on every path of the latter.
+"""checkmate_v1model.p4 behaves like checkmate_tna.p4 according to P4Testgen, on every path of the latter.
 
-P4Testgen reads the Tofino program's source, so no test bed stands between. Its tests are data (`testgen_data`
-says how they were made), each with the entries that its path looks up and no others: what a lookup too many
-would do, and checksums, counters and fan-out, only test_p4_tna.py sees.
+P4Testgen reads the Tofino program's source, without a test bed. Its tests are data (see `testgen_data`), each
+with only the entries that its path looks up. Only test_tna.py covers additional lookups, checksums, counters
+and fan-out.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ NO_GROUP = [
     for case in SUITE.cases
     if any(entry.action == "replicate" and int(entry.params["group"], 16) == 0 for entry in case.entries)
 ]
-"""A segment is replicated to no group, by an entry that no controller writes."""
+"""A segment is replicated to group 0, by an entry that no controller writes."""
 CASES = [case for case in SUITE.cases if case not in CUT and case not in NO_GROUP]
 FLOOD_GROUP = 1
 _ELSEWHERE = 500
-"""A port that no test names."""
+"""A port that tests do not use."""
 
 
 @pytest.fixture(scope="module", params=["v1model", "tna"])
 def program(request: pytest.FixtureRequest) -> Program:
-    """Of v1model, and for comparison the Tofino program's test bed."""
+    """Return the v1model program or, for comparison, the Tofino program's test bed."""
     return (
         made(CHECKMATE) if request.param == "v1model" else load_halves(device_config(), files(CHECKMATE)[1])
     )
 
 
 def key(field: MatchField, text: str) -> Key:
-    """A match as the embedded target has it."""
+    """Return a match in the embedded target's form."""
     if field.kind is MatchKind.EXACT:
         return int(text, 16)
     assert field.kind is MatchKind.TERNARY
@@ -54,7 +54,7 @@ def key(field: MatchField, text: str) -> Key:
 
 
 def insert(program: Program, entry: TableEntry) -> None:
-    """Put an entry in its table."""
+    """Insert an entry into its table."""
     table = next(table for table in program.state.tables.values() if table.name == entry.table)
     action = next(action for action in program.p4info.actions if action.preamble.name == entry.action)
     assert {field.name for field in table.fields} == set(entry.match)
@@ -65,14 +65,14 @@ def insert(program: Program, entry: TableEntry) -> None:
 
 
 def outputs(program: Program, case: GeneratedCase) -> list[Output]:
-    """What leaves for the case's frame, with the case's entries and group alone."""
+    """Return the outputs for the case's frame, with only the case's entries and group."""
     for table in program.state.tables.values():
         for match, priority in list(table.entries):
             table.delete(match, priority)
     program.state.groups.clear()
     for entry in case.entries:
         insert(program, entry)
-    # Every group has a member, so that a copy too many leaves.
+    # Every group has a member, so that an additional copy is sent.
     for group in (FLOOD_GROUP, *(int(each.params.get("group", "0"), 16) for each in case.entries)):
         program.state.groups[group] = (GroupReplica(_ELSEWHERE, 0),)
     program.state.groups.pop(0, None)
@@ -82,7 +82,7 @@ def outputs(program: Program, case: GeneratedCase) -> list[Output]:
 
 
 def difference(case: GeneratedCase, outputs: list[Output]) -> str | None:
-    """What leaves otherwise than P4Testgen says, or `None`."""
+    """Return the difference to P4Testgen's outputs, or `None`."""
     if case.leaves_as is None:
         return f"{outputs} leaves, and nothing should" if outputs else None
     if len(outputs) != 1:
@@ -97,7 +97,7 @@ def difference(case: GeneratedCase, outputs: list[Output]) -> str | None:
 def test_the_data_was_made_of_the_program_as_it_is() -> None:
     assert SUITE.program == program_digest(), (
         "checkmate_tna.p4 or a file that it includes has changed since P4Testgen made tests of it: "
-        "tests/support/p4/testgen_data.py says how to make them anew"
+        "see tests/support/p4/testgen_data.py for how to generate them again"
     )
 
 
@@ -125,7 +125,7 @@ def test_what_leaves_is_what_p4testgen_says(program: Program) -> None:
 
 
 def test_the_programs_differ_where_a_segment_is_replicated_to_no_group(program: Program) -> None:
-    """Tofino's forwards it as if it weren't to be replicated, v1model's to port 0."""
+    """Tofino's program forwards it without replication, v1model's sends it to port 0."""
     assert 0 < len(NO_GROUP) < 10
     for case in NO_GROUP:
         found = outputs(program, case)
@@ -141,7 +141,7 @@ def test_masked_are_the_checksums_of_rewritten_copies_alone() -> None:
 
 
 def test_the_programs_differ_where_a_frame_ends_within_a_header() -> None:
-    """Tofino's parser drops it; v1model's goes on with the headers that are whole, here to flood it."""
+    """Tofino's parser drops it; v1model's continues with the complete headers, and floods it here."""
     program = made(CHECKMATE)
     assert 0 < len(CUT) < 10
     for case in CUT:

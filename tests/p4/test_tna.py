@@ -1,7 +1,8 @@
-"""checkmate_tna.p4 does with a packet what checkmate_v1model.p4 does.
+"""checkmate_tna.p4 processes packets like checkmate_v1model.p4.
 
-The former runs on the embedded target as two halves (see ptf_tests/stage/tna.py); hypothesis makes packets.
-The PTF suites run on it too (tests/ptf/test_suites.py). Checksums are compared with full recomputation.
+The former runs on the embedded target as two halves (see ptf_tests/stage/tna.py); hypothesis generates
+packets. The PTF suites run on it too (tests/ptf/test_suites.py). Checksums are compared with full
+recomputation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.p4.frames import PORTS, TAG, Frame, arrivals, connected, ones
 
 
 def tna_program(like: Program) -> TnaProgram:
-    """The Tofino program's halves with another program's entries and groups."""
+    """Return the Tofino program's halves with another program's entries and groups."""
     program = load_halves(device_config(), files(CHECKMATE)[1])
     for table, entry in like.state.all_entries():
         program.state.tables[table.id].insert(Entry(entry.match, entry.action, entry.params, entry.priority))
@@ -37,7 +38,7 @@ def tna_program(like: Program) -> TnaProgram:
 
 
 def counts(program: Program) -> Iterator[tuple[object, CounterCell]]:
-    """Every counter's cells, by what they belong to."""
+    """Yield every counter cell, with its table or index."""
     for table, entry in program.state.all_entries():
         yield (table.id, entry.match), entry.count
     for number_, cells in program.state.counters.items():
@@ -81,7 +82,7 @@ def test_both_programs_do_the_same_with_whatever_is_treated_differently(
 
 
 def tcp_error(frame: bytes) -> int:
-    """What a TCP checksum lacks, mod 0xFFFF: 0 where it is right."""
+    """Return the error of a TCP checksum modulo 0xFFFF: 0 if it is correct."""
     pseudo = frame[26:34] + struct.pack("!HH", 6, len(frame) - 34)
     return (0xFFFF - ones_sum(pseudo + frame[34:])) % 0xFFFF
 
@@ -92,7 +93,7 @@ def tcp_error(frame: bytes) -> int:
 def test_a_copys_checksums_are_those_of_full_recomputation(
     programs: tuple[Program, TnaProgram], frame: Frame
 ) -> None:
-    """And as wrong as they came, where they came wrong."""
+    """A wrong checksum stays wrong by the same error."""
     sent = frame.encode()
     shadow, training = programs[1].process(1, sent)
     assert training.frame == sent

@@ -1,4 +1,4 @@
-"""What doesn't fit is found, and the change that is named does make it fit."""
+"""Resources that do not suffice are found, and the proposed changes fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
 from checkmate.planner.capacity.changes import serving, widened, with_nic
-from checkmate.planner.capacity.misfits import checks, misfits
+from checkmate.planner.capacity.misfits import checks
 from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
 from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, stages_of
@@ -26,7 +26,7 @@ def capacity(found: Demand, **limits: Any) -> Capacity:
 
 
 def faults(found: Capacity) -> list[Fault]:
-    return misfits(found, lambda _: ())
+    return [check.misfit for check in checks(found, lambda _: ()) if check.misfit]
 
 
 def with_job(found: Capacity, made: Job) -> Capacity:
@@ -58,7 +58,7 @@ def test_a_second_nic_makes_the_line_enough() -> None:
     found = capacity(demand(job(nics=1, channels=2), load_model("ResNet50")))
     (fault,) = faults(found)
     assert fault.path == ("shadow_nodes", 0, "nics", 0)
-    assert "gets up to 200 Gbit/s at once in round 0 of the ring, and its line has 100" in fault.message
+    assert "receives up to 200 Gbit/s in round 0 of the ring, but its line rate is 100" in fault.message
     assert fault.message.endswith("it would fit with a second NIC, or with NICs of 200 Gbit/s")
     assert not faults(with_job(found, with_nic(found.demand.job, 0)))
 
@@ -142,9 +142,9 @@ def test_a_full_table_names_the_most_channels_that_fit() -> None:
         return [SwitchUse("tor0", "bmv2", {"streams": 10 * channels}, targets, 2, 2)]
 
     found = Capacity(demand(made, model(1000)), Limits(LINE), tuple(uses(8)))
-    (fault,) = misfits(found, uses)
+    (fault,) = (check.misfit for check in checks(found, uses) if check.misfit)
     assert fault.message == (
-        "80 streams needed on switch tor0 (bmv2), which holds 35; "
+        "80 streams needed on switch tor0 (bmv2), which has room for 35; "
         "it would fit with at most 3 channels, or with a tofino"
     )
 

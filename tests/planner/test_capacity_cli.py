@@ -1,4 +1,4 @@
-"""`checkmate plan --capacity`: what it says of a job and its model, and what it refuses."""
+"""`checkmate plan --capacity`: its output for a job and a model, and refused options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from testbed.jobs import job_data
-from tests.cli.test_cli import invoke
+from tests.support.cli import invoke
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def test_the_command_ends_with_2_and_the_whole_plan_where_something_does_not_fit
     code, output = invoke(*line, "--iteration-time", "100ms", "--node-memory", "16GB")
     assert code == 2
     assert output.startswith(
-        "job demo doesn't fit. Tightest: memory (node 0), 54.4 GB of 16 GB, 340%; "
-        "that would fit with 6 more shadow nodes like it, or with nodes of 54.5 GB; "
-        "receiving an iteration and an iteration of a stream don't fit either\n"
+        "job demo does not fit. Tightest: memory (node 0), 54.4 GB of 16 GB, 340%; "
+        "this would fit with 6 more shadow nodes like it, or with nodes of 54.5 GB; "
+        "receiving an iteration and an iteration of a stream do not fit either\n"
     )
     assert f"{job_file}:" in output
 
@@ -71,24 +71,24 @@ def test_the_verdict_comes_first_and_details_only_when_asked_for(job_file: Path)
         "--nic-rate",
         "200Gbit/s",
     ]
-    tables = ("switch tor0 (softswitch)", "shadow NICs: ", "shadow nodes: memory", "shards, by DP group")
+    tables = ("switch tor0 (softswitch)", "shadow NICs: ", "shadow nodes: max", "shards, by DP group")
     code, output = invoke(*line)
     assert code == 0
     assert output.startswith(
         "job demo fits, as far as it was checked. "
-        "Tightest: marks (switch tor0), 1 of 16, 6%\n"  # no peak: any model fills a line
+        "Tightest: marks (switch tor0), 1 of 16, 6%\n"  # no peak, because any model fills a line
     )
     assert not [table for table in tables if table in output]
     code, output = invoke(*line[:-1], "40Gbit/s", "--node-memory", "500MB")
     assert code == 2
-    assert "Tightest: peak rate (NIC 0.0), 100 Gbit/s of 40 Gbit/s, 250%; that would fit with " in output
-    assert output.splitlines()[0].endswith("NICs of 100 Gbit/s; memory doesn't fit either")
+    assert "Tightest: peak rate (NIC 0.0), 100 Gbit/s of 40 Gbit/s, 250%; this would fit with " in output
+    assert output.splitlines()[0].endswith("NICs of 100 Gbit/s; memory does not fit either")
     code, output = invoke(*line, "--details")
     assert code == 0
     assert [table for table in tables if table in output] == list(tables)
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in output.splitlines() if "│ yes" in row]
     shares = [int(row[4].removesuffix("%")) for row in rows]
-    assert len(rows) == 3  # one stands for all that switches hold
+    assert len(rows) == 3  # one represents all entities of switches
     assert shares == sorted(shares, reverse=True)
 
 
@@ -117,11 +117,11 @@ def test_every_check_is_told_as_data_the_tightest_first(job_file: Path) -> None:
         (["--model", "ResNet50", "--dtype", "int8"], "no type int8"),
         (["--model", "ResNet50", "--iteration-time", "1"], "--iteration-time must be a time such as"),
         (["--model", "ResNet50", "--iteration-time", "0s"], "--iteration-time must be more than 0"),
-        (["--model", "ResNet50", "--link-rate", "100GB/s"], "--link-rate must be a line's rate"),
+        (["--model", "ResNet50", "--link-rate", "100GB/s"], "--link-rate must be a line rate"),
         (["--model", "ResNet50", "--node-memory", "128"], "--node-memory must be a size"),
-        (["--model", "ResNet50", "--cores", "4"], "give --profile"),
-        (["--model", "ResNet50", "--profile", "/nowhere"], "/nowhere can't be read"),
-        (["--model", "ResNet50", "--profile", "/etc/hostname"], "is no profile; make one"),
+        (["--model", "ResNet50", "--cores", "4"], "add --profile"),
+        (["--model", "ResNet50", "--profile", "/nowhere"], "/nowhere cannot be read"),
+        (["--model", "ResNet50", "--profile", "/etc/hostname"], "is not a profile; create one"),
     ],
 )
 def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], said: str) -> None:
@@ -148,7 +148,7 @@ def test_nonsense_is_refused_by_name(job_file: Path, line: list[str], said: str)
 def test_options_of_capacity_are_refused_without_it(job_file: Path, option: str, value: str) -> None:
     code, output = invoke("plan", job_file, option, value)
     assert code == 2
-    assert f"{option} goes with --capacity" in output
+    assert f"{option} needs --capacity" in output
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_options_of_capacity_are_refused_without_it(job_file: Path, option: str,
 def test_what_cannot_be_done_together_is_refused(job_file: Path, line: list[str]) -> None:
     code, output = invoke("plan", job_file, *reversed(line))
     assert code == 2
-    assert f"{line[0]} and {line[1]} can't be done together" in output
+    assert f"{line[0]} and {line[1]} exclude each other" in output
     code, output = invoke("plan", job_file, "--capacity", "--model", "ResNet50", "--switch", "tor0")
     assert code == 2
-    assert "--switch goes with --pfc or --bfrt" in output
+    assert "--switch needs --pfc or --bfrt" in output
 
 
 def test_what_a_user_wrote_is_told_as_it_is(job_file: Path) -> None:
@@ -190,4 +190,4 @@ def test_two_jobs_are_refused(tmp_path: Path) -> None:
         file.write_text(yaml.safe_dump(job_data(f"job{number}", number=number)))
     code, output = invoke("plan", tmp_path, "--capacity", "--model", "ResNet50")
     assert code == 2
-    assert "--capacity plans one job with its model, not 2" in " ".join(output.split())
+    assert "--capacity takes one job and its model, not 2 jobs" in " ".join(output.split())

@@ -59,7 +59,7 @@ def test_a_closed_form_that_does_not_hold_is_said_to(arguments: list[str], beyon
         done = CliRunner().invoke(app, ["cost", *arguments, "--runs", "0", *more])
         assert done.exit_code == 0
         said = " ".join(done.stderr.split())
-        assert said.count("its figures, savings too, are wrong here") == len(beyond)
+        assert said.count("its figures, savings included, are wrong here") == len(beyond)
         for name in beyond:
             assert f"are expected from one checkpoint to the next ({name})" in said
 
@@ -67,9 +67,9 @@ def test_a_closed_form_that_does_not_hold_is_said_to(arguments: list[str], beyon
 def test_leaving_the_simulation_out_is_advised_where_the_closed_form_holds() -> None:
     for beyond in (["--failure-rate", "1"], ["--stall", "30d"], ["--every", "30d"]):
         code, output = invoke(*beyond)
-        assert (code, "would not get ahead" in output, "--runs 0" in output) == (2, True, False)
+        assert (code, "would make no progress" in output, "--runs 0" in output) == (2, True, False)
     code, output = invoke("--runs", "1000000", "--failure-rate", "1e-3")
-    assert (code, "leave it out with --runs 0" in output) == (2, True)
+    assert (code, "skip it with --runs 0" in output) == (2, True)
 
 
 def test_the_table_has_both_and_yours_with_the_spread() -> None:
@@ -79,7 +79,7 @@ def test_the_table_has_both_and_yours_with_the_spread() -> None:
     assert "393 (30 min)" in output
     assert "1,730,323" in output
     assert "in 200 simulated runs" in output
-    assert "256 switch ports and as many NICs, with their transceivers" in output
+    assert "256 switch ports and as many NICs, with transceivers" in output
     assert "more than 6.86 ms" in output
 
 
@@ -110,7 +110,7 @@ def test_yours_is_held_against_checkmate_too() -> None:
     code, output = invoke("--every", "30min", "--runs", "0")
     assert code == 0
     assert (
-        "Against yours, a checkpoint every 393 iterations, Checkmate wastes 1,725,956 GPU-hours less, "
+        "Compared with yours, a checkpoint every 393 iterations, Checkmate wastes 1,725,956 GPU-hours less, "
         "and costs $18.88 million less." in output
     )
     found = data("--every", "30min", "--runs", "0")
@@ -188,7 +188,7 @@ def test_the_help_shows_the_defaults_that_there_are() -> None:
     [
         (["--stall", "10"], "--stall: must be a time such as 10ms"),
         (["--stall", "10 parsecs"], "unit 'parsecs'"),
-        (["--price", "-3"], "--price: must be dollars an hour such as 11.06, and not negative"),
+        (["--price", "-3"], "--price: must be dollars per hour such as 11.06, and not negative"),
         (["--gpus", "0"], "--gpus: must be between 1 and 10,000,000, not '0'"),
         (["--gpus", "16K"], "--gpus: must be a whole number"),
         (["--failure-rate", "0"], "--failure-rate: must be between"),
@@ -196,13 +196,13 @@ def test_the_help_shows_the_defaults_that_there_are() -> None:
         (["--every", "60d"], "--every: the training (54 d) would be over before the first checkpoint"),
         (["--iteration", "2d", "--duration", "1d"], "--iteration: an iteration (2 d) takes longer"),
         (["--replicas", "200"], "--replicas: 200 holders of a shard need as many shadow nodes, not 128"),
-        (["--dp-groups", "65", "--gpus", "64"], "--dp-groups: 65 DP groups can't share 64 GPUs"),
+        (["--dp-groups", "65", "--gpus", "64"], "--dp-groups: 65 DP groups need as many GPUs, not 64"),
         (["--shadow-nodes", "lots"], "--shadow-nodes: must be a whole number such as 16384, not 'lots'"),
-        (["--parameters", "405B"], "--parameters: needs storage beside it"),
-        (["--parameters", "1B", "--storage", "1GB/s", "--stall", "1s"], "can't be given beside stall"),
-        (["--every", "30d"], "would not get ahead"),
+        (["--parameters", "405B"], "--parameters: needs storage as well"),
+        (["--parameters", "1B", "--storage", "1GB/s", "--stall", "1s"], "cannot be combined with stall"),
+        (["--every", "30d"], "would make no progress"),
         (["--plot", "figures.pdf"], "--plot: figures.pdf must end in .png or .svg"),
-        (["--plot", "no/such/folder.png"], "which is no folder"),
+        (["--plot", "no/such/folder.png"], "which is not a folder"),
         (["--plot", "no/such.SVGZ"], "must end in"),
     ],
 )
@@ -232,7 +232,7 @@ def test_every_fault_of_file_and_options_is_told_with_its_place(tmp_path: Path) 
         ("model: 405B\n", "must be a mapping of keys such as layers:"),
         ("model: {layers: 1, hidden: 100, ffn: 8, vocabulary: 8, heads: 3, kv_heads: 1, batch_tokens: 8,"
          " sequence: 8, achieved: 1TFLOPS}\n", "model.heads: must divide hidden"),
-        ("iteration: 1s\nmodel: {}\n", "can't be given beside iteration"),
+        ("iteration: 1s\nmodel: {}\n", "cannot be combined with iteration"),
         ("gpus: [\n", "(YAML)"),
         ("stall: null\n", "stall: has no value"),
         ("1: 2\n", "cost.yaml"),
@@ -293,7 +293,7 @@ def test_without_the_extra_only_the_figures_are_missing(
     assert invoke("--runs", "0")[0] == 0
     code, output = invoke("--runs", "0", "--plot", tmp_path / "x.png")
     assert code == 2
-    assert output == 'error: --plot draws with matplotlib, which needs: pip install ".[plan]"'
+    assert output == 'error: --plot needs matplotlib: pip install ".[plan]"'
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Values with units: what is written is read, what could mean several things is refused and named."""
+"""Values with units: valid ones are parsed, ambiguous ones are refused by name."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ def test_what_is_written_is_read(parse: Callable[[object], float], text: object,
         (units.seconds, 10, "10 has no unit"),
         (units.seconds, "10 parsecs", "'10 parsecs' has the unit 'parsecs'"),
         (units.seconds, "10MS", "unit 'MS'"),
-        (units.seconds, "1 month", "has the unit 'month', which is none of us, ms, s, min, h, d, w, y"),
-        (units.failures_per_hour, "1/month", "the unit '/month', which is none of /h, /d, /w, /y, /hour"),
-        (units.seconds, "-3s", "not negative as '-3s' is"),
+        (units.seconds, "1 month", "has the unit 'month', which is not one of us, ms, s, min, h, d, w, y"),
+        (units.failures_per_hour, "1/month", "the unit '/month', which is not one of /h, /d, /w, /y, /hour"),
+        (units.seconds, "-3s", "not negative like '-3s'"),
         (units.seconds, "$3s", "unit '$s'"),
         (units.seconds, "1:30", "not '1:30'"),
         (units.seconds, None, "not None"),
         (units.seconds, True, "not True"),
         (units.seconds, ["1s"], "not ['1s']"),
         (units.seconds, float("nan"), "not nan"),
-        (units.price_per_hour, "11.06 EUR", "dollars an hour"),
+        (units.price_per_hour, "11.06 EUR", "dollars per hour"),
         (units.price_per_hour, "11,06", "not '11,06'"),
         (units.failures_per_hour, "419 in 54 on 16384", "'54' has no unit"),
-        (units.failures_per_hour, "419 in 0s on 16384", "it counts nothing"),
+        (units.failures_per_hour, "419 in 0s on 16384", "which has no time or no units"),
         (units.count, "16K", "a whole number such as 16384, not '16K'"),
         (units.count, "1.5", "a whole number"),
         (units.amount, "1e999", "too large"),

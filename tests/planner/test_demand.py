@@ -1,4 +1,4 @@
-"""What a job takes: every byte at one NIC, memory as nodes really have it, changes that do make it fit."""
+"""A job's demand: every byte at one NIC, memory as in real nodes, and supported optimizers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None:
-    """Real nodes, sockets and steps; what their replicas and sets of buckets take."""
+    """Measure replicas and sets of buckets of real nodes."""
     here = World(stack, nodes=3, ranks=2, replicas=2, channels=2)
     shapes = ((64, 320), (64,), (4000,), (12, 70), (7,))
     training = here.started(shapes=shapes)
@@ -134,12 +134,12 @@ def test_an_optimizer_keeps_so_much_state(said: str, dtype: str, nbytes: int) ->
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("lbfgs", "no optimizer lbfgs; shadow nodes can follow sgd, adam, adamw"),
+        ("lbfgs", "no optimizer lbfgs; shadow nodes support sgd, adam, adamw"),
         ("sgd,momentum", "option momentum has no value"),
-        ("sgd,momentum=much", "much is no number"),
-        ("sgd,momentum=1e400", "1e400 is no finite number"),
-        ("sgd,lr=nan", "nan is no finite number"),
-        ("adamw,betas=0.9", "option betas takes 2 numbers, which can't be given here"),
+        ("sgd,momentum=much", "much is not a number"),
+        ("sgd,momentum=1e400", "1e400 is not a finite number"),
+        ("sgd,lr=nan", "nan is not a finite number"),
+        ("adamw,betas=0.9", "option betas takes 2 numbers, which is not supported"),
         ("sgd,momentum=none", "option momentum takes a number, not None"),
         ("adamw,momentum=0.9", "unexpected keyword"),
         ("adamw,lr=-1", "Invalid learning rate"),
@@ -159,7 +159,7 @@ def test_nodes_are_in_order() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for receive buffers")
 def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
-    """Resident memory beyond an empty node's, over some iterations."""
+    """Return resident memory beyond that of an empty node, over some iterations."""
     made = local_job(nodes=1, ranks=2)
     training, empty, peaks = followed(made)
     taken = [peak - empty for peak in peaks]

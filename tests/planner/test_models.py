@@ -1,4 +1,4 @@
-"""Models by name and by function: published counts, the libraries' own order, training's own layout."""
+"""Models by name and by function: published sizes, the libraries' order, and training's layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DIGESTS = {
     "LLaMA2-13B": "f24773949d6ad28f",
     "LLaMA3-8B": "e966b8fbe8737229",
 }
-"""Of names and shapes, in registration order, in the models of torchvision 0.28 and transformers 5.23."""
+"""Digests of names and shapes in registration order, from torchvision 0.28 and transformers 5.23."""
 PAPER = {
     "ResNet50": 25.6e6,
     "ResNet152": 60.2e6,
@@ -112,14 +112,14 @@ def doubled() -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("GPT5", "no model GPT5; there are ResNet50, .* or give module:function"),
+        ("GPT5", "no model GPT5; use ResNet50, .* or module:function"),
         ("no_such_module:build", "No module named 'no_such_module'"),
         ("tests.planner.test_models:nothing", "has no attribute 'nothing'"),
         ("tests.planner.test_models:not_a_model", r"returned a int, not an nn\.Module"),
-        ("tests.planner.test_models:DIGESTS", "is no function"),
+        ("tests.planner.test_models:DIGESTS", "is not a function"),
         ("tests.planner.test_models:breaks", r"breaks\(\) failed: RuntimeError: needs \[a\] GPU"),
         ("tests.planner.test_models:frozen", "no parameter that needs a gradient"),
-        ("tests.planner.test_models:doubled", "weight has type complex64; give --dtype"),
+        ("tests.planner.test_models:doubled", "weight has type complex64; add --dtype"),
         ("tests.planner.test_models:leaves", r"leaves\(\) failed: SystemExit: 3"),
         ("tests.planner.test_models:lazy", r"1\.weight has no shape before the first batch"),
         (":", "Empty module name"),
@@ -190,7 +190,7 @@ def test_the_papers_two_stages_are_balanced() -> None:
 
 
 def test_too_many_stages_are_refused() -> None:
-    with pytest.raises(ModelError, match="19 layers, which can't be balanced over 64 DP groups"):
+    with pytest.raises(ModelError, match="19 layers, which cannot be balanced over 64 DP groups"):
         stages_of(load_model("ResNet50"), 64)
 
 

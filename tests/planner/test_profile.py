@@ -1,4 +1,4 @@
-"""A machine as a shadow node: real sockets and steps of a small model, and what follows from them."""
+"""A machine as a shadow node: real sockets and steps of a small model, and the derived sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from checkmate.planner.scaling import (
     dtype_of,
 )
 from testbed.jobs import job_data
-from tests.cli.test_cli import invoke
+from tests.support.cli import COMMAND, invoke
 from tests.support.planner import ADAMW, TINY, named, times
 
 
@@ -191,7 +190,7 @@ def test_the_command_says_what_is_enough() -> None:
         (["--threads", "1,x"], "--threads must be numbers from 1 to"),
         (["--threads", "4096"], "this machine's cores"),
         (["--plot", "x.pdf"], "--plot: x.pdf must end in .png or .svg"),
-        (["--plot", "/nowhere/x.png"], "/nowhere, which is no folder"),
+        (["--plot", "/nowhere/x.png"], "/nowhere, which is not a folder"),
         (["--iteration-time", "soon"], "--iteration-time must be a time"),
         (["--memory", "0GB"], "--memory must be more than 0"),
         (["--model", "GPT9"], "no model GPT9"),
@@ -207,7 +206,7 @@ def test_too_little_memory_is_said_before_anything_is_measured() -> None:
     begun = time.monotonic()
     code, output = invoke("profile", "--model", "ResNet50", "--memory", "1B", "--seconds", "60")
     assert code == 1
-    assert "1 byte of memory: too little to step a part of conv1.weight" in " ".join(output.split())
+    assert "1 byte of memory: too little to step even part of conv1.weight" in " ".join(output.split())
     assert time.monotonic() - begun < 30
 
 
@@ -220,7 +219,7 @@ def test_this_machine_has_cores_and_memory() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_profile_that_is_interrupted_leaves_nothing_behind(number: signal.Signals) -> None:
-    line = [sys.executable, "-m", "checkmate.cli.entry", "profile", "--model", TINY, "--seconds", "60"]
+    line = [*COMMAND, "profile", "--model", TINY, "--seconds", "60"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (sender := listed.read_text().split()):

@@ -1,4 +1,4 @@
-"""Step times over cores and nodes, and how many nodes a model takes; profiles as files."""
+"""Step times over cores and nodes, the number of nodes of a model, and profile files."""
 
 from __future__ import annotations
 
@@ -201,9 +201,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
             at = at[key]
         at[last] = wrong_value
         file.write_text(json.dumps(said))
-        with pytest.raises(ProfileError, match="is no profile.*; make one"):
+        with pytest.raises(ProfileError, match="is not a profile.*; create one"):
             read_profile(file)
     for wrong in ("[]", "{}", '{"steps": [], "cores": 1, "receive_bytes_per_s": {}}', "no"):
         file.write_text(wrong)
-        with pytest.raises(ProfileError, match="is no profile.*; make one"):
+        with pytest.raises(ProfileError, match="is not a profile.*; create one"):
             read_profile(file)

@@ -1,4 +1,4 @@
-"""The file of a switch that is up: what is read, what is refused; and the suites run by such a file."""
+"""The file of a running switch: valid and invalid files, and the suites with such a file."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_the_example_in_the_documentation_is_right(tmp_path: Path) -> None:
         ("ports.7", ..., "ports: 7 is missing; the suites use 1 to 18"),
         ("ports.19", {"port": 200, "interface": "eth19"}, "ports.19: the suites have no such port"),
         ("ports.3.interface", ..., "ports.3.interface: Field required"),
-        ("ports.3.interface", "eth4", "ports.4.interface: eth4 is given 2 times"),
-        ("ports.3.port", 16, "ports.3.port: 16 is given 2 times"),
+        ("ports.3.interface", "eth4", "ports.4.interface: eth4 is used 2 times"),
+        ("ports.3.port", 16, "ports.3.port: 16 is used 2 times"),
         ("ports.3.port", 192, "ports.3.port: 192 is the CPU port"),
         ("ports.3.port", 512, "ports.3.port: Input should be less than 512"),
         ("colour", "red", "colour: Extra inputs are not permitted"),
@@ -121,7 +121,7 @@ def test_a_tofino_needs_a_file_that_says_where_it_is(
         assert "PTF_CONFIG=FILE" in capsys.readouterr().err
         file = write(tmp_path, {**RIGHT, "target": "bmv2"})
         assert main(["--target", "tofino", "--config", str(file)]) == 2
-        assert "is bmv2, and tofino is asked for" in capsys.readouterr().err
+        assert "is bmv2, but tofino was requested" in capsys.readouterr().err
         assert main(["--config", str(write(tmp_path, changed("cpu_port", 4)))]) == 2
         assert capsys.readouterr().err.endswith("ports.1.port: 4 is the CPU port\n")
     finally:
@@ -153,9 +153,9 @@ def run_by_file(folder: Path, *suites: str) -> list[dict[str, Any]]:
 @needs_root
 @pytest.mark.slow
 def test_all_suites_run_by_a_file(tmp_path: Path) -> None:
-    """Against an embedded target that is up, its ports numbered as on a Tofino.
+    """A running embedded target has the port numbers of a Tofino.
 
-    What needs further switches is skipped, and says so; nothing else is.
+    Only tests that need further switches are skipped.
     """
     tests = run_by_file(tmp_path)
     assert {test["suite"] for test in tests} == {"forwarding", "replication", "streams", "stub"}

@@ -1,4 +1,4 @@
-"""The PTF suites on each target, and what their runner leaves behind: nothing."""
+"""The PTF suites on each target; their runner leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_softswitch(suite: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES)
 def test_tna(suite: str) -> None:
-    """The Tofino program's own parsers, controls and deparsers."""
+    """The Tofino program's own parsers, controls and deparsers run."""
     _run_suite("tna", suite)
 
 
@@ -79,7 +79,7 @@ def test_without_bmv2(tmp_path: Path) -> None:
 @needs_root
 @pytest.mark.parametrize("options", [[], pytest.param(["-v"], marks=pytest.mark.slow)])
 def test_a_suite_is_one_line(options: list[str]) -> None:
-    """Passed tests are counted, and named with -v only."""
+    """Passed tests are counted, and only listed with -v."""
     command = [*RUNNER, "--suite", "stub", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout
@@ -93,7 +93,7 @@ def test_a_suite_is_one_line(options: list[str]) -> None:
 
 
 class Various(unittest.TestCase):
-    """Not collected by pytest: what became of these is what is tested."""
+    """Tests whose results are tested; pytest does not collect them."""
 
     __test__ = False
 
@@ -112,7 +112,7 @@ class Various(unittest.TestCase):
 
 
 class Unmade(unittest.TestCase):
-    """Its tests can't begin."""
+    """Tests whose set-up fails."""
 
     __test__ = False
 
@@ -148,7 +148,7 @@ def test_whatever_did_not_pass_is_told_with_the_reason() -> None:
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_leaves_nothing(number: signal.Signals) -> None:
-    """Interrupted in mid-run: no switch and no process of its namespace is left."""
+    """After an interrupted run, no switch and no process of its namespace is left."""
     runner = subprocess.Popen(
         [*RUNNER, "--suite", "forwarding"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -165,7 +165,7 @@ def test_leaves_nothing(number: signal.Signals) -> None:
 
 
 def _in_namespace_of(pid: int) -> list[int]:
-    """Processes in the network namespace of `pid`; none while that is still ours."""
+    """Return the processes in the network namespace of `pid`; none while it is still ours."""
     namespace = os.stat(f"/proc/{pid}/ns/net").st_ino
     return [] if namespace == os.stat("/proc/self/ns/net").st_ino else _in_namespace(namespace)
 
@@ -177,5 +177,5 @@ def _in_namespace(namespace: int) -> list[int]:
             if process.name.isdigit() and (process / "ns/net").stat().st_ino == namespace:
                 found.append(int(process.name))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # ended meanwhile, or not ours to look at
+            continue  # it has ended, or is not readable
     return found

@@ -1,17 +1,16 @@
-"""The tagging ring on a real kernel: the streams that a switch would make of it are what was tagged."""
+"""The tagging ring on a real kernel: a switch would build the streams that were tagged."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import socket
-from collections import defaultdict
 
 import pytest
 
-from checkmate.wire import tag as wire
 from checkmate.wire import tcp
 from checkmate.wire.schedule import Bucket, stream_layout
+from tests.support.labs.captured_streams import streams_of
 from tests.support.labs.end_hosts import (
     CapturedSegment,
     PacketCapture,
@@ -28,7 +27,7 @@ pytestmark = needs_root
 
 
 def run_captured(job: RingJob) -> tuple[list[RankResult], list[CapturedSegment]]:
-    """All ranks on the loopback device of a namespace; their results, and what went over it."""
+    """Run all ranks on the loopback device of a namespace; return their results, and the segments."""
     with lone_namespace() as name:
         capture = PacketCapture(name, "lo")
 
@@ -41,22 +40,6 @@ def run_captured(job: RingJob) -> tuple[list[RankResult], list[CapturedSegment]]
         finally:
             segments = capture.stop()
     return results, segments
-
-
-def streams_of(segments: list[CapturedSegment], incarnation: int) -> dict[tuple[str, int, int], bytes]:
-    """What the switch would send to shadow nodes, by (source IP, channel, shadow id), put in place."""
-    streams: dict[tuple[str, int, int], bytearray] = defaultdict(bytearray)
-    for segment in segments:
-        if not segment.dscp:
-            continue
-        tag = wire.Tag.unpack(segment.options[-wire.TAG_LENGTH :])
-        assert tag.incarnation == incarnation
-        stream = streams[segment.source_ip, tag.channel, tag.shadow_id]
-        start = wire.copy_sequence(tag, segment.sequence)
-        stop = start + len(segment.payload)
-        stream.extend(bytes(max(0, stop - len(stream))))
-        stream[start:stop] = segment.payload
-    return {key: bytes(stream) for key, stream in streams.items()}
 
 
 @pytest.mark.parametrize(

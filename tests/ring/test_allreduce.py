@@ -15,36 +15,19 @@ from hypothesis import strategies as st
 
 from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
 from checkmate.ring.steps import Arrival, Position, Receive, Send, allreduce_steps
-from checkmate.wire.schedule import Bucket, channel_slice, chunk_slice
-from tests.support.rings import Result, free_port, loopback, on_all_ranks, play
+from checkmate.wire.schedule import Bucket, channel_slice
+from tests.support.rings import (
+    Result,
+    averaged,
+    free_port,
+    loopback,
+    on_all_ranks,
+    play,
+    random_values,
+    same_bits,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def averaged(values: Sequence[torch.Tensor], channels: int) -> torch.Tensor:
-    """What the ring must make of the ranks' tensors: chunk k is summed from rank k on, then divided."""
-    ranks = len(values)
-    expected = values[0].clone()
-    for channel in range(channels):
-        for chunk in range(ranks):
-            where = chunk_slice(len(expected), channels, channel, ranks, chunk)
-            part = slice(where.start, where.stop)
-            total = values[chunk][part].clone()
-            for step in range(1, ranks):
-                total = total + values[(chunk + step) % ranks][part]
-            expected[part] = total / ranks
-    return expected
-
-
-def random_values(ranks: int, elements: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """A tensor for each rank; of such different sizes that the order of summation shows."""
-    generator = torch.Generator().manual_seed(seed)
-    scales = torch.randint(-6, 6, (ranks, elements), generator=generator).exp2()
-    return list((torch.randn(ranks, elements, generator=generator) * scales).to(dtype))
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @settings(deadline=None)
@@ -86,7 +69,7 @@ def test_steps_sum_in_the_defined_order(
     size=st.sampled_from([8, 64]),
 )
 def test_each_rank_sends_what_is_left_of_a_bucket_twice(bucket: Bucket, ranks: int, size: int) -> None:
-    """2 (n - 1) / n of the bucket from each rank: what a ring AllReduce costs at least."""
+    """Each rank sends 2 (n - 1) / n of the bucket: the minimum of a ring AllReduce."""
     steps = [allreduce_steps(bucket, Position(rank, ranks, 0, 1), size) for rank in range(ranks)]
     sent = sum(send.stop - send.start for own in steps for send in own.sends)
     assert sent == 2 * (ranks - 1) * bucket.nbytes
@@ -97,7 +80,7 @@ def test_each_rank_sends_what_is_left_of_a_bucket_twice(bucket: Bucket, ranks: i
 
 
 class Reducing:
-    """One rank's AllReduce, waited for."""
+    """One rank's AllReduce, with a blocking call."""
 
     def __init__(self, ring: Ring, tensors: Sequence[torch.Tensor], slice_bytes: int = 1 << 16) -> None:
         self.done: queue.SimpleQueue[int | RingError] = queue.SimpleQueue()
@@ -150,7 +133,7 @@ def test_all_ranks_get_the_defined_bits(ranks: int, channels: int) -> None:
 
 
 class LateReader(socket.socket):
-    """Whoever reads it is late by a while for the second half of every `length` bytes."""
+    """A socket that is read late for the second half of every `length` bytes."""
 
     def __init__(self, sock: socket.socket, length: int) -> None:
         super().__init__(fileno=sock.detach())
@@ -165,9 +148,9 @@ class LateReader(socket.socket):
 
 
 def test_tensors_may_be_overwritten_right_after_completion() -> None:
-    """All received is not all sent: bytes that still had to go would change under the sender.
+    """Receiving everything is not sending everything: bytes still to be sent could change.
 
-    Of two ranks, rank 0 has received everything while rank 1 has not read the last chunk, and the kernel has
+    Rank 0 of two has received everything while rank 1 has not read the last chunk, and the kernel has
     no room for it.
     """
     tensors = [torch.zeros(1_000_000) for _ in range(2)]
@@ -251,7 +234,7 @@ def test_closing_under_way_is_reported_and_does_not_hang() -> None:
             reducing.allreduce.submit(1)
         return str(reducing.done.get(timeout=5))
 
-    assert with_rings(2, 1, work)[0] == "rank 0: closed with 1 buckets under way"
+    assert with_rings(2, 1, work)[0] == "rank 0: closed with 1 buckets in progress"
 
 
 def test_an_idle_one_closes_and_leaves_the_ring_alone() -> None:
@@ -273,7 +256,7 @@ def test_wrong_use_is_refused() -> None:
         with pytest.raises(ValueError, match="flat"):
             Reducing(ring, [torch.zeros(4, 4)])
         reducing = Reducing(ring, [torch.zeros(4), torch.zeros(4)])
-        with pytest.raises(ValueError, match="bucket 1 submitted, where bucket 0 is next"):
+        with pytest.raises(ValueError, match="bucket 1 submitted, but bucket 0 is next"):
             reducing.allreduce.submit(1)
         assert reducing.allreduce.ends() == {}
         assert reducing.allreduce.passed({})

@@ -1,4 +1,4 @@
-"""The AllReduce's tags on a real kernel: the streams that a switch would make are the reduced gradients."""
+"""The AllReduce's tags on a real kernel: the streams that a switch would build are the reduced gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from checkmate.ring import AllReduce, RingError, RingPlace, connect_ring
 from checkmate.tagger import Tagger
 from checkmate.wire.schedule import Bucket, side_of, stream_layout
-from tests.ring.test_allgather_tagged import streams_of
-from tests.ring.test_allreduce import random_values
+from tests.support.labs.captured_streams import streams_of
 from tests.support.labs.end_hosts import PacketCapture, inside, lone_namespace, needs_root
-from tests.support.rings import loopback, on_all_ranks
+from tests.support.rings import loopback, on_all_ranks, random_values
+from tests.support.streams import spans
 from tests.support.waiting import wait_until
 
 pytestmark = needs_root
@@ -26,7 +26,7 @@ ITERATIONS = 3
 def test_streams_are_the_reduced_gradients(ranks: int, channels: int) -> None:
     shards = [(300_001, 0), (3, 1), (200_000, 1), (50_000, 0)]
     buckets = [Bucket(elements, 4, shard) for elements, shard in shards]
-    reduced: list[list[bytes]] = []  # by iteration and bucket, as rank 0 has them
+    reduced: list[list[bytes]] = []  # by iteration and bucket, on rank 0
 
     def work(rank: int, name: str) -> dict[tuple[int, int], int]:
         tensors = [torch.empty(bucket.elements) for bucket in buckets]
@@ -74,7 +74,7 @@ def test_streams_are_the_reduced_gradients(ranks: int, channels: int) -> None:
             for shard in (0, 1):
                 layout = stream_layout(buckets, channels, channel, ranks, side=side, shadow_id=shard)
                 assert ends[rank][channel, shard] == ITERATIONS * layout.nbytes
-                for span in layout.spans(0, ITERATIONS * layout.nbytes):
+                for span in spans(layout, 0, ITERATIONS * layout.nbytes):
                     data = reduced[span.iteration][span.bucket][span.start : span.stop]
                     expected[loopback(ranks)[rank], channel, shard] += data
     assert streams == expected

@@ -1,9 +1,9 @@
-"""`checkmate shadow` that stops in the midst of something, to be killed there.
+"""`checkmate shadow` that stops at a given point, to be killed there.
 
-Arguments: WHERE ITERATION, then those of `checkmate`.
+Arguments: WHERE ITERATION, followed by those of `checkmate`.
 
-WHERE: receive (half of a stretch of the iteration's bytes is read), step (some parameters are stepped, others
-not), fetch (it serves its state, and some of it is sent).
+WHERE: receive (half of a range of the iteration's bytes is read), step (some parameters are stepped), fetch
+(some of the requested state is sent).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STOPPED = "stopped here"
 
 
 def stop() -> None:
-    """All threads, where they are; whoever reads our output kills us."""
+    """Stop all threads; the reader of our output kills us."""
     print(STOPPED, flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def patch(where: object, **what: Callable[..., Any]) -> None:
-    """Put functions in the place of others."""
+    """Replace functions."""
     for name, function in what.items():
         setattr(where, name, function)
 

@@ -1,4 +1,4 @@
-"""A rank whose `checkmate.protect` fails half-way, in several ways; it says what each has left behind.
+"""A rank whose `checkmate.protect` fails half-way in several ways, and reports leaked resources.
 
 `python -m tests.scripts.half_way FOLDER`, with torchrun's environment; leaves rank{r}.json.
 """
@@ -29,20 +29,20 @@ from checkmate.training.start.standing import ModelStanding
 
 
 class NoScaler:
-    """Has a state, and is no GradScaler."""
+    """An object with state that is not a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
 
 def with_a_hook_of_its_own(ddp: DistributedDataParallel) -> None:
-    """DDP takes one hook."""
+    """Protect a model that already has a hook; DDP accepts one."""
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def that_takes_no_hook(ddp: DistributedDataParallel) -> None:
-    """All else is made by the time that this is seen."""
+    """Protect a model that refuses hooks, which is detected last."""
 
     def refuse(state: object, hook: object) -> None:
         raise RuntimeError("no hook")
@@ -51,7 +51,7 @@ def that_takes_no_hook(ddp: DistributedDataParallel) -> None:
 
 
 def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What there is of threads, hooks, the tagger's descriptors and the ring's sockets."""
+    """Return threads, hooks, the tagger's descriptors and the ring's sockets."""
     folder = Path("/proc/self/fd")
     links = []
     for name in os.listdir(folder):
@@ -71,8 +71,8 @@ def left(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> dict
 
 
 def is_of_the_ring(number: int) -> bool:
-    """Whether a socket listens, or is connected, at one of the ring's ports."""
-    # One that gRPC closes meanwhile is of no ring; its number may be another file's by then.
+    """Return whether a socket listens, or is connected, at one of the ring's ports."""
+    # gRPC may close its sockets meanwhile, and their numbers may be reused.
     with suppress(OSError):
         copy = os.dup(number)
         try:
@@ -94,7 +94,7 @@ def _peer(sock: socket.socket) -> int:
 
 
 def failing(prepare: Callable[[DistributedDataParallel], None], **more: Any) -> dict[str, Any]:
-    """Protect a new model, and see it fail: how, and what is left."""
+    """Protect a new model, which fails; return the error and the leaked resources."""
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     prepare(ddp)
@@ -104,12 +104,12 @@ def failing(prepare: Callable[[DistributedDataParallel], None], **more: Any) -> 
     except Exception as caught:  # noqa: BLE001 - whatever it is
         error = f"{type(caught).__name__}: {caught}"
     found = {"error": error, **left(ddp, optimizer)}
-    ddp(torch.ones(2, 4)).sum().backward()  # the script goes on without
+    ddp(torch.ones(2, 4)).sum().backward()  # the script continues without it
     return found
 
 
 def main() -> None:
-    """Fail in all ways, the last without the other rank."""
+    """Fail in all ways; the last one is without the other rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

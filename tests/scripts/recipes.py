@@ -1,7 +1,7 @@
-"""A rank that runs the recipes of docs/training.md as they stand there: undisturbed, killed, and resumed.
+"""A rank that runs the unmodified recipes of docs/training.md: undisturbed, killed, and resumed.
 
-`python -m tests.scripts.recipes FOLDER TITLE ...`, with torchrun's environment. Of each recipe it leaves
-{recipe}.{phase}.rank{r}.pt: the first iteration, what each forward gave, and what there was in the end.
+`python -m tests.scripts.recipes FOLDER TITLE ...`, with torchrun's environment. For each recipe it writes
+{recipe}.{phase}.rank{r}.pt: the first iteration, each forward's output, and the final state.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ PHASES: Final = ("undisturbed", "killed", "resumed")
 EPOCHS, BATCHES, SIZE = 2, 5, 4
 ITERATIONS: Final = EPOCHS * BATCHES
 KILLED_AFTER: Final = 8
-"""So many steps: in the middle of an iteration's work."""
+"""Number of steps, in the middle of an iteration's work."""
 _SECONDS: Final = 90.0
 
 
 def recipes() -> dict[str, str]:
-    """By title, what the guide has below its headings of the third level."""
+    """Return the guide's recipes by title: the code below its headings of the third level."""
     found = re.findall(r"^### ([^\n]+)\n(?:(?!^#).)*?^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
     return dict(found)
 
 
 class Undisturbed:
-    """In `checkmate`'s place: the same loop without it."""
+    """Replacement of `checkmate`: the same loop without it."""
 
     def restore(self, *_: object, **__: object) -> checkmate.Restored:
-        """Nothing."""
+        """Return nothing to restore."""
         return checkmate.Restored(0)
 
     def protect(self, *_: object, **__: object) -> Undisturbed:
-        """Nothing."""
+        """Return the loop itself."""
         return self
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches."""
+        """Yield the batches."""
         return iter(batches)
 
     def mark(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, Any]:
-    """The names that a recipe finds: a model with all that trains it, other in each phase until restored."""
+    """Return a recipe's names: model, optimizer and data, which differ between phases until restored."""
     torch.manual_seed({"undisturbed": 1, "killed": 1, "resumed": 77}[phase])
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
     ddp = DistributedDataParallel(model)
@@ -101,7 +101,7 @@ def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, An
 
 
 def run(title: str, code: str, phase: str, folder: Path) -> None:
-    """One phase of a recipe, in a process of its own."""
+    """Run one phase of a recipe in a separate process."""
     forwards: list[float] = []
     started: list[int] = []
     names = given(phase, forwards, started)
@@ -118,7 +118,7 @@ def run(title: str, code: str, phase: str, folder: Path) -> None:
 
 
 def forked(title: str, code: str, phase: str, folder: Path, port: int) -> int:
-    """How the process that ran a phase has ended. It has imported nothing anew."""
+    """Run a phase in a forked process, which needs no imports; return its exit status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -138,7 +138,7 @@ def forked(title: str, code: str, phase: str, folder: Path, port: int) -> int:
 
 
 def main() -> None:
-    """One recipe after another."""
+    """Run the recipes in turn."""
     torch.set_num_threads(1)
     folder, port = Path(sys.argv[1]), int(os.environ["MASTER_PORT"])
     for title in sys.argv[2:]:

@@ -1,4 +1,4 @@
-"""As `examples.gpt.train`, but every second iteration all is thrown away, made anew, and restored."""
+"""Like `examples.gpt.train`, but after every second iteration all state is discarded and restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOGETHER = 2
 
 
 def main() -> None:
-    """Train in rounds of two iterations; the first begins as the undisturbed job does, others from noise."""
+    """Train in rounds of two iterations; the first begins like the undisturbed job, the others from noise."""
     options = parse()
     shape = Shape(options.layers, options.width, options.heads, options.context, options.dropout)
     dist.init_process_group("gloo")

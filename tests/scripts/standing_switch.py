@@ -1,7 +1,7 @@
-"""Run the packet suites by a file: an embedded target that is up, its ports numbered as on a 32-port Tofino.
+"""Run the packet suites on a running embedded target, with the port numbers of a 32-port Tofino.
 
-`python -m tests.scripts.standing_switch FOLDER OPTION...`, as root: exits with the status of the suites. It
-all happens in a network namespace, which ends with this process.
+`python -m tests.scripts.standing_switch FOLDER OPTION...`, as root: it exits with the status of the suites.
+Everything runs in a network namespace that ends with this process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A rank of a small training job, as its user would write it: `python -m tests.scripts.training ORDERS.json`.
+"""A rank of a small training job, like a user's script: `python -m tests.scripts.training ORDERS.json`.
 
-torchrun's environment says which rank. It leaves rank{r}.jsonl (a line an iteration) and rank{r}.pt.
+torchrun's environment determines the rank. It writes rank{r}.jsonl (a line per iteration) and rank{r}.pt.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from tests.support.training.orders import ScriptOrders
 
 
 class OddShapes(nn.Module):
-    """Dense parameters of which the named ones don't stand row by row in memory.
+    """Dense parameters, some of which are not stored row by row.
 
-    There are a scalar, a wider type, and one without elements; the optimizer has state of `earlier`, which
-    is frozen.
+    There are a scalar, a wider type, and one without elements. `earlier` is frozen, but has optimizer state.
     """
 
     def __init__(self, turned: Sequence[str]) -> None:
@@ -58,7 +57,7 @@ class OddShapes(nn.Module):
         self.weight = nn.Parameter(weight.t().contiguous().t() if "weight" in turned else weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number for each row, of its first 64 values."""
+        """Return a number for each row, of its first 64 values."""
         x = nn.functional.pad(x, (0, 64 - x.shape[1]))
         flat = self.flat(x.view(-1, 4, 4, 4)).flatten(1)
         deep = self.deep(x.view(-1, 2, 2, 4, 4)).flatten(1)
@@ -67,7 +66,7 @@ class OddShapes(nn.Module):
 
 
 class SmallModel(nn.Module):
-    """Linear layers; BatchNorm and dropout between them where asked for."""
+    """Linear layers, optionally with BatchNorm and dropout between them."""
 
     def __init__(self, orders: ScriptOrders) -> None:
         super().__init__()
@@ -86,18 +85,18 @@ class SmallModel(nn.Module):
             self.register_parameter(f"frozen{number}", frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number for each row."""
+        """Return a number for each row."""
         result: torch.Tensor = self.head(self.body(x)).squeeze(1)
         return result if self.odd is None else result + self.odd(x)
 
 
 def collect(worker: int) -> None:
-    """What happens now and then in a DataLoader's worker, as it starts."""
+    """Collect garbage, as may happen in a DataLoader's worker when it starts."""
     gc.collect()
 
 
 def main() -> None:
-    """Train as the orders say."""
+    """Train according to the orders."""
     orders = ScriptOrders.read(Path(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
@@ -107,7 +106,7 @@ def main() -> None:
 
 
 class ScriptRank:
-    """What one rank has: its model, data and log."""
+    """One rank: its model, data and log."""
 
     def __init__(self, orders: ScriptOrders) -> None:
         self.orders = orders
@@ -137,7 +136,7 @@ class ScriptRank:
             seed(orders.seed + 1 + self.rank)
 
     def run(self) -> None:
-        """Restore, protect, train, and save what came of it."""
+        """Restore, protect, train, and save the result."""
         orders = self.orders
         resumed = self.restore() if orders.restore else Restored(0)
         if resumed.extra is not None:
@@ -172,7 +171,7 @@ class ScriptRank:
         self.save()
 
     def restore(self) -> Restored:
-        """What a script does first."""
+        """Restore, as a script does first."""
         return checkmate.restore(
             self.ddp,
             self.optimizer,
@@ -184,14 +183,14 @@ class ScriptRank:
         )
 
     def end(self) -> float:
-        """How many iterations there are to be, as far as that is known."""
+        """Return the number of iterations, as far as it is known."""
         if not self.orders.open_end:
             return self.orders.iterations
         file = self.folder / "end"
         return int(file.read_text()) if file.exists() else math.inf
 
     def iterate(self, iteration: int) -> float:
-        """One iteration; its loss, of all micro-batches."""
+        """Train one iteration; return its loss over all micro-batches."""
         orders, total = self.orders, 0.0
         for micro in range(orders.accumulate):
             last = micro == orders.accumulate - 1
@@ -218,7 +217,7 @@ class ScriptRank:
         return total
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows from all the random generators, so that each of them counts."""
+        """Return rows from all random generators, so that each of them matters."""
         self.sampler["seen"] += 1
         if self.orders.workers:
             data = TensorDataset(torch.arange(8))
@@ -228,17 +227,17 @@ class ScriptRank:
         return x, x.sum(1) * 0.1
 
     def die_if_due(self, iteration: int) -> None:
-        """Kill this process where the orders say so."""
+        """Kill this process if the orders require it."""
         if [self.rank, iteration] in [list(kill) for kill in self.orders.kills]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def say(self, event: str, **more: Any) -> None:
-        """A line in this rank's log."""
+        """Write a line to this rank's log."""
         with self.folder.joinpath(f"rank{self.rank}.jsonl").open("a") as log:
             print(json.dumps({"event": event, **more}), file=log)
 
     def save(self, what: str = "") -> None:
-        """All state, for a test to compare; random numbers are drawn, and given back."""
+        """Save all state, for comparison; drawn random numbers are restored."""
         generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
         state = {
             "model": self.model.state_dict(),
@@ -261,7 +260,7 @@ class ScriptRank:
         return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
     def _dp_group(self) -> Any:
-        """This rank's DP group; every rank has to make all of them."""
+        """Return this rank's DP group; every rank has to create all of them."""
         found = None
         for ranks in self.orders.groups or [list(range(dist.get_world_size()))]:
             group = dist.new_group(ranks)

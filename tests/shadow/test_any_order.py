@@ -1,4 +1,4 @@
-"""Shadow nodes under whatever comes, in a random order: whenever all are live again, all is right."""
+"""Shadow nodes under random events: whenever all are live again, their state is correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_nodes_come_through_whatever_happens(seed: int) -> None:
                 for _ in range(pick.randint(1, 4)):
                     upset(here, training, pick)
                     time.sleep(pick.choice([0, 0.05, 0.3]))
-                here.stepped(training.iteration + 5, 60)  # who has a gap can't
+                here.stepped(training.iteration + 5, 60)  # not possible after a gap
                 here.ready(60)
             here.stepped(training.iteration)
             check_now(here, training)
@@ -38,7 +38,7 @@ def test_nodes_come_through_whatever_happens(seed: int) -> None:
 
 
 def upset(here: World, training: SmallTraining, pick: random.Random) -> None:
-    """Something happens to one node."""
+    """Apply an event to one node."""
     node = pick.choice(sorted(here.nodes))
     match pick.choice(["lose", "cut", "restart", "nothing"]):
         case "lose":
@@ -53,7 +53,7 @@ def upset(here: World, training: SmallTraining, pick: random.Random) -> None:
 
 
 def resume(here: World, training: SmallTraining) -> None:
-    """A restart of the training, from where the nodes are."""
+    """Restart training from the nodes' state."""
     last = training.iteration
     fence(here, training)
     settle(here, training, last)

@@ -1,4 +1,4 @@
-"""`checkmate shadow` as a process: what it says, its exits, and nodes that are killed or stopped."""
+"""`checkmate shadow` as a process: output, exit status, and nodes that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., NodeProc
     foreign = start(Job.model_validate(data), 0, "--no-view")
     _, words = foreign.process.communicate(timeout=60)
     assert foreign.process.returncode == 1
-    assert words.startswith("error: 192.0.2.7:7000, the mgmt address of shadow node 0, is no address of this")
+    assert words.startswith("error: 192.0.2.7:7000, the mgmt address of shadow node 0, is not an address")
     assert words.count("\n") == 1
 
 
@@ -120,7 +120,7 @@ def test_why_a_node_cannot_serve_is_one_clear_line(start: Callable[..., NodeProc
 def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replicas(
     start: Callable[..., NodeProcess], victim: int
 ) -> None:
-    """The decider or a follower, with -9 and while iterations go on: the others' checkpoint is whole."""
+    """Kill the decider or a follower during iterations: the others' checkpoint is complete."""
     job = local_job(nodes=3, ranks=2, replicas=2)
     process = start(job, victim, "--no-view")
     assert process.line().startswith("ready")
@@ -158,7 +158,7 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
 def test_a_node_that_is_stopped_for_long_is_passed_over_and_counts_again_when_it_has_caught_up(
     start: Callable[..., NodeProcess], replicas: int
 ) -> None:
-    """Another node has its shards; else that one waits for it."""
+    """Another node has its shards; otherwise the others would wait for it."""
     job = local_job(nodes=2, ranks=2, replicas=replicas)
     process = start(job, 0, "--no-view")
     assert process.line().startswith("ready")

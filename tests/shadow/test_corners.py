@@ -1,4 +1,4 @@
-"""Rare orders of events around a shadow node, each brought about on purpose."""
+"""Rare orders of events around a shadow node, each produced deliberately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = needs_buffers
 def test_a_late_fence_leaves_the_next_incarnation_alone(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that still reads on when training begins anew, and one whose caller has gone."""
+    """A fence that still reads when training restarts, and one whose caller is gone."""
     begun, count, seen = threading.Event(), itertools.count(), restarting._seen
     monkeypatch.setattr(restarting, "_seen", lambda node: seen(node) if begun.is_set() else (next(count),))
     here = world(nodes=1, ranks=2)
@@ -48,9 +48,9 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     training.incarnation, training.first = 1, 1
     training.begin([0], run="second")
     begun.set()
-    with pytest.raises(grpc.RpcError, match="incarnation 1 has begun meanwhile, and is not fenced"):
+    with pytest.raises(grpc.RpcError, match="incarnation 1 has begun in the meantime, and is not fenced"):
         late.result()
-    with pytest.raises(CallRefused, match="who called has gone"):
+    with pytest.raises(CallRefused, match="the caller is gone"):
         restarting.fence(node, here.job.job, 5, lambda: False)
     training.seed_all()
     here.ready()
@@ -60,7 +60,7 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
 def test_another_holder_is_asked_for_nothing_where_trainers_were_faster(
     world: Callable[..., World],
 ) -> None:
-    """To name no parameters would mean all of them."""
+    """An empty list of parameters would mean all of them."""
     here = world(nodes=2, ranks=2, replicas=2)
     training = here.started()
     check_now(here, training)
@@ -83,7 +83,7 @@ def test_the_parts_of_the_last_step_stay_until_they_are_kept() -> None:
 
 
 def between_step_and_record(monkeypatch: pytest.MonkeyPatch, hold: Hold, what: Callable[[], None]) -> None:
-    """Something happens when a step is done, and its record isn't kept yet."""
+    """An event occurs when a step is done but its record is not kept yet."""
     real = hold.step
 
     def step(*arguments: Any) -> Stepped:
@@ -95,7 +95,7 @@ def between_step_and_record(monkeypatch: pytest.MonkeyPatch, hold: Hold, what: C
 
 
 def join_again(node: Node, hold: HoldState, iteration: int) -> None:
-    """As after a gap."""
+    """Return the state as after a gap."""
     with node.changed:
         hold.join(iteration)
         node.data[hold].join()
@@ -139,7 +139,7 @@ def test_after_a_gap_the_last_good_state_is_restored_with_its_record(world: Call
 def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once only, and it is not in doubt for ever: the other node goes on meanwhile."""
+    """It is logged once, and the hold does not stay in doubt; the other node continues meanwhile."""
     here = world(nodes=2, ranks=2)
     training = here.started()
     hold = here.hold()
@@ -165,7 +165,7 @@ def test_a_hold_that_cannot_step_is_taken_out_and_seeded_anew(
 
 
 def test_buffers_that_cannot_be_read_stop_no_step(world: Callable[..., World]) -> None:
-    """They are named in the node's troubles, and all goes on."""
+    """They are listed in the node's troubles, and the node continues."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     training.iteration += 1
@@ -203,7 +203,7 @@ def test_threads_survive_what_should_not_happen(
 
 
 def test_a_fenced_node_stays_with_its_answer(world: Callable[..., World]) -> None:
-    """What comes later is not told to others, which would step beyond it; until it is asked again."""
+    """Later data is not reported to others, which would step beyond it, until the next call."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     training.iterate()
@@ -240,7 +240,7 @@ def test_a_settled_group_that_has_not_begun_again_holds_no_other_up(world: Calla
 
 
 def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., World]) -> None:
-    """Another one's replica may be in the midst of a step."""
+    """The replica of another hold may be in the middle of a step."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     training.iterate()
@@ -260,7 +260,7 @@ def test_only_a_settled_hold_goes_on_in_a_new_incarnation(world: Callable[..., W
 @pytest.mark.parametrize(
     "change",
     [
-        {"threads": 7},  # on which the bits of 16-bit parameters depend
+        {"threads": 7},  # on which results of 16-bit parameters depend
         {"default_dtype": "float64"},
         {"name": "torch.optim.Adam"},
         {"groups": [pb.ParamGroup(options='{"foreach": true}')]},
@@ -286,7 +286,7 @@ def test_a_hold_that_would_step_otherwise_is_seeded_anew(
 def test_another_start_of_training_with_the_same_incarnation_is_told_apart(
     world: Callable[..., World], other: dict[str, Any]
 ) -> None:
-    """The node has missed the fence, and the incarnations have come round."""
+    """The node has missed the fence, and incarnations have wrapped."""
     here = world(nodes=2, ranks=2)
     before = here.started()
     for _ in range(4):
@@ -346,11 +346,11 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
     assert not heard.gone
     go_on[1].set()
     streams[1].join()
-    assert heard.gone  # nobody is there any more
+    assert heard.gone  # the peer is gone
 
 
 def test_a_stream_two_gb_behind_is_lost_at_once(world: Callable[..., World]) -> None:
-    """At its 32-bit position the switch would send what lies ahead."""
+    """At its 32-bit position the switch would send later data."""
     here = world(nodes=1, ranks=2)
     here.started()
     group = here.nodes[0].node.state.groups[0]
@@ -375,7 +375,7 @@ def test_seeds_that_come_late_leave_a_live_hold_alone(world: Callable[..., World
 
 
 def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., World]) -> None:
-    """A dying trainer's seeds may still come: what a restart was promised stays as it is."""
+    """A dying trainer's seeds may still arrive; the state promised to a restart does not change."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     training.iterate()
@@ -383,7 +383,7 @@ def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., Wo
     fence(here, training)
     settle(here, training, 0)
     hold = here.hold()
-    hold.state.live = False  # as one that had a gap before, and has what is asked for
+    hold.state.live = False  # like one that had a gap before, and has the requested iteration
     number = hold.state.parameters[0]
     tensor, values = training.states[0][number]
     assert here.nodes[0].node.load(hold.state, 5, {number: (torch.zeros_like(tensor), values)}) == []
@@ -393,7 +393,7 @@ def test_seeds_that_come_late_leave_a_settled_hold_alone(world: Callable[..., Wo
 def test_settling_ends_if_a_step_changes_nothing(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when training begins anew between two steps of it."""
+    """As if training restarts between two of its steps."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     training.iterate()
@@ -411,7 +411,7 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
     training.begin([0])
     header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, parameters=[0])
     seeds = state.to_seeds(header, [(0, torch.zeros(3), {})])
-    with pytest.raises(grpc.RpcError, match="what came has") as refused:
+    with pytest.raises(grpc.RpcError, match="its seed has") as refused:
         training.stubs[0].Seed(seeds, timeout=5)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 

@@ -1,4 +1,4 @@
-"""The order of a shadow node's locks, which the conftest has checked in all tests."""
+"""The order of a shadow node's locks, which the conftest checks in all tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from checkmate.shadow.locks import ORDER, LockOrderError, OrderedLock
 
 @pytest.mark.parametrize("second", ORDER[: ORDER.index("hold") + 1])
 def test_a_lock_is_not_taken_under_one_that_stands_after_it(second: str) -> None:
-    with OrderedLock("hold"), pytest.raises(LockOrderError, match=f"{second!r} is taken under hold"):
+    with OrderedLock("hold"), pytest.raises(LockOrderError, match=f"{second!r} acquired while holding hold"):
         OrderedLock(second).acquire()
     with OrderedLock(second):
-        pass  # nothing is held any more
+        pass  # no lock is held
 
 
 def test_locks_may_be_taken_in_order_and_let_go_in_any() -> None:

@@ -13,7 +13,8 @@ from rich.console import Console
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.commit import SILENCE_MIN
 from checkmate.shadow.logic.effects import Log
-from checkmate.shadow.logic.node_state import NodeState, Phase
+from checkmate.shadow.logic.node_state import NodeState
+from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.view import Watch, picture
 from testbed.copies import local_job
 from testbed.small_training import RUN
@@ -53,13 +54,13 @@ def test_every_iteration_is_the_trainers_own(
 def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
     world: Callable[..., World],
 ) -> None:
-    """Nobody steps it, all settle at the one before, and what was received of it is dropped."""
+    """No node steps it, all settle at the previous one, and received parts of it are dropped."""
     here = world(nodes=2, ranks=2)
     training = here.started()
     for _ in range(3):
         training.iterate()
     here.stepped(2)
-    training.iterate(records=[0])  # node 1 has the bytes, and no record
+    training.iterate(records=[0])  # node 1 has the data, but no record
     wait_until(lambda: here.status(0).holds[0].in_full == 3, "in full")
     said = fence(here, training)
     assert {n: (s.holds[0].stepped, s.holds[0].in_full) for n, s in said.items()} == {0: (2, 3), 1: (2, 2)}
@@ -67,7 +68,7 @@ def test_a_fence_where_one_node_has_all_of_an_iteration_and_another_has_not(
     settled = settle(here, training, 2)
     for node, status in settled.items():
         assert [(hold.stepped, hold.connected) for hold in status.holds] == [(2, 0)]
-        training.check(node, node, 2)  # as often as it is asked for
+        training.check(node, node, 2)  # for each call
         training.check(node, node, 2)
 
 
@@ -94,7 +95,7 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     seen.status.trouble.append("parameter [/]:smile: differs")
     console.print(picture(seen))
     assert "parameter [/]:smile: differs" in console.export_text(clear=False)
-    assert "shadow node 2 is 5 iterations behind what is committed" in console.export_text()
+    assert "shadow node 2 is 5 iterations behind the last commit" in console.export_text()
     fence(here, training)
     console.print(picture(watch.see()))
     assert "fenced" in console.export_text()
@@ -106,8 +107,8 @@ def test_the_log_says_who_was_left_behind() -> None:
         state.committee.behind = behind
         state._say_behind()
     assert [effect.message for effect in state.take_effects() if isinstance(effect, Log)] == [
-        "shadow node 2 is 3 iterations behind, and doesn't count",
-        "shadow node 2 is not behind any more",
+        "shadow node 2 is 3 iterations behind, and does not count",
+        "shadow node 2 has caught up",
     ]
 
 
@@ -120,7 +121,7 @@ def test_once_one_node_is_fenced_nobody_commits_what_it_lacks(
     training = here.started()
     training.iterate()
     here.stepped(0)
-    here.nodes[fenced].node.state.grace = 60  # the gap is not noticed
+    here.nodes[fenced].node.state.grace = 60  # no gap is detected
     request = pb.FenceRequest(job=here.job.job, timeout=5)
     training.stubs[fenced].Fence(request, timeout=10)
     training.iterate(records=[1 - fenced])
@@ -139,7 +140,7 @@ def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[...,
     training = here.started()
     training.iterate()
     here.stepped(0)
-    with here.nodes[1].node.changed:  # it hears nothing of the decision
+    with here.nodes[1].node.changed:  # it does not receive the decision
         here.nodes[1].node.state.phase = Phase.FENCED
     training.iterate()
     wait_until(lambda: here.status(1).holds[0].in_full == 1, "in full")
@@ -152,7 +153,7 @@ def test_what_one_has_stepped_the_others_step_when_settling(world: Callable[...,
 
 
 def test_training_goes_on_from_where_the_nodes_settled(world: Callable[..., World]) -> None:
-    """`keep` after a restart: nothing is sent again, and the bits are those of a run without one."""
+    """`keep` after a restart: nothing is sent again, and results equal those of a run without restart."""
     here = world(nodes=2, ranks=2)
     training = here.started()
     for _ in range(4):
@@ -180,7 +181,7 @@ def test_training_goes_on_from_where_the_nodes_settled(world: Callable[..., Worl
 
 
 def test_a_record_goes_with_a_state_that_was_kept_or_seeded(world: Callable[..., World]) -> None:
-    """A second crash before the first iteration: the first one's record is still there."""
+    """After a second crash before the first iteration, the first record still exists."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     training.iterate()

@@ -1,4 +1,4 @@
-"""What a node holds, where its streams' bytes go, and the threads that put them there."""
+"""A node's holds, the places of its streams' bytes, and the threads that receive them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def streams_of(layout: Layout, ranks: int, channels: int, shard: int) -> list[tu
 
 
 def iteration_of(layout: Layout, shard: int, seed: int) -> dict[int, torch.Tensor]:
-    """Random gradients of one iteration."""
+    """Return random gradients of one iteration."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for index, bucket in enumerate(layout.buckets):
@@ -116,7 +116,7 @@ def on_the_wire(stream: StreamLayout, buckets: dict[int, torch.Tensor]) -> bytes
 def test_every_byte_lands_in_its_place(
     shapes: list[int], ranks: int, channels: int, dtype: str, joined: int, seed: int
 ) -> None:
-    """All streams of a shard, in odd pieces, taken in turns, put three iterations together."""
+    """All streams of a shard, in odd pieces and in turns, assemble three iterations."""
     pick = random.Random(seed)
     layout = layout_of(shapes, 1, dtype)
     sets = BucketSets(layout, 0, joined - 1)
@@ -335,7 +335,7 @@ def test_buffers_that_changed_once_stay_in_later_records() -> None:
 
 
 def test_kept_records_share_buffers_that_stay_as_they_are() -> None:
-    """A frozen model's are large: a copy in each iteration costs memory, and time under the node's lock."""
+    """Those of a frozen model are large: a copy per iteration costs memory, and time under the lock."""
     records, frozen = Records(1, 0), torch.ones(1 << 20)
     records.add(part(0, 0, buffers=state.dumps({"frozen": frozen})), 0.0)
     records.stepped(0)
@@ -348,7 +348,7 @@ def test_kept_records_share_buffers_that_stay_as_they_are() -> None:
 
 
 def test_buffers_of_iterations_that_nobody_steps_are_kept() -> None:
-    """A hold joins at iteration 3: what the records before said may never be said again."""
+    """A hold joins at iteration 3; contents of earlier records may never be sent again."""
     records = Records(2, 0)
     for t in range(4):
         records.add(part(t, 1), 0.0)
@@ -377,7 +377,7 @@ def test_an_older_iteration_that_is_stepped_later_changes_no_newer_buffer() -> N
 
 
 def test_buffers_may_have_changed_in_a_record_that_never_came() -> None:
-    """They count as lacking from then on, until they are said again; before it they are known."""
+    """They count as lacking from then on, until they are sent again; before it they are known."""
     records = Records(1, 0, ["mean", "once"])
 
     def said(**buffers: int) -> bytes:
@@ -408,7 +408,7 @@ def test_buffers_from_another_holder_replace_older_ones() -> None:
     records.add(part(1, 0, buffers=state.dumps({"mean": torch.tensor(1), "once": torch.tensor(1)})), 0.0)
     records.stepped(1)
     records.add(part(3, 0), 0.0)
-    records.adopt(pb.IterationRecord(iteration=1, buffers=old))  # of before what was passed over
+    records.adopt(pb.IterationRecord(iteration=1, buffers=old))  # from before the skipped one
     records.adopt(pb.IterationRecord(iteration=5, buffers=new))
     records.add(part(6, 0, buffers=state.dumps({"mean": torch.tensor(6)})), 0.0)
     records.stepped(6)

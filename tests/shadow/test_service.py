@@ -1,4 +1,4 @@
-"""Shadow nodes as services: what they refuse, and TLS."""
+"""Shadow nodes as services: refused calls, and TLS."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_address_that_is_taken_or_foreign_is_explained() -> None:
 
 @contextmanager
 def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
-    """A call in here ends with that status, and says that."""
+    """Expect a call to end with this status and message."""
     with pytest.raises(grpc.RpcError) as caught:
         yield
     assert isinstance(caught.value, grpc.Call)
@@ -53,7 +53,7 @@ def refused(code: grpc.StatusCode, message: str = "") -> Iterator[None]:
 def test_a_nic_that_is_not_this_machines_is_named() -> None:
     data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
     data["shadow_nodes"][0]["nics"][1]["ip"] = "192.0.2.7"
-    with pytest.raises(StreamError, match=r"192\.0\.2\.7 is no address of this machine"):
+    with pytest.raises(StreamError, match=r"192\.0\.2\.7 is not an address of this machine"):
         Serving(Job.model_validate(data), 0)
 
 
@@ -78,13 +78,13 @@ def request_of(of: Job, **other: Any) -> pb.BeginRequest:
         ({"group": 1}, "no DP group 1: job demo has 1"),
         ({"ranks": 7}, "7 ranks: DP group 0 of job demo has 3"),
         ({"incarnation": 256}, "a number from 0 to 255"),
-        ({"first_iteration": 2, "next_iteration": 1}, "the next is not below the first"),
-        ({"layout": "{}"}, "no layout"),
+        ({"first_iteration": 2, "next_iteration": 1}, "nor the next below the first"),
+        ({"layout": "{}"}, "not a layout"),
         (
             {"layout": make_layout([Parameter("w", (4,), "float32")], 5).to_json()},
             "a layout of 5 shards: DP group 0 of job demo has 1",
         ),
-        ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "the optimizer can't be followed"),
+        ({"optimizer": pb.OptimizerSpec(name="torch.optim.LBFGS")}, "unsupported optimizer"),
     ],
 )
 def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: str) -> None:
@@ -96,7 +96,7 @@ def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: st
 
 
 def said_of(job: Job, part: pb.RecordPart) -> pb.RecordReply:
-    """A part, on a connection of its own, and what node 0 says of it; a refusal ends the connection."""
+    """Send a part on a new connection. Return the reply of node 0, which closes it if it refuses."""
     line = RecordLine(job, 0)
     try:
         reply = line.answer(part)
@@ -127,7 +127,7 @@ def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
 
 
 def test_seeds_and_records_of_another_run_are_refused() -> None:
-    """An incarnation comes round after 256 starts: what was sent then is of another run, and is not taken."""
+    """An incarnation wraps after 256 starts: data from then belongs to another run, and is refused."""
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0) as channel:
         stub = ShadowStub(channel)
@@ -145,7 +145,7 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
 
 
 def test_seeds_and_records_of_another_start_are_refused() -> None:
-    """A run goes on over restarts: after 256 of them both its name and the incarnation are the same."""
+    """A run continues over restarts: after 256 of them both its name and the incarnation are the same."""
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0) as channel:
         stub = ShadowStub(channel)
@@ -192,13 +192,13 @@ def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() 
             parameter=0, tensor=pb.TensorPiece(dtype="float32", shape=[1], data=b"1234")
         )
         wrong = [pb.Seeds(header=header), pb.Seeds(piece=piece), pb.Seeds(checksum=b"no")]
-        with pytest.raises(grpc.RpcError, match="the checksum is wrong"):
+        with pytest.raises(grpc.RpcError, match="wrong checksum"):
             training.stubs[0].Seed(iter(wrong), timeout=5)
         assert status(job, 0).holds_nothing
 
 
 def certificates(folder: Path, name: str, ips: list[str]) -> dict[str, str]:
-    """An authority's files, and a host's certificate."""
+    """Create the files of an authority, and a host's certificate."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(folder / f"{name}-ca.pem"))
     host = authority.issue_cert(*ips)
@@ -267,5 +267,5 @@ def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     files = certificates(tmp_path, "host", ["127.0.3.1"])
     Path(files["key"]).unlink()
     job = Job.model_validate({**data, "mgmt_tls": files})
-    with pytest.raises(TlsError, match="can't read the TLS file .*host.key: No such file"):
+    with pytest.raises(TlsError, match="cannot read the TLS file .*host.key: No such file"):
         Serving(job, 0)

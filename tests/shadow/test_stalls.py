@@ -1,4 +1,4 @@
-"""Nodes that stop for a while, and records that some of them lack: what a restart still resumes from."""
+"""Nodes that stop for a while, and records that some of them lack: the iteration that a restart finds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECONDS = 30.0
 
 
 def planned(job: Job) -> RestartPlan:
-    """What a restart resumes from."""
+    """Return the iteration from which a restart resumes."""
     stubs = Stubs(job)
     try:
         return fence.plan_restore(job, stubs, SECONDS)
@@ -41,7 +41,7 @@ def planned(job: Job) -> RestartPlan:
 
 @contextmanager
 def followed(job: Job, start: Start) -> Iterator[tuple[SmallTraining, list[NodeProcess]]]:
-    """A training that all nodes of a job follow, each a process of its own."""
+    """A training that all nodes of a job follow, each in its own process."""
     with ExitStack() as stack:
         nodes = [start(job, node.id, "--no-view") for node in job.shadow_nodes]
         for node in nodes:
@@ -58,7 +58,7 @@ def followed(job: Job, start: Start) -> Iterator[tuple[SmallTraining, list[NodeP
 
 
 def test_a_node_that_was_quiet_for_long_enough_is_not_waited_for_again(start: Start) -> None:
-    """A rank that died has left an iteration in part: reading on does not complete that."""
+    """A dead rank has left an incomplete iteration, which further reading does not complete."""
     with followed(local_job(nodes=1, ranks=2), start) as (training, _):
         training.iterate()
         for (boundary, channel, shard), layout in training.layouts.items():
@@ -70,7 +70,7 @@ def test_a_node_that_was_quiet_for_long_enough_is_not_waited_for_again(start: St
 
 
 def drained(training: SmallTraining) -> tuple[bool, float]:
-    """Whether node 0 says that it has stepped all that was sent, and how long it took to say so."""
+    """Return whether node 0 reports all sent iterations as stepped, and the time of its answer."""
     request = pb.FenceRequest(job=training.job.job, timeout=SECONDS, drain=True)
     began = time.monotonic()
     answer = training.stubs[0].Fence(request, timeout=SECONDS)
@@ -86,7 +86,7 @@ def drained(training: SmallTraining) -> tuple[bool, float]:
         (1, 0, 2.0),
         pytest.param(2, 1, 7.0, marks=pytest.mark.slow),  # longer than any silence
         pytest.param(2, 0, 7.0, marks=pytest.mark.slow),
-        pytest.param(3, 1, 25.0, marks=pytest.mark.slow),  # longer than gRPC waits for a sign of life
+        pytest.param(3, 1, 25.0, marks=pytest.mark.slow),  # longer than gRPC's keepalive
     ],
 )
 def test_a_node_that_was_stopped_while_training_died_has_lost_nothing(
@@ -129,7 +129,7 @@ def test_records_that_one_node_lacks_are_copied_from_another_at_a_restart(
 def test_what_was_trained_faster_than_nodes_step_is_stepped_before_a_restart(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sockets hold what comes beyond the two iterations that a node has in its buckets."""
+    """Sockets buffer everything beyond the two iterations in a node's buckets."""
     here = world(nodes=2, ranks=2, channels=2)
     training = here.started()
     step = Replica.step

@@ -1,4 +1,4 @@
-"""The shadow node's streams: connecting to a stub, reading what it sends, and saying what went wrong."""
+"""The shadow node's streams: connecting to a stub, reading its data, and error messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pair() -> Iterator[HostPair]:
 
 
 def connected(pair: HostPair, mode: str, timeout: float = 5) -> tuple[FakeStub, Callable[[], socket.socket]]:
-    """A stub on `b`, and the call that connects to it from `a`."""
+    """Start a stub on `b`; return the call that connects to it from `a`."""
     stub = FakeStub(pair.b, *STUB, mode=mode)
 
     def call() -> socket.socket:
@@ -52,7 +52,7 @@ def connected(pair: HostPair, mode: str, timeout: float = 5) -> tuple[FakeStub, 
 
 
 def test_a_stream_is_read_to_the_last_byte(pair: HostPair) -> None:
-    """Unread for long, out of order, twice, and from before its start: TCP puts all of it right."""
+    """Data that is late, out of order, duplicate, or from before the start: TCP handles all of it."""
     stub, call = connected(pair, "accept")
     data = random.Random(1).randbytes(4_000_000)
     size = 8000
@@ -87,7 +87,7 @@ def test_a_refused_hello_is_explained(pair: HostPair) -> None:
 def test_a_hello_without_an_answer_is_explained(pair: HostPair) -> None:
     stub, call = connected(pair, "mute_hello", timeout=0.5)
     try:
-        with pytest.raises(StreamError, match=r"not acknowledged the hello in 0\.5 s"):
+        with pytest.raises(StreamError, match=r"not acknowledge the hello within 0\.5 s"):
             call()
     finally:
         stub.stop()
@@ -103,7 +103,7 @@ def test_a_mute_stub_is_explained(pair: HostPair) -> None:
 
 
 def test_a_stub_that_resets_before_the_hello_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a switch does that is started again just then."""
+    """Act like a switch that restarts at that moment."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         really_open = connect._open
 
@@ -123,7 +123,7 @@ def test_a_closed_port_an_unknown_address_and_an_unknown_device_are_explained() 
         port = server.getsockname()[1]
     with pytest.raises(StreamError, match="refused from"):
         connect_stream("127.0.0.1", ("127.0.0.1", port), HELLO)
-    with pytest.raises(StreamError, match=r"192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(StreamError, match=r"192\.0\.2\.1 is not an address of this machine"):
         connect_stream("192.0.2.1", ("127.0.0.1", port), HELLO)
     with pytest.raises(StreamError, match="device none0: No such device"):
         connect_stream("127.0.0.1", ("127.0.0.1", port), HELLO, device="none0")
@@ -142,7 +142,7 @@ def test_memory_for_all_streams_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 class StubSource(threading.Thread):
-    """An ordinary server as stub: takes a hello, sends data in odd pieces, then waits or closes."""
+    """Run an ordinary server as stub: receive a hello, send data in odd pieces, then wait or close."""
 
     def __init__(self, data: bytes, reset: bool = False) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def spec(source: StubSource, number: int, expected: int | None) -> dict[str, obj
 
 
 def sink_of(streams: list[tuple[StubSource, int | None]], idle: float = 0.5) -> SinkResult:
-    """Run a sink over these sources; they end with it."""
+    """Run a sink over these sources, which end with it."""
     specs = [spec(source, number, expected) for number, (source, expected) in enumerate(streams)]
     sink = Sink(SinkJob.model_validate({"streams": specs, "idle_timeout": idle, "connect_timeout": 5}))
     try:
@@ -219,7 +219,7 @@ def test_the_sink_says_what_is_wrong_with_a_stream() -> None:
     assert not result.complete
     assert [stream.error for stream in result.streams] == [
         None,
-        "1 bytes have not come",
+        "1 bytes are missing",
         "1 bytes more than expected",
         "the connection broke: Connection reset by peer",
     ]
@@ -246,7 +246,7 @@ def test_the_command_says_ready_and_writes_its_result(tmp_path: Path) -> None:
     process, result = run_sink(tmp_path, [spec(source, 3, 3_000_000)])
     assert process.stdout
     assert process.stdout.readline().startswith("ready: 1 streams connected")
-    # Not communicate(): what readline() has taken ahead into its buffer, that leaves out.
+    # Not communicate(), which omits data that readline() has buffered.
     *_, last = process.stdout
     _, err = process.communicate(timeout=20)
     source.go_on.set()

@@ -1,4 +1,4 @@
-"""What goes wrong around a shadow node, and what it makes of it: nothing that it serves is ever wrong."""
+"""Faults around a shadow node, and its reaction: it never serves wrong state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_stub_that_resets_what_it_has_acknowledged_is_not_tried_without_a_paus
 
 
 def test_streams_that_are_connected_too_late_are_joined_later(world: Callable[..., World]) -> None:
-    """Training has gone on without them: the node joins some iterations ahead, and is seeded."""
+    """Training has continued without them: the node joins some iterations ahead, and is seeded."""
     here = world(nodes=1, ranks=2)
     here.copies.refusing = True
     training = here.training()
@@ -128,7 +128,7 @@ def test_a_shard_without_parameters_follows_too(world: Callable[..., World]) -> 
 
 
 def spoiled(here: World) -> SmallTraining:
-    """A training whose parameters were changed once behind everybody's back, and a node that has found it."""
+    """A training whose parameters were changed once outside a step, and a node that has detected it."""
     training = here.started()
     check_now(here, training)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_a_wrong_gradient_is_found_by_comparing_and_nothing_is_offered_any_more(
     (hold,) = here.status(0).holds
     assert not hold.offered
     assert "parameter p" in hold.trouble
-    training.iterate()  # the reply to this one tells, at the latest
+    training.iterate()  # the reply to this one reports it, at the latest
     wait_until(lambda: any("parameter p" in r.trouble for r in training.lines[0, 0].replies), "told")
     request = pb.ReserveRequest(job=here.job.job, iteration=training.iteration + 1, seconds=10)
     assert not training.stubs[0].Reserve(request, timeout=5).granted
@@ -177,7 +177,7 @@ def test_a_hold_in_doubt_is_seeded_anew_and_offered_once_it_was_found_right(
 def test_a_hold_in_doubt_is_not_out_for_as_long_as_comparing_takes_to_come_round(
     world: Callable[..., World],
 ) -> None:
-    """Trainers compare first what was found wrong."""
+    """Trainers compare suspects first."""
     here = world(nodes=1, ranks=2)
     training = here.started(shapes=((512, 512), (40,)))
     training.slices = Slices(training.layout, training.parameters, training.optimizer)
@@ -187,7 +187,7 @@ def test_a_hold_in_doubt_is_not_out_for_as_long_as_comparing_takes_to_come_round
     hold = here.hold()
     cycle = 3 * 4 * 512 * 512 // SLICE_BYTES
     with going_on(training):
-        wait_until(lambda: hold.state.doubtful and hold.state.live, "found once it has come round", 30)
+        wait_until(lambda: hold.state.doubtful and hold.state.live, "found in the next cycle", 30)
         live = training.iteration
         wait_until(lambda: here.status(0).holds[0].offered and not hold.state.doubtful, "that it is over", 30)
     assert training.iteration - live < cycle // 2
@@ -230,7 +230,7 @@ def test_a_record_that_a_rank_has_dropped_is_a_gap(world: Callable[..., World]) 
 
 
 def test_a_hold_is_offered_once_it_has_all_buffers(world: Callable[..., World]) -> None:
-    """A node that comes late is live at once, and gets buffers a few at a time."""
+    """A late node is live at once, and receives buffers a few at a time."""
     here = world(nodes=2, ranks=2)
     training = here.training()
     training.buffers = {"mean": torch.ones(2), "frozen": torch.ones(3)}
@@ -260,7 +260,7 @@ def test_a_hold_is_offered_once_it_has_all_buffers(world: Callable[..., World]) 
 
 
 def test_buffers_given_at_the_start_make_the_first_iteration_whole(world: Callable[..., World]) -> None:
-    """With one shard, a few at a time, and no record says them again but where they change."""
+    """With one shard, a few at a time; records repeat them only if they change."""
     here = world(nodes=2, ranks=2, replicas=2)
     training = here.training()
     training.buffers = {"mean": torch.ones(2), "frozen": torch.ones(3)}
@@ -307,7 +307,7 @@ def test_buffers_of_a_record_that_was_dropped_are_asked_for_again(world: Callabl
         here.ready()
     here.stepped(training.iteration)
     assert sum(reply.buffers for reply in asked) == 1
-    check_now(here, training)  # another holder has given them
+    check_now(here, training)  # another holder has sent them
 
 
 def test_a_node_comes_back_in_the_midst_and_again_in_the_midst_of_that(world: Callable[..., World]) -> None:
@@ -327,7 +327,7 @@ def test_a_node_comes_back_in_the_midst_and_again_in_the_midst_of_that(world: Ca
 def test_reading_goes_on_while_a_step_takes_long(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that hangs until told: the next iteration is received in full meanwhile, the one after waits."""
+    """Make a step hang: the next iteration is received completely meanwhile, the one after it waits."""
     here = world(nodes=1, ranks=2)
     training = here.started()
     go_on, stepping = threading.Event(), threading.Event()
@@ -358,7 +358,7 @@ def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.Lo
     training = here.started()
     hold = here.hold()
     with caplog.at_level(logging.INFO, "checkmate"):
-        with hold.lock:  # as a step that takes long does
+        with hold.lock:  # like a long step
             for _ in range(4):
                 training.iterate()
             wait_until(lambda: "4 iterations behind the trainers" in hold.state.trouble, "the lag")
@@ -366,12 +366,12 @@ def test_a_node_that_lags_says_so(world: Callable[..., World], caplog: pytest.Lo
         here.stepped(3)
         wait_until(lambda: not hold.state.trouble, "that it is over")
     said = [record.getMessage() for record in caplog.records]
-    assert any("a restart has to step as many first" in line for line in said)
-    assert any("no more than an iteration behind again" in line for line in said)
+    assert any("a restart must first step all of them" in line for line in said)
+    assert any("at most one iteration behind" in line for line in said)
 
 
 def test_two_fences_and_two_settles_are_as_one(world: Callable[..., World]) -> None:
-    """Rank 0 dies in the midst of a restart, and another start does it all again."""
+    """Rank 0 dies in the middle of a restart, and another start repeats it."""
     here = world(nodes=2, ranks=2)
     training = here.started()
     check_now(here, training)
@@ -399,7 +399,7 @@ def test_a_hold_of_another_run_or_beyond_the_target_is_emptied(world: Callable[.
 
 
 def test_a_record_given_with_seeds_is_served_with_them(world: Callable[..., World]) -> None:
-    """A node that was seeded with a restored iteration can give all of it back."""
+    """A node that was seeded with a restored iteration can serve all of it."""
     here = world(nodes=1, ranks=2)
     training = here.training()
     training.begin([0])

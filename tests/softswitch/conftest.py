@@ -14,14 +14,15 @@ from softswitch.frames.ports import MemoryPort
 from softswitch.p4runtime.server import serve
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
-from tests.softswitch.support.client import CPU_PORT, DEVICE, Client, Running, Wires, sh
+from tests.softswitch.support.client import DEVICE, Client, Running, Wires, sh
+from tests.softswitch.support.scenarios import CPU_PORT
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    """A switch without a program, with four in-memory ports."""
+    """Yield a switch without a program, with four in-memory ports."""
     ports = {each: MemoryPort(each) for each in (1, 2, 3, 4)}
     switch = SoftSwitch(ports.values(), CPU_PORT)
     service = P4RuntimeService(switch, DEVICE)
@@ -42,7 +43,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def primary(running: Running) -> Client:
-    """The primary controller of `running`, with the pipeline of `kinds.p4` set."""
+    """Return the primary controller of `running`, with the pipeline of `kinds.p4` set."""
     client = running.client()
     assert client.arbitration() == (0, 1)
     client.set_pipeline()
@@ -50,13 +51,13 @@ def primary(running: Running) -> Client:
 
 
 def within(namespace: str) -> str:
-    """What to put before a command. `ip netns exec` would want a root directory that is a mount point."""
+    """Return a command prefix; `ip netns exec` needs a root directory that is a mount point."""
     return f"nsenter --net=/run/netns/{namespace}"
 
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
-    """Three hosts around a switch's namespace, without IPv6's own chatter."""
+    """Yield three hosts around a switch's namespace, without IPv6 traffic."""
     stem = f"sw{os.getpid()}x{next(_numbers)}"
     wires = Wires(f"{stem}s", {each: f"{stem}h{each}" for each in (1, 2, 3)})
     names = [wires.switch, *wires.hosts.values()]

@@ -1,4 +1,4 @@
-"""The embedded target and BMv2's simple_switch_grpc: same program, entries and frames, same result."""
+"""The embedded target against BMv2: the same program, entries and frames have the same result."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from softswitch.program.state import State
 from tests.softswitch.support import bmv2_target
-from tests.softswitch.support.bmv2_target import CPU_PORT, Bmv2
-from tests.softswitch.support.scenarios import SCENARIOS, FrameScenario, files
+from tests.softswitch.support.bmv2_target import Bmv2
+from tests.softswitch.support.scenarios import CPU_PORT, SCENARIOS, FrameScenario, files
 
 REASON = bmv2_target.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
 
-# Raw sockets send no less than an Ethernet header, and the kernel takes VLAN tags out of frames.
+# Raw sockets send at least an Ethernet header, and the kernel removes VLAN tags from frames.
 SHORTEST = 14
 VLAN_TYPES = (0x8100, 0x88A8)
 HEADERS = 90
@@ -26,7 +26,7 @@ BATCH = 20
 
 
 class TargetPair:
-    """Both targets with the same state, and how many batches they have had."""
+    """Both targets with the same state, and their number of batches."""
 
     def __init__(self, scenario: FrameScenario, bmv2: Bmv2) -> None:
         self.scenario = scenario
@@ -35,9 +35,9 @@ class TargetPair:
         self.ports = sorted({*scenario.ports, *scenario.sources})
 
     def send(self, port: int, frames: list[bytes]) -> tuple[dict[int, list[bytes]], dict[int, list[bytes]]]:
-        """What leaves each target by each port for frames that come in by one port; sorted within a port.
+        """Return each target's outputs by port, sorted, for frames into one port.
 
-        Frames that reach every port follow them, so that it is known when BMv2 is done.
+        Frames that reach every port follow them, to detect when BMv2 is done.
         """
         ours: dict[int, list[bytes]] = {p: [] for p in self.ports}
         last: dict[int, list[bytes]] = {}
@@ -50,7 +50,7 @@ class TargetPair:
         return _sorted(ours), _sorted({p: theirs[p] for p in self.ports})
 
     def _send(self, port: int, frame: bytes, *sent: dict[int, list[bytes]]) -> None:
-        """Give a frame to both; what leaves ours by the ports of the scenario is added to each of `sent`."""
+        """Send a frame to both; add our outputs at the scenario's ports to `sent`."""
         for output in self.scenario.program.process(port, frame):
             if output.port in self.ports:
                 for frames in sent:
@@ -64,7 +64,7 @@ def _sorted(frames: dict[int, list[bytes]]) -> dict[int, list[bytes]]:
 
 @pytest.fixture(scope="module", params=sorted(SCENARIOS))
 def pair(request: pytest.FixtureRequest) -> Iterator[TargetPair]:
-    """Both targets, for each program."""
+    """Yield both targets, for each program."""
     scenario = SCENARIOS[request.param]()
     config, p4info = files(scenario.base)
     with bmv2_target.running(scenario.name, config, p4info, scenario.ports) as bmv2:
@@ -73,7 +73,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[TargetPair]:
 
 
 def mutated(draw: st.DrawFn, frame: bytes) -> bytes:
-    """A frame as it is, with bytes or bits changed in its headers, or cut short."""
+    """Return a frame unchanged, with changed bytes or bits in its headers, or truncated."""
     changed = bytearray(frame)
     top = min(len(frame), HEADERS) - 1
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2, 5)))):
@@ -92,7 +92,7 @@ def mutated(draw: st.DrawFn, frame: bytes) -> bytes:
 @settings(max_examples=BATCHES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_same_frames_leave(pair: TargetPair, data: st.DataObject) -> None:
-    """Whatever comes in, both send the same frames by the same ports."""
+    """For any input, both send the same frames from the same ports."""
     port = data.draw(st.sampled_from(pair.scenario.sources), label="port")
     frames = data.draw(batch(pair.scenario, port), label="frames")
     ours, theirs = pair.send(port, frames)
@@ -101,7 +101,7 @@ def test_same_frames_leave(pair: TargetPair, data: st.DataObject) -> None:
 
 @st.composite
 def batch(draw: st.DrawFn, scenario: FrameScenario, port: int) -> list[bytes]:
-    """Frames for one port, most of them changed in some way; for the CPU port with a header in front."""
+    """Return frames for one port, most of them changed; those for the CPU port have a header."""
     frames = []
     for frame in draw(st.lists(st.sampled_from(scenario.frames), min_size=10, max_size=BATCH)):
         changed = mutated(draw, frame)
@@ -113,7 +113,7 @@ def batch(draw: st.DrawFn, scenario: FrameScenario, port: int) -> list[bytes]:
 
 
 def test_same_counts(pair: TargetPair) -> None:
-    """After all of that, every counter and every entry's counter stands the same."""
+    """Afterwards, all counters are equal."""
     state = pair.scenario.program.state
     for port in pair.scenario.sources:
         if port != CPU_PORT:

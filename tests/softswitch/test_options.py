@@ -1,4 +1,4 @@
-"""The command line: simple_switch_grpc's options, and one clear line for whatever is wrong."""
+"""The command line: simple_switch_grpc's options, and one clear line for each error."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def test_defaults_are_safe() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give either --no-p4 or the path"),
-        (["--no-p4", "x.json"], "give either --no-p4 or the path"),
-        (["--no-p4", "-i", "veth0"], "-i veth0: it has to look like 1@veth0"),
-        (["--no-p4", "-i", "1@a", "-i", "1@b"], "port 1 is a already"),
-        (["--no-p4", "-i", "1@a", "-i", "2@a"], "a is a port already"),
+        ([], "specify either --no-p4 or the path"),
+        (["--no-p4", "x.json"], "specify either --no-p4 or the path"),
+        (["--no-p4", "-i", "veth0"], "-i veth0: must be NUMBER@INTERFACE, such as 1@veth0"),
+        (["--no-p4", "-i", "1@a", "-i", "1@b"], "port 1 is already a"),
+        (["--no-p4", "-i", "1@a", "-i", "2@a"], "a is already a port"),
         (["--no-p4", "-i", "1@a", "--cpu-port", "1"], "--cpu-port 1 is also the port of a"),
         (["--no-p4", "--cpu-port", "0"], "--cpu-port 0"),
         (["--no-p4", "--device-id", "-1"], "--device-id -1"),
         (["--no-p4", "--device-id", "one"], "invalid int value: 'one'"),
         (["--no-p4", "--unheard-of"], "--unheard-of"),
-        (["--no-p4", "--grpc-server-addr", "localhost"], "it has to look like 127.0.0.1:9559"),
-        (["--no-p4", "--grpc-server-addr", "[::1]:70000"], "it has to look like 127.0.0.1:9559"),
+        (["--no-p4", "--grpc-server-addr", "localhost"], "must be an address such as 127.0.0.1:9559"),
+        (["--no-p4", "--grpc-server-addr", "[::1]:70000"], "must be an address such as 127.0.0.1:9559"),
         (["--no-p4", "--grpc-server-ssl"], "needs --grpc-server-cert"),
-        (["--no-p4", "--grpc-server-cert", "x"], "without --grpc-server-ssl"),
+        (["--no-p4", "--grpc-server-cert", "x"], "certificates need --grpc-server-ssl"),
         (["--no-p4", "--grpc-server-with-client-auth"], "needs --grpc-server-ssl"),
     ],
 )

@@ -28,12 +28,12 @@ REWRITTEN = {"shadow_mac": C, "stub_mac": "02:00:00:00:00:fe", "shadow_ip": "10.
 
 @pytest.fixture
 def program() -> Program:
-    """A fresh program with hosts, a stub and streams."""
+    """Return a fresh program with hosts, a stub and streams."""
     return checkmate_program()
 
 
 def sums_are_right(frame: bytes) -> bool:
-    """Whether both checksums are what scapy would compute."""
+    """Return whether both checksums equal scapy's."""
     packet = Ether(frame)
     given = packet[IP].chksum, packet[TCP].chksum
     del packet[IP].chksum, packet[TCP].chksum

@@ -143,7 +143,7 @@ def test_loops_do_what_nested_code_does(
 
 
 def test_a_parser_that_never_ends_is_stopped() -> None:
-    """An option that repeats more often than the parser may step."""
+    """An option repeats more often than the parser's limit."""
     program = operators().program
     frame = bytes.fromhex("0200000000020200000000010001") + b"\x01\x00" * 5000
     (output,) = program.process(1, frame)

@@ -1,4 +1,4 @@
-"""Checksums on their way through, and network interfaces as ports."""
+"""Checksums through the switch, and network interfaces as ports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.softswitch.support.client import needs_root, sh, wait_for
 
 
 def frame(network: Packet, transport: Packet, payload: bytes, tags: int = 0) -> bytes:
-    """A frame with right checksums, as scapy computes them."""
+    """Return a frame with scapy's correct checksums."""
     packet = Ether(dst="02:00:00:00:00:01", src="02:00:00:00:00:02")
     for tag in range(tags):
         packet = packet / Dot1Q(vlan=10 + tag)
@@ -44,7 +44,7 @@ TRANSPORTS = (TCP(sport=1, dport=2, flags="PA", options=[("Timestamp", (1, 2))])
 
 
 def blank(whole: bytes) -> bytes:
-    """The frame as its sender leaves it: with the pseudo header's sum for a checksum."""
+    """Return the frame as its sender leaves it: with the pseudo header's sum as its checksum."""
     where = locate(whole)
     assert where is not None
     partial = (where.pseudo % 0xFFFF).to_bytes(2)
@@ -70,7 +70,7 @@ def test_completed_checksum_is_scapys(network: Packet, transport: Packet, payloa
 
 def test_completed_udp_checksum_is_never_zero() -> None:
     """RFC 768: a computed zero is sent as all ones."""
-    # A payload that is the checksum of zeros in its place makes the sum all ones.
+    # A payload equal to the checksum with a zero payload makes the sum all ones.
     payload = frame(NETWORKS[0], UDP(sport=1, dport=2), bytes(2))[40:42]
     whole = frame(NETWORKS[0], UDP(sport=1, dport=2), payload)
     assert whole[40:42] == b"\xff\xff"
@@ -158,7 +158,7 @@ def test_memory_port_sends_completed_checksums() -> None:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[str, str]]:
-    """Two interfaces, wired to each other."""
+    """Yield two connected interfaces."""
     stem = f"sp{time.monotonic_ns() % 10**9}"
     names = f"{stem}a", f"{stem}b"
     sh(f"ip link add {names[0]} type veth peer name {names[1]}")
@@ -169,7 +169,7 @@ def pair() -> Iterator[tuple[str, str]]:
 
 
 def receive(port: PacketPort) -> list[tuple[bytes, Offload | None]]:
-    """All frames that come within a moment."""
+    """Return all frames that arrive within a short time."""
     got: list[tuple[bytes, Offload | None]] = []
     time.sleep(0.05)
     port.poll(lambda number, data, left: got.append((data, left)), 100)
@@ -189,7 +189,7 @@ FRAMES = [
 
 @needs_root
 def test_frames_pass_byte_for_byte(pair: tuple[str, str]) -> None:
-    """Broadcast, foreign addresses, VLAN tags, 9,000 bytes, 14 bytes; what went out doesn't come back."""
+    """Broadcast, foreign addresses, VLAN tags, 9,000 bytes, 14 bytes; sent frames are not received."""
     one, other = PacketPort(1, pair[0]), PacketPort(2, pair[1])
     for each in FRAMES:
         assert one.send(each, None)
@@ -250,7 +250,7 @@ def test_link_goes_and_comes(pair: tuple[str, str]) -> None:
 
 @needs_root
 def test_stale_notice_of_a_link_that_was_down(pair: tuple[str, str]) -> None:
-    """The socket's error comes when the link is long up again; the port stays connected."""
+    """The socket's error comes after the link is up again; the port stays connected."""
     port = PacketPort(1, pair[0])
     sh(f"ip link set {pair[0]} down && ip link set {pair[0]} up")
     wait_for(lambda: port.refresh() or port.connection.up, "the link is up")
@@ -263,7 +263,7 @@ def test_stale_notice_of_a_link_that_was_down(pair: tuple[str, str]) -> None:
 
 @needs_root
 def test_port_without_room_refuses(pair: tuple[str, str]) -> None:
-    """Frames that the other end doesn't take fill the send buffer; none is lost without a word."""
+    """Frames that the other end does not read fill the send buffer; every loss is reported."""
     sh(f"tc qdisc add dev {pair[0]} root tbf rate 1mbit burst 20k limit 40k")
     port = PacketPort(1, pair[0])
     sent = sum(port.send(bytes(12) + b"\x08\x00" + bytes(8000), None) for _ in range(2000))
@@ -274,7 +274,7 @@ def test_port_without_room_refuses(pair: tuple[str, str]) -> None:
 
 @needs_root
 def test_gso_segment_arrives_whole_and_leaves_in_segments(pair: tuple[str, str]) -> None:
-    """A kernel's 64 KB TCP segment comes in as one frame, its checksum left to be completed."""
+    """A kernel's 64 KB TCP segment is received as one frame with an incomplete checksum."""
     whole = frame(NETWORKS[0], TCP(sport=1, dport=2, flags="A"), bytes(range(256)) * 200)
     one, other = PacketPort(1, pair[0]), PacketPort(2, pair[1])
     given = offload(blank(whole), GSO_TCPV4, 8000)
@@ -284,7 +284,7 @@ def test_gso_segment_arrives_whole_and_leaves_in_segments(pair: tuple[str, str])
     assert left is not None
     assert (left.gso_size, left.segments(), other.stats.rx_segments) == (8000, 7, 7)
     assert complete(data) == whole
-    # An interface that cannot take it whole gets segments, with right checksums.
+    # An interface that cannot accept it whole gets segments with correct checksums.
     sh(f"ethtool -K {pair[0]} tso off gso off tx off")
     listener = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
     listener.bind((pair[1], 0))

@@ -1,4 +1,4 @@
-"""Packets through the switch: copies and their admission, counts, the turn of the control plane."""
+"""Packets through the switch: copies and their admission, counters, turns of the control plane."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAC = 0x020000000001
 
 
 def replicated(running: Running, primary: Client, *replicas: tuple[int, int]) -> None:
-    """Let frames from port 1 go to a group of (port, instance)."""
+    """Replicate frames from port 1 to a group of (port, instance)."""
     primary.write(insert(primary.group(5, *replicas)), insert(primary.mac_entry(MAC, 1, "replicate", 5)))
 
 
 def arrive(running: Running, count: int = 1) -> None:
-    """Let frames come in by port 1, and wait until the switch is done with them."""
+    """Send frames into port 1, and wait until the switch has processed them."""
     port = running.ports[1]
     before = port.stats.rx_packets
     for _ in range(count):
@@ -77,7 +77,7 @@ def test_refused_copy_withholds_the_original(running: Running, primary: Client) 
     arrive(running)
     assert (len(running.ports[2].sent), len(running.ports[4].sent)) == (0, 1)
     assert (running.ports[3].stats.refused, running.ports[2].stats.withheld) == (1, 1)
-    # What the sender sends again goes through whole.
+    # Retransmissions are forwarded completely.
     running.ports[3].refusing = False
     arrive(running)
     assert [len(running.ports[each].sent) for each in (2, 3, 4)] == [1, 1, 2]
@@ -107,7 +107,7 @@ def test_port_that_is_down_holds_nothing_back(
     arrive(running, 2)
     assert len(running.ports[2].sent) == 2
     assert running.ports[3].stats.disconnected == 2
-    running.ports[3].connection.set_up(False)  # a notice of another port: nothing new here
+    running.ports[3].connection.set_up(False)  # a notice of another port
     running.ports[3].connection.set_up(True)
     assert caplog.messages == [
         "port 3 (memory3) is down: it counts as not connected, and copies to it are dropped",
@@ -130,11 +130,11 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(
     arrive(running, 3)
     assert len(running.ports[2].sent) == 4
     stats, withheld = running.ports[3].stats, running.ports[2].stats.withheld
-    assert (stats.refused, stats.disconnected) == (withheld, 4)  # those that were sent again; those lost
+    assert (stats.refused, stats.disconnected) == (withheld, 4)  # retransmitted ones; lost ones
     (warning,) = caplog.messages
-    assert warning.startswith("port 3 (memory3) has taken no frame for 1.")
+    assert warning.startswith("port 3 (memory3) accepted no frame for 1.")
     assert warning.endswith(" s: it counts as not connected, and copies to it are dropped")
-    # It is tried again, and joins in when it has room.
+    # It is tried again, and used when it has room.
     running.ports[3].refusing = False
 
     def sends_again() -> bool:
@@ -145,7 +145,7 @@ def test_port_that_refuses_for_a_second_holds_nothing_back(
     count = len(running.ports[3].sent)
     arrive(running, 5)
     assert len(running.ports[3].sent) == count + 5
-    assert caplog.messages == [warning, "port 3 (memory3) takes frames again, and counts as connected"]
+    assert caplog.messages == [warning, "port 3 (memory3) accepts frames again, and counts as connected"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
@@ -172,7 +172,7 @@ def test_a_sender_that_backs_off_is_not_held_back_for_ever(monkeypatch: pytest.M
 
 
 def test_control_plane_gets_its_turn_under_load(running: Running, primary: Client) -> None:
-    """A writer isn't starved by packets that never stop coming."""
+    """A continuous stream of packets does not starve a writer."""
     replicated(running, primary, (2, 1), (3, 1), (4, 0))
     stop = threading.Event()
 
@@ -208,7 +208,7 @@ def test_trace() -> None:
 
 
 def segment(payload: bytes) -> tuple[bytes, bytes]:
-    """A TCP segment with its checksum, and as its sender leaves it: with the pseudo header's sum."""
+    """Return a TCP segment with its checksum, and with only the pseudo header's sum."""
     packet = Ether(dst="02:00:00:00:00:01", src="02:00:00:00:00:02") / IP(src="10.0.0.1", dst="10.0.0.2")
     whole = bytes(packet / TCP(sport=1, dport=2, flags="A") / Raw(payload))
     where = locate(whole)
@@ -217,7 +217,7 @@ def segment(payload: bytes) -> tuple[bytes, bytes]:
 
 
 class Watching:
-    """Stands for a program: sends what it sees to port 2, and remembers it."""
+    """Substitute of a program, which forwards all frames to port 2 and records them."""
 
     cpu_port: int | None = None
 
@@ -231,7 +231,7 @@ class Watching:
 
 @pytest.mark.parametrize("sums_payload", [False, True])
 def test_checksum_left_to_be_completed(sums_payload: bool) -> None:
-    """A program that sums payloads sees whole checksums; whoever gets the frame does in any case."""
+    """A program that sums payloads gets complete checksums; receivers always do."""
     whole, partial = segment(b"x" * 3000)
     ports = [MemoryPort(1), MemoryPort(2)]
     switch = SoftSwitch(ports)

@@ -17,7 +17,6 @@ import pytest
 from finsy.proto import p4r, p4r_grpc
 
 from tests.softswitch.support.client import (
-    CPU_PORT,
     DEVICE,
     KINDS,
     Client,
@@ -26,6 +25,7 @@ from tests.softswitch.support.client import (
     needs_root,
     sh,
 )
+from tests.softswitch.support.scenarios import CPU_PORT
 
 BROADCAST = (1 << 48) - 1
 MEGABYTES = 24
@@ -35,7 +35,7 @@ MEGABYTES = 24
 def process(
     *arguments: str, inside: str | None = None, tail: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A running switch and the address that it says it listens on; it has to leave with 0 after SIGTERM."""
+    """Yield a running switch and its reported address; check that it exits with 0 after SIGTERM."""
     command = [sys.executable, "-m", "softswitch", "--device-id", str(DEVICE), *arguments]
     if inside:
         command = ["nsenter", f"--net=/run/netns/{inside}", *command]
@@ -73,7 +73,7 @@ said.put(None)
 
 
 def in_namespace(wires: Wires, path: Path) -> None:
-    """Set entries from within the switch's namespace: its P4Runtime listens on loopback there."""
+    """Set entries from inside the switch's namespace, where its P4Runtime server listens on loopback."""
     updates = p4r.WriteRequest(device_id=DEVICE)
     updates.election_id.low = 1
     maker = Client("unused:1")
@@ -155,7 +155,7 @@ def transfer(wires: Wires, source: int, target: int) -> None:
 @needs_root
 @pytest.mark.parametrize("offloads", [True, False])
 def test_tcp_passes_byte_for_byte(wires: Wires, tmp_path: Path, offloads: bool) -> None:
-    """Some megabytes, with 64 KB segments whole, and packet by packet; no checksum is wrong on arrival."""
+    """Some megabytes in 64 KB segments, and packet by packet; all checksums are correct on arrival."""
     if not offloads:
         for host in wires.hosts.values():
             sh(f"nsenter --net=/run/netns/{host} ethtool -K e0 tx off tso off gso off gro off")
@@ -186,7 +186,7 @@ def test_ports_are_not_promiscuous_afterwards(wires: Wires) -> None:
 
 @needs_root
 def test_a_port_that_goes_and_comes_is_told_on_stderr(wires: Wires, tmp_path: Path) -> None:
-    """A line when a port no longer counts as connected, and one when it does again; nothing else."""
+    """There is one line when a port no longer counts as connected, and one when it does again."""
     stats = tmp_path / "stats.json"
     arguments = ("--no-p4", "-i", "1@s1", "-i", "2@s2", "--stats-file", str(stats))
     with process(*arguments, inside=wires.switch) as (running, _):
@@ -247,7 +247,7 @@ def test_trace_and_cpu_port() -> None:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
-    """An authority, and a server's and a client's certificate from it."""
+    """Return an authority, and a server's and a client's certificate from it."""
     folder = tmp_path
     request = "openssl req -newkey rsa:2048 -nodes"
     sh(f"{request} -x509 -days 2 -subj /CN=authority -keyout {folder}/ca.key -out {folder}/ca.pem")
@@ -314,7 +314,7 @@ print("all went well")
 
 @pytest.mark.skipif(not SHELL.exists(), reason="no p4runtime-shell: `checkmate shell --install` sets it up")
 def test_p4runtime_shell_as_client() -> None:
-    """A second client, which shares no code with ours."""
+    """This client shares no code with ours."""
     with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, address):
         done = subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""Optimizers described and built again: options to the last bit, and what can't be followed is refused."""
+"""Optimizers described and rebuilt: options are exact to the last bit; unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_options_are_put_into_a_group_that_keeps_its_parameters() -> None:
     changed = {"params": [], "lr": torch.tensor(0.25, dtype=torch.float64), "betas": (0.5, 0.75)}
     apply_options(group, options_of(changed))
     assert group["params"] is before
-    assert group["lr"] is lr  # a compiled step or a scheduler refers to this very tensor
+    assert group["lr"] is lr  # a compiled step or a scheduler refers to this tensor
     assert (lr.item(), group["betas"], group["own"]) == (0.25, (0.5, 0.75), 1)
     apply_options(group, options_of({"lr": torch.tensor(0.5)}))
     assert (group["lr"].dtype, lr.item()) == (torch.float32, 0.25)
@@ -164,7 +164,7 @@ class _Strange(torch.optim.Optimizer):
     [
         (
             torch.optim.LBFGS,
-            "LBFGS can't be followed: its step couples all parameters .* use one of SGD, Adam",
+            "LBFGS is not supported: its step couples all parameters .* use one of SGD, Adam",
         ),
         (torch.optim.SparseAdam, "sparse gradients"),
         (torch.optim.Adafactor, "number of threads"),
@@ -173,10 +173,10 @@ class _Strange(torch.optim.Optimizer):
             lambda p: torch.optim.SGD(
                 [nn.Parameter(x.detach().bfloat16()) for x in p], lr=1, momentum=0.9, fused=True
             ),
-            "16-bit .* other bits in each run; use foreach=True",
+            "16-bit .* differs from run to run; use foreach=True",
         ),
-        (_Own, "_Own is a class of its own, and its step may differ from AdamW's: use AdamW itself"),
-        (_Strange, "_Strange is not known to step each parameter by itself: use one of"),
+        (_Own, "_Own is a subclass whose step may differ from AdamW's: use AdamW itself"),
+        (_Strange, "_Strange may not step each parameter separately: use one of"),
         (lambda p: torch.optim.Adam(p, differentiable=True), "group 0 has differentiable=True.*=False"),
         (lambda p: torch.optim.Adam(p, capturable=True), "group 0 has capturable=True.*=False"),
     ],
@@ -189,14 +189,14 @@ def test_what_can_not_be_followed_is_refused_with_a_way_out(make: Any, words: st
 
 def test_a_spec_never_names_what_is_run() -> None:
     for name in ("", "os.system", "torch.optim.LBFGS", "SGD"):
-        with pytest.raises(UnsupportedOptimizer, match="can't be followed"):
+        with pytest.raises(UnsupportedOptimizer, match="is not supported"):
             build(pb.OptimizerSpec(name=name), {0: torch.ones(1)})
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_no_step_reads_another_parameter(name: str, foreach: bool) -> None:
-    """Each parameter by itself, and cut in two, ends where it does in the company of others."""
+    """Each parameter, alone and cut in two, has the same result as together with others."""
     torch.manual_seed(0)
     start = [torch.randn(64, 7) for _ in range(3)]
     gradients = [[torch.randn(64, 7) for _ in range(3)] for _ in range(4)]
@@ -222,7 +222,7 @@ def test_no_step_reads_another_parameter(name: str, foreach: bool) -> None:
 
 
 def test_the_default_type_is_told() -> None:
-    """Torch gives it to numbers of the state, such as step counts."""
+    """Torch uses it for numbers of the state, such as step counts."""
     weight = nn.Parameter(torch.zeros(2))
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,4 +1,4 @@
-"""The generated protocol code is what the protocol's source gives."""
+"""The generated protocol code is up to date with its source."""
 
 from __future__ import annotations
 

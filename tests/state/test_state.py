@@ -1,4 +1,4 @@
-"""State as messages and back: every bit, every type; and what was damaged on the way is refused."""
+"""State as messages and back: every bit, every type; damaged data is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 @st.composite
 def tensors(draw: st.DrawFn, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Of any type, with any bits in it: also NaNs with a payload, infinities and negative zeros."""
+    """Draw tensors of any type with any bits: also NaNs with a payload, infinities and negative zeros."""
     dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
     shape = draw(SHAPES) if shape is None else shape
     tensor = torch.zeros(shape, dtype=dtype)
@@ -53,7 +53,7 @@ PARAMETERS = st.dictionaries(st.integers(0, 0xFFFFFFFE), st.tuples(tensors(), EN
 
 
 def same(one: object, other: object) -> bool:
-    """Of one type, with the same bits."""
+    """Compare types and bits."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return (one.dtype, one.shape) == (other.dtype, other.shape) and bytes(bytes_of(one)) == bytes(
             bytes_of(other)
@@ -70,7 +70,7 @@ def header_of(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> 
 
 
 def send(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> list[pb.Seeds]:
-    """Through bytes, as a connection would."""
+    """Convert through bytes, like a connection."""
     messages = to_seeds(header_of(parameters), ((n, t, s) for n, (t, s) in parameters.items()))
     return [pb.Seeds.FromString(message.SerializeToString()) for message in messages]
 
@@ -146,10 +146,10 @@ def test_views_and_parameters_are_read_as_they_look() -> None:
         (lambda m: m[:-1], "ended before its checksum"),
         (lambda m: [*m, m[-1]], "follows the checksum"),
         (lambda m: [*m[:2], pb.Seeds(), *m[2:]], "without a kind"),
-        (lambda m: [m[0], *m[2:]], "doesn't begin with its first bytes"),
-        (lambda m: [*m[:2], *m[3:]], "has a hole"),
-        (lambda m: [*m[:3], *m[4:]], "momentum_buffer, doesn't begin|missing|checksum"),
-        (lambda m: [*m[:1], *m[3:]], "checksum is wrong"),
+        (lambda m: [m[0], *m[2:]], "does not begin with its first bytes"),
+        (lambda m: [*m[:2], *m[3:]], "has a gap"),
+        (lambda m: [*m[:3], *m[4:]], "momentum_buffer, does not begin|missing|checksum"),
+        (lambda m: [*m[:1], *m[3:]], "wrong checksum"),
     ],
 )
 def test_faults_are_said(change: Callable[[list[pb.Seeds]], list[pb.Seeds]], words: str) -> None:
@@ -162,10 +162,10 @@ def test_faults_are_said(change: Callable[[list[pb.Seeds]], list[pb.Seeds]], wor
 def test_a_stranger_is_refused() -> None:
     messages = send({0: (torch.zeros(3), {}), 1: (torch.ones(3), {})})
     messages[0].header.parameters[:] = [0]
-    with pytest.raises(StateError, match="parameter 1 is not among those announced"):
+    with pytest.raises(StateError, match="parameter 1 was not announced"):
         from_seeds(messages).all()
     messages[0].header.parameters[:] = [0, 1, 2]
-    with pytest.raises(StateError, match="checksum is wrong"):
+    with pytest.raises(StateError, match="wrong checksum"):
         from_seeds(messages).all()
 
 
@@ -194,7 +194,7 @@ def test_plain_state_comes_back(obj: object) -> None:
 
 
 def test_what_is_kept_can_be_read_or_is_refused_at_once() -> None:
-    """Long lists and long numbers too; and none takes long to look at."""
+    """Long lists and long numbers as well, without long checks."""
     inner: list[int] = [1] * 1000
     kept: list[object] = [1 << 62, -(1 << 200), [inner] * 1000]
     for obj in kept:
@@ -204,7 +204,7 @@ def test_what_is_kept_can_be_read_or_is_refused_at_once() -> None:
 
 
 def test_random_states_come_back() -> None:
-    """Those of generators in use, from the message and from what it gave before."""
+    """States of used generators, from the message and from its earlier result."""
     random.gauss(0, 1)  # keeps a second value
     np.random.normal()
     kept = capture()

@@ -1,7 +1,7 @@
-"""bfrt_python's tree as far as a script uses it: tables, methods and fields, and what was set.
+"""An emulation of bfrt_python's tree that records the values that a script sets.
 
-The names are those of the SDE's schemas, either as listed here or as read from the SDE's own files. A name
-that isn't there, or a value that isn't among a field's choices, is an error.
+The names are those of the SDE's schemas, as listed here or read from the SDE's own files. An unknown name, or
+a value that is not among a field's choices, is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _any(*names: str) -> dict[str, tuple[str, ...]]:
 
 
 def listed(chip: str) -> dict[str, TableSchema]:
-    """What Checkmate's script uses, for `tf1` or `tf2`."""
+    """Return the tables that Checkmate's script uses, for `tf1` or `tf2`."""
     speeds = tuple(f"BF_SPEED_{speed}G" for speed in (1, 10, 25, 40, 50, 100, 200, 400))
     fec = ("BF_FEC_TYP_NONE", "BF_FEC_TYP_FIRECODE", "BF_FEC_TYP_REED_SOLOMON")
     maps = _any("PORT_ENABLE", "TX_MTU", "RX_MTU", "TX_PFC_EN_MAP", "RX_PFC_EN_MAP")
@@ -70,7 +70,7 @@ def listed(chip: str) -> dict[str, TableSchema]:
 
 
 def of_sde(files: Iterable[Path]) -> dict[str, TableSchema]:
-    """From the SDE's own schemas."""
+    """Return the tables of the SDE's own schemas."""
     found = {}
     for file in files:
         for table in json.loads(file.read_text())["tables"]:
@@ -94,7 +94,7 @@ def _field(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
 
 @dataclass
 class RecordedEntry:
-    """What bfrt_python calls a TableEntry."""
+    """bfrt_python's TableEntry."""
 
     table: RecordedTable
     key: tuple[Any, ...]
@@ -105,7 +105,7 @@ class RecordedEntry:
 
 
 class RecordedTable:
-    """One table. `entries`: by key and pipe, each with what was set."""
+    """One table. `entries` has the values that were set, by key and pipe."""
 
     def __init__(self, name: str, schema: TableSchema) -> None:
         self.name, self.schema = name, schema
@@ -152,7 +152,7 @@ class RecordedNode:
 
 
 def tree(schemas: Mapping[str, TableSchema]) -> tuple[Any, dict[str, RecordedTable]]:
-    """`bfrt`, and its tables by path."""
+    """Return `bfrt`, and its tables by path."""
     root: Any = RecordedNode()
     tables = {}
     for path, schema in schemas.items():

@@ -10,7 +10,7 @@ from testbed.jobs import job
 
 @st.composite
 def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
-    """One to `most` jobs that may run side by side on one fabric."""
+    """Return one to `most` jobs that can share a fabric."""
     switches = draw(st.integers(1, 3))
     made = []
     for number in range(draw(st.integers(1, most))):

@@ -1,4 +1,4 @@
-"""For tests of the planner: models, demands and step times that are easy to reckon with."""
+"""Models, demands and step times with round numbers, for tests of the planner."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TINY = "tests.support.planner:tiny"
 
 
 def tiny() -> nn.Module:
-    """For --model: 24 equal layers, so that shards can be equal."""
+    """Return a model for --model with 24 equal layers, so that shards can be equal."""
     return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(24))})
 
 
 def oddly_named() -> nn.Module:
-    """For --model: names that look like markup."""
+    """Return a model for --model whose names look like markup."""
     return nn.ModuleDict({"[red]:smile:": nn.Linear(4, 4), "[/]": nn.Linear(4, 4)})
 
 

@@ -1,4 +1,4 @@
-"""For tests of the ring: loopback addresses, ranks in threads, and steps played as pure data."""
+"""Loopback addresses, ranks in threads, and simulated steps, for tests of the ring."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 from checkmate.ring.steps import Receive, RingSteps, Send
+from checkmate.wire.schedule import chunk_slice
 
 Result = TypeVar("Result")
 Data = TypeVar("Data")
 
 
 def loopback(ranks: int) -> list[str]:
-    """An address for each rank."""
+    """Return an address for each rank."""
     return [f"127.0.0.{rank + 1}" for rank in range(ranks)]
 
 
 def free_port() -> int:
-    """A port with room for some channels above it."""
+    """Return a free port, low enough for some channels above it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return int(port) if port < 65000 else free_port()
@@ -36,9 +39,7 @@ def play(
     send: Callable[[int, Send], Data],
     receive: Callable[[int, Receive, Data], None],
 ) -> None:
-    """Play one channel's steps of all ranks to the end: a send waits for what it names, and a wire has
-    room for everything.
-    """
+    """Simulate one channel's steps of all ranks; a send waits for its dependency, and wires are unbounded."""
     ranks = len(steps)
     sent, received = [0] * ranks, [0] * ranks
     wires: list[list[tuple[int, Data]]] = [[] for _ in range(ranks)]
@@ -59,3 +60,29 @@ def play(
                 received[rank] += 1
                 moved = True
     assert [(len(own.sends), len(own.receives)) for own in steps] == list(zip(sent, received, strict=True))
+
+
+def averaged(values: Sequence[torch.Tensor], channels: int) -> torch.Tensor:
+    """Return the ring's expected average: chunk k is summed starting with rank k, then divided."""
+    ranks = len(values)
+    expected = values[0].clone()
+    for channel in range(channels):
+        for chunk in range(ranks):
+            where = chunk_slice(len(expected), channels, channel, ranks, chunk)
+            part = slice(where.start, where.stop)
+            total = values[chunk][part].clone()
+            for step in range(1, ranks):
+                total = total + values[(chunk + step) % ranks][part]
+            expected[part] = total / ranks
+    return expected
+
+
+def random_values(ranks: int, elements: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Return a tensor for each rank, with magnitudes so different that the order of summation matters."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(-6, 6, (ranks, elements), generator=generator).exp2()
+    return list((torch.randn(ranks, elements, generator=generator) * scales).to(dtype))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Files of the shape that the compiler leaves for a Tofino."""
+"""Files in the layout of the compiler's output for a Tofino."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from p4src import tofino
 
 
 def write_compiled(sde: Path, target: str, binary: bytes, context: bytes) -> Path:
-    """`make p4 P4_TARGET=target` under an SDE's installation; its `.conf`."""
+    """Write files like `make p4 P4_TARGET=target` below an SDE's installation; return the `.conf`."""
     folder = Path("share") / f"{target}pd" / "checkmate_tna"
     (sde / folder / "pipe").mkdir(parents=True)
     (sde / folder / "bf-rt.json").write_text('{"tables": []}')

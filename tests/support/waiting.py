@@ -1,4 +1,4 @@
-"""What tests wait for comes about within seconds, or the test fails."""
+"""Waiting for conditions, with a time limit."""
 
 from __future__ import annotations
 

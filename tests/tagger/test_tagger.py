@@ -1,4 +1,4 @@
-"""The tagger on a real kernel: what is on the wire, segment by segment."""
+"""The tagger on a real kernel: segments on the wire."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.support.labs.end_hosts import (
     needs_root,
     veth_pair,
 )
+from tests.support.streams import copy_sequence
 
 pytestmark = needs_root
 
@@ -39,7 +40,7 @@ OFFLOADS = {
 
 @dataclass(frozen=True)
 class Sent:
-    """A chunk: where it stands in the connection, its data, and the stream position where it is tagged."""
+    """A chunk: its place in the connection, its data, and its stream position if it is tagged."""
 
     start: int
     data: bytes
@@ -55,7 +56,7 @@ def tagger() -> Iterator[Tagger]:
 
 
 def chunks_of(seed: int, sizes: list[int], untagged_share: float = 0.4) -> list[Sent]:
-    """Chunks of random content; about so many untagged, the others of two shadow ids."""
+    """Return chunks of random content: some untagged, the others with two shadow ids."""
     pick = random.Random(seed)
     positions = {0: 0, 0xABCD: 0}
     chunks: list[Sent] = []
@@ -76,7 +77,7 @@ def send_all(sender: TaggedSocket, chunks: list[Sent]) -> None:
 
 
 def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Sent], timestamps: bool) -> int:
-    """Every data segment lies in one chunk and carries exactly what that chunk asks for; how many do."""
+    """Check that every data segment lies in one chunk and has exactly its tag; return their number."""
     starts = {}
     for chunk in chunks:
         starts[chunk.start] = chunk
@@ -101,18 +102,18 @@ def check_segments(segments: list[CapturedSegment], first: int, chunks: list[Sen
         parsed = wire.Tag.unpack(tag)
         anchor = (first + chunk.start) % wire.MODULUS
         assert parsed == wire.Tag(chunk.position, anchor, chunk.shadow_id, CHANNEL, INCARNATION)
-        assert wire.copy_sequence(parsed, segment.sequence) == (chunk.position + within) % wire.MODULUS
+        assert copy_sequence(parsed, segment.sequence) == (chunk.position + within) % wire.MODULUS
     return seen
 
 
 def first_sequence(segments: list[CapturedSegment]) -> int:
-    """From the SYN on the wire, not from the tagger."""
+    """Return the first sequence number, from the SYN on the wire, not from the tagger."""
     (syn,) = {segment.sequence for segment in segments if segment.flags & SYN}
     return (syn + 1) % wire.MODULUS
 
 
 def assert_covered(segments: list[CapturedSegment], first: int, chunks: list[Sent]) -> None:
-    """The capture has every byte, so nothing went by unseen."""
+    """Check that the capture has every byte."""
     end = 0
     for start, stop in sorted(
         ((s.sequence - first) % wire.MODULUS, (s.sequence - first) % wire.MODULUS + len(s.payload))
@@ -146,7 +147,7 @@ def run_transfer(
 ) -> tuple[list[CapturedSegment], bytes, int]:
     """Send the chunks over a fresh tagged connection from `a` to `b`.
 
-    What `b` captured, what it read, and how many segments `a` sent again.
+    Return the segments that `b` captured, the bytes that it read, and the number that `a` sent again.
     """
     capture = PacketCapture(pair.b)
     reader = SocketReader(pair.b, pair.b_ip)
@@ -155,12 +156,12 @@ def run_transfer(
             sock = socket.socket()
         tcp.tune_for_bulk(sock)
         sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
-        sender.connect(reader.address)
+        sender.socket.connect(reader.address)
         send_all(sender, chunks)
-        sender.drain(60)
+        tcp.drain(sender.socket, 60)
         assert sender.unacknowledged() == 0
         retransmitted = tcp.retransmitted(sock)
-        sender.close()
+        sender.socket.close()
         reader.join(30)
     finally:
         segments = capture.stop()
@@ -194,21 +195,21 @@ def test_more_chunks_than_ranges_wait_for_acknowledgements(tagger: Tagger) -> No
 def connect_near_the_wrap(
     tagger: Tagger, pair: HostPair, most: int
 ) -> tuple[TaggedSocket, socket.socket, int]:
-    """A connection whose sequence numbers wrap after at most `most` bytes: tried until one does."""
+    """Connect repeatedly until sequence numbers wrap after at most `most` bytes."""
     reset = struct.pack("ii", 1, 0)
     with inside(pair.b):
         server = socket.create_server((pair.b_ip, 0))
     with server, inside(pair.a):
         for _ in range(20_000):
             sender = TaggedSocket(tagger, socket.socket(), CHANNEL, INCARNATION)
-            sender.connect(server.getsockname())
+            sender.socket.connect(server.getsockname())
             sink, _ = server.accept()
             state = SocketState()
             tagger.fetch(sender.socket, state)
             if wire.MODULUS - state.first_sequence <= most:
                 return sender, sink, state.first_sequence
             sender.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            sender.close()
+            sender.socket.close()
             sink.close()
     raise AssertionError("no initial sequence number close to 2^32")
 
@@ -225,10 +226,10 @@ def test_sequence_numbers_wrap_at_32_bits(tagger: Tagger, mode: str) -> None:
                 sender.send_chunk(chunk.data, chunk.shadow_id)
                 while len(received) < sender.written:
                     received += sink.recv(1 << 20)
-            sender.drain(10)
+            tcp.drain(sender.socket, 10)
         finally:
             segments = [segment for segment in capture.stop() if segment.source_port != sink.getsockname()[1]]
-            sender.close()
+            sender.socket.close()
             sink.close()
     assert bytes(received) == b"".join(chunk.data for chunk in chunks)
     assert check_segments(segments, first, chunks, timestamps=True) >= len(chunks)
@@ -259,11 +260,11 @@ def test_a_socket_keeps_its_own_dscp(tagger: Tagger) -> None:
             sock = socket.socket()
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 10 << 2)
         sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION, dscp_bit=0x04)
-        sender.connect(reader.address)
+        sender.socket.connect(reader.address)
         sender.send_chunk(b"plain")
         sender.send_chunk(b"tagged", 0)
-        sender.drain(10)
-        sender.close()
+        tcp.drain(sender.socket, 10)
+        sender.socket.close()
         reader.join(10)
         segments = [s for s in capture.stop() if s.source_port != reader.address[1] and s.payload]
     assert [(s.payload, s.dscp) for s in segments] == [(b"plain", 10), (b"tagged", 14)]
@@ -275,7 +276,7 @@ def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
         with inside(pair.a):
             sock = socket.socket()
         sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
-        sender.connect(reader.address)
+        sender.socket.connect(reader.address)
         sender.send_chunk(b"")
         sender.send_chunk(b"123", 5)
         sender.send_chunk(b"4567")
@@ -283,12 +284,12 @@ def test_positions_count_tagged_bytes_only(tagger: Tagger) -> None:
         sender.write(b"8")
         with pytest.raises(TaggerError, match="still lacks 3"):
             sender.begin_chunk(1)
-        with pytest.raises(TaggerError, match="4 bytes, where the chunk lacks 3"):
+        with pytest.raises(TaggerError, match="4 bytes exceed the 3 bytes left of the chunk"):
             sender.write(b"toom")
         sender.write(b"9ab")
         assert (sender.position(5), sender.position(6), sender.position(7)) == (3, 4, 0)
         assert sender.written == 11
-        sender.close()
+        sender.socket.close()
         reader.join(10)
     assert reader.received == b"123456789ab"
 
@@ -303,7 +304,7 @@ def test_a_range_is_retired_before_its_sequence_numbers_come_again(
         with inside(pair.a):
             sock = socket.socket()
         sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
-        sender.connect(reader.address)
+        sender.socket.connect(reader.address)
         sender.send_chunk(b"123", 5)
         sender.send_chunk(bytes(90))
         tagger.fetch(sock, known)
@@ -314,7 +315,7 @@ def test_a_range_is_retired_before_its_sequence_numbers_come_again(
         sender.send_chunk(b"456", 5)
         tagger.fetch(sock, known)
         assert (known.head, known.tail, known.ranges[1].sequence) == (1, 2, 3)
-        sender.close()
+        sender.socket.close()
         reader.join(10)
     assert len(reader.received) == 116
 
@@ -340,13 +341,13 @@ def test_draining_ends_when_the_peer_resets(tagger: Tagger) -> None:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, tcp.SO_SNDBUFFORCE, 4 << 20)
         sender = TaggedSocket(tagger, sock, CHANNEL, INCARNATION)
-        sender.connect(server.getsockname())
+        sender.socket.connect(server.getsockname())
         peer, _ = server.accept()
         sender.send_chunk(bytes(1 << 20), 1)
-        with pytest.raises(TimeoutError, match="has not acknowledged"):
-            sender.drain(0.1)
+        with pytest.raises(TimeoutError, match="did not acknowledge"):
+            tcp.drain(sender.socket, 0.1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         peer.close()
         with pytest.raises(ConnectionResetError, match="bytes unacknowledged"):
-            sender.drain(10)
-        sender.close()
+            tcp.drain(sender.socket, 10)
+        sender.socket.close()

@@ -1,4 +1,4 @@
-"""A lab's cgroup goes with all that lives in it, however that ends."""
+"""A lab's cgroup is removed with all of its processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topologies.lab import Lab
 pytestmark = needs_root
 
 FORKS = "import os\nwhile True:\n    if os.fork():\n        os._exit(0)"
-"""Each process lives just long enough to start the next, so that none is there by the time it is named."""
+"""Each process lives just long enough to start the next, so that it has ended when it is listed."""
 
 PACKET_SOCKETS = """
 import socket, time
@@ -32,7 +32,7 @@ for one in opened:
 print("ready", flush=True)
 time.sleep(60)
 """
-"""The kernel takes a while to close these, when the process has left its namespace already."""
+"""The kernel closes these slowly, after the process has left its namespace."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def cgroup() -> Iterator[str]:
 
 @contextlib.contextmanager
 def living_in(cgroup: str, *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in the cgroup of one of the lab's hosts."""
+    """Yield a process in the cgroup of one of the lab's hosts."""
     enter = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{cgroup}/rank0/cgroup.procs"]
     process = subprocess.Popen([*enter, *argv], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -69,7 +69,7 @@ def test_a_cgroup_goes_with_the_processes_in_it(cgroup: str) -> None:
 
 def test_no_process_escapes_by_forking(cgroup: str) -> None:
     with living_in(cgroup, sys.executable, "-S", "-c", FORKS) as first:
-        assert first.wait(20) == 0  # its descendants go on
+        assert first.wait(20) == 0  # its descendants continue
         wait_until(lambda: bool(cgroups.members(cgroup)))
         cgroups.remove(cgroup)
         assert not Path(cgroup).exists()
@@ -90,7 +90,7 @@ def test_what_can_not_be_removed_is_named_and_goes_later(cgroup: str, tmp_path: 
     if mount.returncode:
         pytest.skip(f"nothing can be mounted here: {mount.stderr.strip()}")
     try:
-        with pytest.raises(LabError, match=f"{cgroup} can't be removed .*: no process is to be seen in it; "):
+        with pytest.raises(LabError, match=f"{cgroup} can't be removed .*: no process is visible in it; "):
             cgroups.remove(cgroup, seconds=0.1)
     finally:
         subprocess.run(["umount", busy], check=True)

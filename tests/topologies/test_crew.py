@@ -1,4 +1,4 @@
-"""Processes in a lab that are pinned, killed and started again: hosts, the controller, the switch."""
+"""Processes in a lab that are pinned, killed and restarted: hosts, the controller, the switch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from topologies.lab import Lab
 
 pytestmark = needs_root
 
-# A supervisor: what it starts, in a session of its own, is started again when it ends.
+# A supervisor: it restarts its child, which has its own session, when that ends.
 SUPERVISOR = "while :; do setsid sh -c 'echo up; sleep 60' & wait $!; done"
 
 
@@ -41,7 +41,7 @@ def crew(lab: Lab) -> Iterator[Crew]:
 
 
 def await_end(pids: list[int]) -> None:
-    """That all end soon."""
+    """Check that all end soon."""
     wait_until(lambda: not alive(pids))
 
 
@@ -57,7 +57,7 @@ def test_a_process_is_pinned_and_finds_the_job(lab: Lab, crew: Crew) -> None:
         crew.finish([one], 20)
         assert one.said().split() == [f"[{cpu}]", str(lab.job_file), "yes"]
     assert os.sched_getaffinity(0) == before
-    with pytest.raises(BadDescription, match=r"CPUs \[9999\]: this machine lets us use"):
+    with pytest.raises(BadDescription, match=r"CPUs \[9999\]: only"):
         crew.start("two", "rank0", ["true"], cpus={9999})
 
 
@@ -83,7 +83,7 @@ def test_a_killed_process_takes_what_it_started_with_it(crew: Crew) -> None:
     crew.kill(member)
     assert member.process.returncode == -signal.SIGKILL
     await_end(tree)
-    crew.wait(lambda: True, "nothing", 1)  # it counts as no failure
+    crew.wait(lambda: True, "nothing", 1)  # this is not a failure
     crew.kill(member)  # a second time changes nothing
 
 
@@ -124,7 +124,7 @@ def test_a_restarted_process_that_fails_is_quoted_by_its_new_words(crew: Crew, t
 
 
 def test_the_cause_is_quoted_before_its_consequences(crew: Crew) -> None:
-    """Even where the cause ends last, for it cleans up after its last words."""
+    """The cause may end last, because it cleans up after its last output."""
     crew.start("victim", "rank0", ["sh", "-c", "sleep 0.2; echo broken pipe >&2; exit 1"])
     crew.start("cause", "rank1", ["sh", "-c", "echo no memory >&2; sleep 0.5; exit 3"])
     crew.start("another", "rank2", ["sleep", "60"])

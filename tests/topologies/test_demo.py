@@ -1,4 +1,4 @@
-"""`make demo`: everything it promises is so, and nothing of it stays."""
+"""`make demo`: it keeps all of its promises, and leaves nothing behind."""
 
 from __future__ import annotations
 

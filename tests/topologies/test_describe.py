@@ -1,4 +1,4 @@
-"""Labs' descriptions: pure, so no test here needs root."""
+"""Descriptions of labs: pure, so these tests do not need root."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(topology: Topology, folder: Path, target: job_files.Target = "bmv2") -
 
 @st.composite
 def lab_files(draw: st.DrawFn) -> dict[str, Any]:
-    """A tree of switches, with groups and shadow nodes anywhere on it."""
+    """Return a tree of switches, with groups and shadow nodes at random switches."""
     names = [f"sw{i}" for i in range(draw(st.integers(1, 5)))]
     switch = st.sampled_from(names)
     nodes = draw(st.lists(st.lists(switch, min_size=1, max_size=2), min_size=1, max_size=6))
@@ -84,7 +84,7 @@ def test_each_cable_end_is_there_once(data: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", describe.names())
 def test_management_addresses_sort_as_ranks_do(name: str) -> None:
-    """As text: torchrun numbers its nodes so."""
+    """They sort as text, as torchrun needs them."""
     addresses = [str(rank.mgmt) for rank in load(name).ranks]
     assert sorted(addresses) == addresses
 
@@ -161,7 +161,7 @@ def test_many_shadow_nodes_do_not_make_the_list_long() -> None:
 
 @pytest.mark.parametrize("name", ["single_tor", "paper_testbed"])
 def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None:
-    """The shell itself says what the line comes to."""
+    """The shell itself expands the line."""
     topology = load(name)
     script = ["train.py", "--title", "two words"]
     line = torchrun.loop(topology, "mine", "/jobs/a job.yaml", script)
@@ -214,5 +214,5 @@ def test_loss_is_read(text: str, share: float) -> None:
 
 @pytest.mark.parametrize("text", ["100%", "1", "-1%", "much", "%", "nan"])
 def test_no_loss_is_refused(text: str) -> None:
-    with pytest.raises(BadDescription, match="give a share"):
+    with pytest.raises(BadDescription, match="is not a loss rate"):
         loss.fraction(text)

@@ -1,4 +1,4 @@
-"""The digests of what a rank tags: pure."""
+"""The digests of tagged bytes: pure."""
 
 from __future__ import annotations
 

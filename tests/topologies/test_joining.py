@@ -1,4 +1,4 @@
-"""A shadow node leaves and another joins its streams in their middle, while rings gather; on real sockets."""
+"""A shadow node leaves and another joins its streams midway, while rings gather, on real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topologies.traffic.run import Outcome, Traffic, received_by
 pytestmark = [needs_root, needs_clang]
 
 AHEAD = SinkTail(26, 12_345)
-"""In the middle of a segment: what comes first may begin before it."""
+"""In the middle of a segment, so that the first copy may begin before it."""
 LOAD = Load(nbytes=32_000_000, iterations=32, pause=0.2, tails=(AHEAD,))
 SLOWLY = replace(LOAD, nbytes=6_400_000)
 LEAVER, STAYER = "shadow0", "shadow1"
@@ -35,9 +35,9 @@ Key = tuple[int, int, int]
 
 
 class Brake(threading.Thread):
-    """Stops the ranks at an iteration, where the machine is too busy for others to be ready until then.
+    """Brake that stops the ranks at an iteration if others are not ready yet on a busy machine.
 
-    Where they are is what the shadow node that stays says it has read, some iterations late.
+    Their position is determined from the bytes read by the remaining shadow node, some iterations late.
     """
 
     def __init__(self, run: Traffic, after: int) -> None:
@@ -56,7 +56,7 @@ class Brake(threading.Thread):
         return received_by(stayer) / self._each
 
     def go(self, after: float = math.inf) -> None:
-        """Let the ranks go on, to another iteration."""
+        """Let the ranks continue to another iteration."""
         self._after = after
         self._signal(signal.SIGCONT)
 
@@ -80,7 +80,7 @@ class Brake(threading.Thread):
 
 
 def gather_and(run: Traffic, change: Callable[[Member, Brake], None]) -> Outcome:
-    """Run the rings, and change something about the leaver after the third iteration."""
+    """Run the rings, and change the leaving node after the third iteration."""
     changed = False
     with Brake(run, 8) as brake:
 
@@ -101,12 +101,12 @@ def streams_of(result: dict[str, Any]) -> dict[Key, dict[str, Any]]:
 
 
 def check_joined(run: Traffic, outcome: Outcome) -> None:
-    """What the node that joined has read is what the ranks say was tagged from there on."""
+    """Check that the joined node has read all bytes that the ranks report as tagged from there on."""
     (joined,) = (run.result(member) for member in run.shadows if member.name == LEAVER)
     tagged = {key: s["tails"] for rank in outcome.ranks for key, s in streams_of(rank).items()}
     assert len(joined["streams"]) == 4
     for key, read in streams_of(joined).items():
-        # Its base is by the schedule; that of the tagging side by counting.
+        # Its base is computed from the schedule; that of the tagging side is counted.
         (tail,) = tagged[key]
         assert read["base"] == tail["base"]
         assert read["bytes"] == tail["bytes"] > 10_000
@@ -114,13 +114,13 @@ def check_joined(run: Traffic, outcome: Outcome) -> None:
 
 
 def lost(crew: Crew) -> int:
-    """Copies that found no connected stream."""
+    """Return the number of copies without a connected stream."""
     (switch,) = status(crew)
     return int(switch["losses"]["not_connected"]["packets"])
 
 
 def check_stayer(outcome: Outcome) -> None:
-    """Whoever stayed has everything, from the first byte on."""
+    """Check that the remaining node has all bytes, from the first one."""
     assert [row.equal for row in outcome.verdict.rows if row.node == 1] == [True] * 4
     assert not outcome.faults
     assert {rank["verified"] for rank in outcome.ranks} == {LOAD.iterations}
@@ -140,7 +140,7 @@ def check_stayer(outcome: Outcome) -> None:
 def test_what_is_read_from_the_base_on_is_what_was_tagged(
     name: str, target: Target, share: float, killed: bool
 ) -> None:
-    """It leaves at a tenth, by closing or by kill -9, and another process joins well ahead of the data."""
+    """The node leaves at a tenth, by closing or by kill -9; another process joins well ahead of the data."""
     work = LOAD if target == "softswitch" else SLOWLY
     with Lab(build("pair", TOPOLOGY), target, name=name, loss=share) as lab, Crew(lab) as crew, serving(crew):
         run = Traffic(crew, work)
@@ -162,7 +162,7 @@ def test_what_is_read_from_the_base_on_is_what_was_tagged(
 
 @pytest.mark.slow
 def test_no_byte_is_read_behind_a_gap(name: str) -> None:
-    """Who joins behind the data that comes first reads nothing; who joins ahead after that reads all."""
+    """A node that joins behind the first data reads nothing; one that then joins ahead reads everything."""
     with Lab(build("pair", TOPOLOGY), name=name) as lab, Crew(lab) as crew, serving(crew):
         run = Traffic(crew, LOAD)
         run.connect()
@@ -187,6 +187,6 @@ def test_no_byte_is_read_behind_a_gap(name: str) -> None:
 
 
 def counted(crew: Crew) -> int:
-    """The fewest copies that one of the leaver's connected streams was sent."""
+    """Return the smallest number of copies sent to one of the leaving node's connected streams."""
     (switch,) = status(crew)
     return int(min(s["packets"] for s in switch["streams"] if s["shadow_node"] == 0))

@@ -1,4 +1,4 @@
-"""Labs in the kernel: made, used, removed."""
+"""Labs in the kernel: created, used, removed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from topologies.lab import Lab
 pytestmark = needs_root
 
 SHARE = 0.012345
-"""A loss that nothing else uses, so that the programs of these tests can be told by their tags."""
+"""A loss rate that only these tests use, so that their programs have unique tags."""
 
 
 TARGETS = ["softswitch", pytest.param("bmv2", marks=needs_bmv2)]
 
 
 def loss_programs() -> int:
-    """How many programs with this module's loss the kernel holds (bpf(2): BPF_PROG_GET_NEXT_ID)."""
+    """Return the number of this module's loss programs in the kernel (bpf(2): BPF_PROG_GET_NEXT_ID)."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     number = loss.SYSCALLS[os.uname().machine]
     tag, found, attributes = _tag(), 0, ctypes.create_string_buffer(128)
@@ -60,7 +60,7 @@ def _tag() -> str:
 
 
 def ping(lab: Lab, source: str, destination: str) -> bool:
-    """Whether a TCP handshake is answered (refused is an answer) between two management addresses."""
+    """Return whether a TCP handshake between management addresses is answered, even by a refusal."""
     with entered(lab.namespace(source)), socket.socket() as probe:
         probe.settimeout(2.0)
         return probe.connect_ex((destination, 9)) == 111
@@ -124,7 +124,7 @@ def test_training_links_lose_their_share_and_others_none(name: str) -> None:
 
 
 def _arrived(lab: Lab, host: str, interface: str, port: str, frames: int) -> int:
-    """Send frames raw from an interface; how many more the switch's port has counted then."""
+    """Send raw frames from an interface; return the increase of the switch port's counter."""
     before = lab.stats()["tor"][port]["rx_packets"]
     with entered(lab.namespace(host)), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
         sock.bind((interface, 0))
@@ -150,7 +150,7 @@ def test_a_lab_is_refused_twice_and_its_holder_named(name: str) -> None:
         with pytest.raises(LabError, match="in use"):
             labs.down(name)
         lab.release()
-        with pytest.raises(LabError, match="exists already"):
+        with pytest.raises(LabError, match="already exists"):
             Lab(load("single_tor"), any_target(), name=name).up()
         assert ping(lab, "rank0", "172.31.3.1")
 
@@ -165,7 +165,7 @@ def test_command_line_up_and_down(name: str) -> None:
         assert part in up.stdout
     for part in (
         "training links lose 0.012345 of their frames",
-        "delay frames at random, each way by up to 2 ms",
+        "delay frames at random, by up to 2 ms each way",
     ):
         assert part in up.stdout
     assert f"cm-{name}-cables" in remains(name, before).namespaces
@@ -185,20 +185,20 @@ def test_command_line_up_and_down(name: str) -> None:
     assert f"job of {name}: /run/checkmate/labs/{name}/job.yaml" in text
     unnamed = lab_command("down")
     assert unnamed.returncode == 2
-    assert name in unnamed.stderr.partition("--all; there is ")[2].strip().split(", ")
+    assert name in unnamed.stderr.partition("--all; labs that are up: ")[2].strip().split(", ")
     assert remains(name, before) == held
     typo = lab_command("down", name, f"{name}_typo")
     assert typo.returncode == 2
-    assert f"no lab '{name}_typo' is up; there is " in typo.stderr
-    assert name in typo.stderr.partition("there is ")[2].strip().split(", ")
+    assert f"no lab '{name}_typo' is up; labs that are up: " in typo.stderr
+    assert name in typo.stderr.partition("labs that are up: ")[2].strip().split(", ")
     assert remains(name, before) == held
     down = lab_command("down", name)
     assert (down.returncode, down.stdout) == (0, f"lab {name} removed\n")
     assert not remains(name, before)
     assert not alive(held.processes)
-    wait_until(lambda: loss_programs() == programs)  # the kernel ends namespaces at its leisure
+    wait_until(lambda: loss_programs() == programs)  # the kernel removes namespaces later
     again = lab_command("down", name, "--if-up")
-    assert (again.returncode, again.stdout) == (0, f"there is no lab {name}; nothing to remove\n")
+    assert (again.returncode, again.stdout) == (0, f"lab {name} does not exist; nothing to remove\n")
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def test_command_line_up_and_down(name: str) -> None:
     [
         (["up", "nowhere"], "no lab 'nowhere'"),
         (["up", "single_tor", "--target", "tofino"], "no target 'tofino'"),
-        (["up", "single_tor", "--loss", "2"], "'2' is no loss"),
-        (["up", "single_tor", "--jitter", "5m"], "'5m' is no jitter"),
-        (["up", "single_tor", "--mtu", "100"], "an MTU of 100"),
-        (["up", "single_tor", "--name", "A-b"], "can't be called 'A-b'"),
-        (["down", "A-b"], "can't be called 'A-b'"),
-        (["down", "nosuchlab"], "no lab 'nosuchlab' is up; there is "),
-        (["down"], "say which labs, by name, or --all; there is "),
-        (["down", "--if-up"], "say which labs, by name, or --all; there is "),
-        (["down", "nosuchlab", "--all"], "say either labs by name or --all, not both; there is "),
+        (["up", "single_tor", "--loss", "2"], "'2' is not a loss"),
+        (["up", "single_tor", "--jitter", "5m"], "'5m' is not a jitter"),
+        (["up", "single_tor", "--mtu", "100"], "invalid MTU 100"),
+        (["up", "single_tor", "--name", "A-b"], "'A-b' is not a valid lab name"),
+        (["down", "A-b"], "'A-b' is not a valid lab name"),
+        (["down", "nosuchlab"], "no lab 'nosuchlab' is up; labs that are up: "),
+        (["down"], "specify lab names or --all; labs that are up: "),
+        (["down", "--if-up"], "specify lab names or --all; labs that are up: "),
+        (["down", "nosuchlab", "--all"], "specify either lab names or --all, not both; labs that are up: "),
     ],
 )
 def test_a_bad_command_line_is_one_message(arguments: list[str], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults in a lab's YAML: each is told with its place and with what would be right."""
+"""Faults in a lab's YAML file: each is reported with its location and a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NIC = [["tor0"]]
 
 
 def told(change: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is wrong with a good lab once it is changed so: where, and the words."""
+    """Return location and message of the faults of a valid lab after a change."""
     with pytest.raises(BadTopology) as caught:
         build("bad", GOOD | change)
     return [(fault.path, fault.message) for fault in caught.value.faults]
@@ -29,7 +29,7 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
     ("change", "path", "words"),
     [
         ({"chanels": 2}, "chanels", "unknown key; remove it, or see docs/lab.md"),
-        ({"title": ""}, "title", "must say what the lab is"),
+        ({"title": ""}, "title", "must describe the lab in a few words"),
         ({"channels": 9}, "channels", "must be less than or equal to 8, not 9"),
         ({"switches": ["tor0", "tor1", "tor0"]}, "switches[2]", "'tor0' is switches[0] already"),
         ({"switches": ["tor0", "tor1", "Leaf"]}, "switches[2]", "a switch's name: up to 12 of a-z and 0-9"),
@@ -132,7 +132,7 @@ def test_one_fault_hides_no_other(tmp_path: Path) -> None:
         ("title: [x", ":1: (YAML): "),
         ("title: x\ntitle: y\n", ":2: (YAML): the key 'title' is given twice"),
         ("- tor\n", ":1: (top level): must be a mapping of keys such as title: and switches:"),
-        ("title: \xe9\n".encode("latin-1"), ": (file): is no text in UTF-8"),
+        ("title: \xe9\n".encode("latin-1"), ": (file): is not valid UTF-8"),
         ("switches: [tor]\n", ":1: title: is missing"),
     ],
 )

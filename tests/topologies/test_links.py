@@ -1,4 +1,4 @@
-"""What a lab's training links do to traffic: delay it, lose it, carry large frames."""
+"""Training links of a lab: delay, loss, and large frames."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIR = on_one_switch(2, (1,))
 
 
 def gather(lab: Lab, nbytes: int) -> Outcome:
-    """Rings gather so many bytes, and all is as it should be."""
+    """Gather this many bytes with rings, and check the outcome."""
     with Crew(lab) as crew, serving(crew):
         outcome = Traffic(crew, Load(nbytes)).run()
     assert outcome.good, outcome.data()
@@ -38,7 +38,7 @@ def gather(lab: Lab, nbytes: int) -> Outcome:
 
 
 def round_trips(lab: Lab, source: str, destination: str, count: int) -> list[float]:
-    """Seconds that a datagram takes to `destination`'s training address and back, one after another."""
+    """Return round-trip times of datagrams to `destination`'s training address, in seconds."""
     ips = [str(lab.topology.host(host).interfaces[0].ip) for host in (source, destination)]
     with namespaces.entered(lab.namespace(destination)):
         far = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -62,7 +62,7 @@ def round_trips(lab: Lab, source: str, destination: str, count: int) -> list[flo
 
 @pytest.fixture(scope="module")
 def late() -> Iterator[Lab]:
-    """A lab whose training links delay; its controller serves."""
+    """Yield a lab with jitter and a running controller."""
     name = f"l{os.getpid()}_{random.randrange(10**6)}"
     with Lab(load("single_tor"), name=name, jitter=JITTER) as lab, Crew(lab) as crew, serving(crew):
         yield lab
@@ -70,7 +70,7 @@ def late() -> Iterator[Lab]:
 
 def test_training_links_delay_at_random_and_shadow_links_do_not(late: Lab) -> None:
     trained = sorted(round_trips(late, "rank0", "rank1", 200))
-    # Four times through a cable, each from 0 to 5 ms late; a busy machine only adds to that.
+    # Four cables, each with a delay of 0 to 5 ms; a busy machine only adds to that.
     assert trained[100] > 1.2 * JITTER
     assert trained[180] - trained[20] > JITTER
     assert min(round_trips(late, "shadow0", "shadow1", 100)) < 0.6 * JITTER
@@ -122,18 +122,18 @@ def test_a_delay_is_read(text: str, delay: float) -> None:
 
 @pytest.mark.parametrize("text", ["5m", "1.5s", "-1ms", "ms", "", "nan", "long"])
 def test_no_delay_is_refused(text: str) -> None:
-    with pytest.raises(BadDescription, match="give a delay such as 5ms"):
+    with pytest.raises(BadDescription, match="use a delay such as 5ms"):
         seconds(text)
 
 
 def bytes_a_frame(lab: Lab) -> float:
-    """Of what the first rank's port has received: its ring's data, and ACKs of what it gets."""
+    """Return bytes per frame at the first rank's port: its ring's data, and ACKs."""
     counters = lab.stats()["tor"]["port1"]
     return counters["rx_bytes"] / counters["rx_packets"]
 
 
 def test_frames_of_9000_bytes(name: str) -> None:
-    """Offloads are off, so that frames are as long as they are on a wire."""
+    """Offloads are off, so that frame lengths are those on a wire."""
     with Lab(build("pair", PAIR), name=name, mtu=9000, offloads=False) as lab:
         gather(lab, 20_000_000)
         assert 4000 < bytes_a_frame(lab) < 9014

@@ -1,4 +1,4 @@
-"""What a lab's switch drops at a port: told from its statistics, and by a real one."""
+"""Frames dropped at a switch port of a lab, from given statistics and from a real switch."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_ports_that_dropped_are_told_with_their_neighbours() -> None:
     assert [str(one) for one in found] == [
         f"switch tor0 dropped at port {nic.port} (shadow0 data1): 1 frame while it was not connected",
         f"switch tor0 dropped at port {link.a[1]} (tor1 port{link.b[1]}): "
-        "2,000 frames while it was not connected and 3 frames that it can't send",
+        "2,000 frames while it was not connected and 3 frames that could not be sent",
     ]
 
 
 @needs_root
 def test_a_switch_tells_what_it_dropped_until_now(name: str) -> None:
-    """Frames that are flooded while one of the ports is down; then nobody is left to tell."""
+    """Frames are flooded while one of the ports is down; a stopped switch reports nothing."""
     with Lab(load("single_tor"), "softswitch", name=name) as lab:
         assert port_drops(lab) == []
         nic = lab.topology.host("shadow1").interfaces[0]
@@ -61,14 +61,14 @@ def test_a_switch_tells_what_it_dropped_until_now(name: str) -> None:
         assert (drops.switch, drops.port, drops.neighbour) == ("tor", nic.port, "shadow1 data0")
         assert drops.disconnected >= 20
         os.kill(lab.switch_pids["tor"], signal.SIGKILL)
-        with pytest.raises(LabError, match="writes no statistics any more"):
+        with pytest.raises(LabError, match="no longer writes statistics"):
             port_drops(lab, seconds=1.5)
         lab.stop_switch("tor")
         assert port_drops(lab) == []
 
 
 def _install_flooding(lab: Lab) -> None:
-    """The lab's job, whose flood group has every port."""
+    """Install the lab's job, whose flood group has every port."""
     command: list[str | Path] = [*CHECKMATE, "run", "--once", lab.job_file]
     assert lab.start("ctl", command).wait(60) == 0
 

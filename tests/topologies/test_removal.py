@@ -1,4 +1,4 @@
-"""Whatever happens while a lab is made or used, nothing of it stays: errors, signals, kill -9."""
+"""Errors, signals or kill -9 while a lab is created or used leave nothing of it behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_error_inside_removes_the_lab(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(namespaces, "_TERM_SECONDS", 0.5)
     before = set(os.listdir("/sys/class/net"))
     with pytest.raises(ZeroDivisionError), Lab(load("single_tor"), any_target(), name=name) as lab:
-        deaf = "trap '' TERM; echo ready; while :; do /bin/true; done"  # it starts others all the time
+        deaf = "trap '' TERM; echo ready; while :; do /bin/true; done"  # it continuously starts others
         stubborn = lab.start("rank0", ["sh", "-c", deaf], stdout=subprocess.PIPE)
         assert stubborn.stdout is not None
         with stubborn.stdout as output:
@@ -78,7 +78,7 @@ main()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_right_after_a_fork_is_not_lost(name: str, number: signal.Signals) -> None:
-    """Python ignores what is raised in hooks after a fork, which making a namespace is."""
+    """Python ignores exceptions in hooks after a fork, and creating a namespace forks."""
     before = set(os.listdir("/sys/class/net"))
     arguments = ["lab", "up", "paper_testbed", "--name", name, "--target", any_target(), str(int(number))]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Real traffic in labs: tagged by eBPF, replicated by a switch, read on ordinary sockets, compared."""
+"""Traffic in labs: tagged by eBPF, replicated by a switch, read from ordinary sockets, compared."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from topologies.traffic.run import Traffic
 
 SMALL = on_one_switch(2, (1,))
 
-pytestmark = [needs_root, needs_clang, pytest.mark.timeout(300)]  # a lab's start takes long where it is busy
+pytestmark = [needs_root, needs_clang, pytest.mark.timeout(300)]  # a lab's start is slow on a busy machine
 _started: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
 def started(name: str) -> Iterator[None]:
-    """Ends what a failed test has started, before its lab is removed; killing the dead does nothing."""
+    """End the processes of a failed test before its lab is removed."""
     yield
     while _started:
         process = _started.pop()
@@ -55,7 +55,7 @@ def gather(name: str, topology: str, target: Target, nbytes: int, share: float =
 
 
 def check(data: dict[str, Any], nbytes: int, share: float) -> None:
-    """Every stream equal, every byte tagged once, nothing lost at any switch, every gather verified."""
+    """Check that streams are equal, bytes tagged once, no copies lost at switches, and gathers verified."""
     assert data["good"] is True, data
     assert data["tagged_bytes"] == data["gathered_bytes"] >= nbytes
     assert {rank["verified"] for rank in data["ranks"]} == {4}
@@ -103,7 +103,7 @@ def test_each_lab_on_bmv2(name: str, topology: str, share: float) -> None:
 
 @pytest.mark.slow
 def test_a_stream_with_a_gap_is_found_and_what_a_port_dropped_is_told(name: str) -> None:
-    """Loss behind the switch, where nothing is sent again: the shadow stream ends at the gap."""
+    """Frames lost after the switch are not retransmitted: the shadow stream ends at the gap."""
     three = build("three", on_one_switch(2, (1, 1, 1)))
     with Lab(three, name=name) as lab, Crew(lab) as crew, serving(crew):
         traffic = Traffic(crew, Load(nbytes=20_000_000))
@@ -138,7 +138,7 @@ def test_a_rank_that_fails_is_quoted_and_nothing_stays(name: str) -> None:
 
 
 def _occupy(lab: Lab, host: str, port: int) -> subprocess.Popen[bytes]:
-    """Something else that listens at the ring's port until it is killed."""
+    """Start another process that listens at the ring's port until it is killed."""
     listens = f"s = socket.create_server(('', {port}))"
     code = f"import signal, socket; {listens}; print('on', flush=True); signal.pause()"
     process = lab.start(host, [sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -164,7 +164,7 @@ def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: 
 
 @pytest.mark.slow
 def test_a_closed_terminal_leaves_nothing(name: str, small: Path) -> None:
-    """SIGHUP, and nobody reads what it prints."""
+    """It gets SIGHUP, and its output is not read."""
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
     held = namespaces.processes(namespaces.of_lab(name))
@@ -210,7 +210,7 @@ def _start_run(name: str, topology: Path) -> subprocess.Popen[str]:
 
 
 def _wait_for_traffic(name: str, process: subprocess.Popen[str]) -> None:
-    """Until a shadow node has read something."""
+    """Wait until a shadow node has read bytes."""
     output = state.folder(name) / "shadow0.out.log"
     deadline = time.monotonic() + 180
     while not (output.exists() and "received" in output.read_text()):

@@ -1,4 +1,4 @@
-"""What a lab's hosts are told, and how what they saw is compared: pure."""
+"""Configurations of a lab's hosts, and the comparison of their results: pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job(topology: Topology, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def seen(job: Job) -> tuple[dict[StreamKey, Digest], dict[ReadKey, Digest]]:
-    """Both ends of a run in which all went well."""
+    """Return both ends of a successful run."""
     tagged, read = {}, {}
     for stream in streams(job):
         key = (stream.boundary.number, stream.channel, stream.shadow_id)
@@ -62,7 +62,7 @@ def test_the_rings_gather_what_was_asked_for(job: Job, nbytes: int, iterations: 
         buckets = orders.buckets(job, group, wanted)
         assert {bucket.shadow_id for bucket in buckets} == set(range(job.shards(group)))
         assert max(bucket.nbytes for bucket in buckets) < orders.BUCKET_BYTES + 1000
-    # At least that much; rounding up adds less than a thousand bytes to each bucket.
+    # At least this many; rounding up adds less than a thousand bytes to each bucket.
     most = nbytes + 1000 * iterations * (nbytes // orders.BUCKET_BYTES + 100)
     assert nbytes <= orders.gathered(job, wanted) < most
 

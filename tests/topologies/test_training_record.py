@@ -1,4 +1,4 @@
-"""What is made of the ranks' notes: losses, repeated iterations, recoveries, costs; and digests of states."""
+"""Evaluation of the ranks' records: losses, repeated iterations, recoveries, costs; and digests of states."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def event(name: str, at: float, attempt: int = 0, **more: Any) -> RankEvent:
 
 
 def run(iterations: int, seconds: float, begin: float = 0.0, waits: float = 0.0, block: int = 5) -> JobRecord:
-    """Each iteration takes `seconds`; every block's first begins `waits` late."""
+    """Return the record of a run with iterations of `seconds`; each block's first one waits for `waits`."""
     events: dict[int, list[RankEvent]] = {}
     for rank in range(RANKS):
         now = begin
@@ -112,7 +112,7 @@ def test_the_cost_is_the_difference_without_what_blocks_wait(
     seconds: float, factor: float, waits: float
 ) -> None:
     found = cost(run(30, seconds, waits=waits), run(30, seconds * factor, 1e3), 30, 5)
-    assert len(found.seconds.reference) == 4  # of six blocks, all but the first and the last
+    assert len(found.seconds.reference) == 4  # all of six blocks except the first and the last
     assert found.seconds.ratio.mean == pytest.approx(factor)
     assert found.seconds.difference.mean == pytest.approx(seconds * (factor - 1), abs=1e-9)
     assert found.processor.difference.mean == pytest.approx(RANKS / 4 * seconds * (factor - 1), abs=1e-9)
@@ -129,7 +129,7 @@ def test_an_interval_is_round_the_mean(samples: list[float]) -> None:
     ("freedom", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)]
 )
 def test_the_interval_is_students(freedom: int, quantile: float) -> None:
-    """Against the quantiles that every table has."""
+    """The reference is a table of quantiles."""
     samples = [float(i) for i in range(freedom + 1)]
     error = statistics.stdev(samples) / math.sqrt(len(samples))
     assert interval(samples).half / error == pytest.approx(quantile, abs=4e-3)
@@ -195,4 +195,4 @@ def test_the_demo_says_what_is_wrong(arguments: list[str], capsys: pytest.Captur
     assert demo.main(arguments) == topology.BadDescription.exit_code
     words = capsys.readouterr().err
     assert words.startswith("error: ")
-    assert "give" in words or "there are" in words
+    assert "use " in words or "there are" in words

@@ -1,4 +1,4 @@
-"""Things fail while real traffic runs, and still no shadow stream misses or changes a byte."""
+"""Failures under traffic: no shadow stream misses or changes a byte."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def lab(name: str) -> Iterator[Lab]:
 
 @pytest.mark.parametrize("upset", [pytest.param(restart_controller, marks=pytest.mark.slow), restart_switch])
 def test_every_stream_is_complete(lab: Lab, upset: Callable[[LabController], None]) -> None:
-    """The upset comes once a tenth of the bytes are read."""
+    """The failure happens after a tenth of the bytes has been read."""
     happened = False
     with Crew(lab) as crew, serving(crew) as controller:
-        # They rest, or the last byte might be sent before a tenth of the copies is read.
+        # Pauses prevent that the last byte is sent before a tenth of the copies is read.
         run = Traffic(crew, Load(_NBYTES, iterations=8, pause=0.3))
 
         def tick(received: int) -> None:

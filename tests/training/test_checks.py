@@ -1,4 +1,4 @@
-"""What `protect` refuses before it fences anything, and what is refused as training goes on."""
+"""Refusals of `protect` before it fences anything, and later refusals during training."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ def test_another_communication_hook_is_named(name: str) -> None:
     ddp, _ = made()
     check_ddp(ddp)
     HOOKS[name](ddp)
-    with pytest.raises(RefusedError, match=f"has the communication hook {name} already.*leave it out"):
+    with pytest.raises(
+        RefusedError, match=f"already has the communication hook {name} .*remove the other one"
+    ):
         check_ddp(ddp)
 
 
 class Meter:
-    """Has a state, and steps nothing."""
+    """An object with a state but without `step`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     load_state_dict = update = state_dict
@@ -65,7 +67,7 @@ class Meter:
         ("scheduler", lambda o: [StepLR(o, 1), StepLR(o, 2)], r"is a list: .*SequentialLR.*ChainedScheduler"),
         ("scheduler", lambda o: [], r"is a list: .*SequentialLR"),
         ("scheduler", lambda o: (StepLR(o, 1),), r"is a tuple: .*SequentialLR"),
-        ("scheduler", lambda o: StepLR, r"is the class StepLR: give an object"),
+        ("scheduler", lambda o: StepLR, r"is the class StepLR: pass an instance"),
         ("scheduler", lambda o: Meter(), r"is a Meter, which has no step\(\)"),
         ("scheduler", lambda o: lambda step: 1.0, r"is a function, which has no step\(\), state_dict\(\)"),
         ("scaler", lambda o: Meter(), r"is a Meter, which has no unscale_\(\), step\(\)"),
@@ -86,7 +88,7 @@ def test_uneven_inputs_are_refused() -> None:
     with loop.ddp.join(enable=False):
         loop.backward()
     check_ddp(loop.ddp)
-    with pytest.raises(RefusedError, match=r"ddp\.join\(\).*as many batches"), loop.ddp.join():
+    with pytest.raises(RefusedError, match=r"ddp\.join\(\).*the same number of batches"), loop.ddp.join():
         loop.ddp(torch.randn(4, 8))
     with pytest.raises(RefusedError, match=r"ddp\.join\(\)"):
         check_ddp(loop.ddp)
@@ -116,7 +118,7 @@ def test_a_parameter_changed_behind_the_optimizer_is_not_taken_for_a_gradient(
 
 
 def test_parameters_may_be_swapped_for_others_until_the_next_step() -> None:
-    """An EMA's for validation, say."""
+    """For example with an EMA's, for validation."""
     loop = RecordedLoop(adamw)
     for _ in range(3):
         loop.backward()

@@ -1,4 +1,4 @@
-"""Ranks die of kill -9 at every point of an iteration: training goes on bit for bit, in real labs."""
+"""Ranks are killed at every point of an iteration, in real labs: training continues bit for bit."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_rank_is_killed(name: str, tmp_path: Path, kill: Kill) -> None:
         found = faulty.check(run, repeated=1)
     (recovery,) = found.record.recoveries()
     assert (recovery.rank, recovery.iteration, recovery.phase) == (kill.rank, kill.iteration, kill.phase)
-    # An iteration's record is sent in the forward of the next: the last one may have died with the rank.
+    # An iteration's record is sent in the next forward: the last one may have died with the rank.
     assert kill.iteration - 1 <= recovery.resumed_with <= kill.iteration + 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 0.5, 1.5])
 def test_two_ranks_are_killed_within_two_seconds(name: str, tmp_path: Path, after: float) -> None:
-    """The second while the first one's kernel still sends, while processes end, or while they start again."""
+    """The second dies while the first one's kernel still sends, processes end, or they restart."""
     with faulty.job(name, tmp_path, Kill(3, 12, "all-gather", bucket=4)) as run:
         run.until(lambda: _killed(run), "the first to die")
         time.sleep(after)
@@ -70,7 +70,7 @@ def test_a_rank_is_killed_again_when_it_has_restored(name: str, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_all_is_restored_every_second_iteration(name: str, tmp_path: Path) -> None:
-    """Twenty times, from twenty models of noise: the run is the undisturbed one's, bit for bit."""
+    """Twenty times, from models filled with noise: the run equals the undisturbed one, bit for bit."""
     with faulty.job(name, tmp_path, script="tests.scripts.restoring") as run:
         found = faulty.check(run)
     assert found.record.repeated == {}

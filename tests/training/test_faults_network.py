@@ -1,5 +1,8 @@
-"""The controller is killed, the switch restarted, links lose and delay, a shadow stream has a gap: training
-goes on, and ends with the same bits at the trainers and at the shadow nodes."""
+"""Failures of controller, switch and links while training continues.
+
+The controller is killed, the switch restarted, links lose and delay packets, a shadow stream has a gap. At
+the end trainers and shadow nodes have the same bits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def test_the_controller_is_killed_and_comes_back(name: str, tmp_path: Path) -> N
 
 
 def test_a_rank_dies_while_there_is_no_controller(name: str, tmp_path: Path) -> None:
-    """The new streams connect when the controller is back."""
+    """The new streams connect once the controller is back."""
     with faulty.job(name, tmp_path, gated=True) as run:
         run.training.let(14)
         run.await_iteration(8)
@@ -37,7 +40,7 @@ def test_a_rank_dies_while_there_is_no_controller(name: str, tmp_path: Path) -> 
 
 
 def test_the_switch_is_restarted(name: str, tmp_path: Path) -> None:
-    """It comes back empty; the controller fills it, and TCP sends again what was lost."""
+    """It restarts without entries; the controller writes them, and TCP retransmits lost segments."""
     with faulty.job(name, tmp_path, gated=True) as run:
         run.training.let(faulty.ITERATIONS)
         run.await_iteration(8)
@@ -53,7 +56,7 @@ def test_training_links_lose_and_delay(name: str, tmp_path: Path) -> None:
 
 
 def test_a_shadow_stream_has_a_gap(name: str, tmp_path: Path) -> None:
-    """Copies for one NIC are lost behind the switch: its shard is seeded again, and right at the end."""
+    """Copies for one NIC are lost behind the switch: its shard is seeded again, and correct at the end."""
     with faulty.job(name, tmp_path, gated=True) as run:
         run.train(8)
         loss.add(run.lab.namespace("tor"), "port5", 0.99)
@@ -72,7 +75,7 @@ def test_a_shadow_stream_has_a_gap(name: str, tmp_path: Path) -> None:
 
 
 def test_one_shadow_node_has_all_of_an_iteration_and_another_has_not(name: str, tmp_path: Path) -> None:
-    """Rank 1's words no longer reach shadow1 when iteration 8 is recorded; then a rank dies."""
+    """Rank 1's records do not reach shadow1 from iteration 8 on; then a rank dies."""
     patient = ("--grace", "60")
     with faulty.job(name, tmp_path, gated=True, shadow_options=patient) as run:
         run.train(8)
@@ -84,7 +87,7 @@ def test_one_shadow_node_has_all_of_an_iteration_and_another_has_not(name: str, 
         run.until(lambda: _in_full(run, 0) == 8, "shadow0 to have all of iteration 8")
         assert _in_full(run, 1) == 7
         run.crew.kill_children(run.training.ranks["rank1"])
-        # Else the dead rank's kernel would still get them there.
+        # Otherwise the dead rank's kernel would still deliver them.
         run.until(lambda: bool(run.training.status(1)["fenced"]), "shadow1 to be fenced")
         with namespaces.entered(run.lab.namespace("rank1")), IPRoute() as ip:
             ip.route("del", dst=shadow1, type="blackhole")

@@ -1,4 +1,4 @@
-"""Shadow nodes die of kill -9 while training runs: it goes on, and they are current when they come back."""
+"""Shadow nodes are killed while training runs: it continues, and they catch up when they are back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def dying(where: str, iteration: int = 0) -> list[str]:
 
 
 def come_back(run: Faulty, node: int) -> None:
-    """Start a shadow node again while training waits, and train slowly until it is live."""
+    """Restart a shadow node while training waits, and train slowly until it is live."""
     run.training.restart_shadow_node(node)
     at = run.training.next_iteration()
     while not run.live(node):
         at += 1
         assert at < faulty.ITERATIONS - 2, f"shadow{node} is not live: {run.training.status(node)}"
         run.train(at)
-        run.pause(1.2)  # of its own words, one a second
+        run.pause(1.2)  # longer than its own interval of one second
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -73,7 +73,7 @@ def test_every_shadow_node_dies_and_training_goes_on(name: str, tmp_path: Path) 
 
 
 def test_with_two_replicas_a_dead_shadow_node_costs_nothing(name: str, tmp_path: Path) -> None:
-    """The other one holds every shard: training resumes from it alone."""
+    """The other node holds every shard: training resumes from it alone."""
     with faulty.job(name, tmp_path, gated=True, topology=build("replicated", REPLICATED)) as run:
         run.train(8)
         run.crew.kill(run.training.shadows["shadow0"])

@@ -1,4 +1,4 @@
-"""What a DataLoader's workers inherit and must not touch."""
+"""Objects that DataLoader workers inherit and must not free."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import checkmate.training.forks  # what is tested: importing it is all that it takes
+import checkmate.training.forks  # importing it is enough
 
 
 class Garbage:
-    """Part of a cycle, as what is left of a call; its end is noted."""
+    """Part of a reference cycle, like a finished call; its end is noted."""
 
     def __init__(self, ended: list[int]) -> None:
         self.itself = self
@@ -24,7 +24,7 @@ class Garbage:
 
 @pytest.fixture
 def by_hand() -> Iterator[None]:
-    """Garbage is collected when a test says so."""
+    """Collect garbage only explicitly."""
     gc.collect()
     gc.disable()
     yield
@@ -32,7 +32,7 @@ def by_hand() -> Iterator[None]:
 
 
 def in_child(work: Callable[[], bool]) -> bool:
-    """What `work` says in a forked child."""
+    """Return the result of `work` in a forked child."""
     child = os.fork()
     if child == 0:
         os._exit(0 if work() else 1)

@@ -1,4 +1,4 @@
-"""The DDP hook, in real processes: `.grad` holds the ring's defined average afterwards, to the bit."""
+"""The DDP hook, in real processes: `.grad` is the ring's defined average afterwards, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from checkmate.state import dtype_name, from_held, in_memory_order
 from checkmate.training.gradients import hook as hook_module
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.wire.layout import Layout, Parameter, make_layout
-from tests.ring.test_allreduce import averaged, same_bits
-from tests.support.rings import free_port, loopback
+from tests.support.rings import averaged, free_port, loopback, same_bits
 from tests.support.training.rank_processes import RankProcesses
 
 FIRST_ITERATION = 7
@@ -36,7 +35,7 @@ def ranks() -> Iterator[RankProcesses]:
 
 
 class HookNet(nn.Module):
-    """Parameters of several types and memory formats, one empty, one frozen, and maybe unused ones."""
+    """Parameters of several types and memory formats: one empty, one frozen, and perhaps unused ones."""
 
     def __init__(self, dtype: torch.dtype, unused: bool) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class HookNet(nn.Module):
 
 @dataclass(frozen=True)
 class HookCase:
-    """What a run of the hook looks like."""
+    """The configuration of a run of the hook."""
 
     channels: int = 1
     dtype: torch.dtype = torch.float32
@@ -101,7 +100,7 @@ def batch(rank: int, iteration: int, part: int = 0, device: str = "cpu") -> torc
 
 
 def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[int, torch.Tensor]:
-    """From each rank's own gradients, gathered by gloo: the defined average, by parameter."""
+    """Return the defined average by parameter, from each rank's own gradients, gathered by gloo."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = {}
     for bucket in layout.buckets:
@@ -126,7 +125,7 @@ def expected_gradients(model: nn.Module, layout: Layout, channels: int) -> dict[
 
 
 def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
-    """Five iterations, each compared with the defined average; how many buckets DDP had in each."""
+    """Run five iterations, comparing each with the defined average; return DDP's numbers of buckets."""
     torch.manual_seed(1)
     model = HookNet(case.dtype, case.unused).to(case.device)
     alone = copy.deepcopy(model)
@@ -172,7 +171,7 @@ def train(rank: int, count: int, port: int, case: HookCase) -> list[int]:
 
 
 def count_calls(hook: GradientHook) -> list[int]:
-    """Grows by one with each bucket that DDP hands over."""
+    """Count the buckets that DDP passes to the hook."""
     calls: list[int] = []
     taken = hook._gradients_of
 
@@ -236,7 +235,7 @@ def lose_a_rank(rank: int, count: int, port: int) -> str:
         with pytest.raises(RuntimeError) as raised:
             loss.backward()
         dist.barrier()
-        assert said == [f"{hook.error}. Backward ends with an error; torchrun starts the job again"]
+        assert said == [f"{hook.error}. Backward fails with an error; torchrun restarts the job"]
         assert isinstance(hook.error, RingError) and str(hook.error) in str(raised.value)
         return str(hook.error)
 
@@ -247,7 +246,7 @@ def test_backward_ends_when_a_rank_is_gone(ranks: RankProcesses) -> None:
 
 
 def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
-    """Rank 1 never reduces, so rank 0 waits in backward until another thread closes the hook."""
+    """Rank 1 never reduces, so rank 0 waits in backward until another thread closes its hook."""
     ddp = DistributedDataParallel(HookNet(torch.float32, unused=False), bucket_cap_mb=0.01)
     with hooked(ddp, HookCase(), rank, count, port) as (hook, _):
         if rank == 1:
@@ -264,12 +263,12 @@ def close_under_way(rank: int, count: int, port: int) -> tuple[str, str]:
 
 def test_closing_ends_a_backward_under_way(ranks: RankProcesses) -> None:
     error, raised = ranks.run(2, close_under_way, free_port())[0]
-    assert re.fullmatch(r"rank 0: closed with \d buckets under way", error)
+    assert re.fullmatch(r"rank 0: closed with \d buckets in progress", error)
     assert error in raised
 
 
 def change_format(rank: int, count: int, port: int, what: str, views: bool) -> str:
-    """What backward says if a memory format differs from the one that DDP's buckets have."""
+    """Return backward's error if a memory format differs from that of DDP's buckets."""
     convolution = nn.Conv2d(3, 4, 3)
     model = nn.Sequential(convolution, nn.Linear(2, 2))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
@@ -291,13 +290,13 @@ def change_format(rank: int, count: int, port: int, what: str, views: bool) -> s
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("what", ["parameter", "gradient", ""])
 def test_a_gradient_in_another_memory_format_is_refused(ranks: RankProcesses, what: str, views: bool) -> None:
-    """The format was changed after DDP was built, or the script's own .grad has another one."""
+    """The format was changed after DDP was constructed, or the script's own .grad has another one."""
     for said in ranks.run(2, change_format, free_port(), what, views):
-        if not what or (what == "gradient" and views):  # then DDP has put its own in place
+        if not what or (what == "gradient" and views):  # then DDP has replaced it by its own
             assert said == ""
         else:
             assert "the gradient of 0.weight has another memory format than the parameter" in said
-            assert "before DistributedDataParallel is built" in said
+            assert "before DistributedDataParallel is constructed" in said
 
 
 def refuse(rank: int, count: int, port: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Training in labs, through real switches and followed by real shadow nodes; killed, resumed, compared."""
+"""Training in labs with real switches and shadow nodes: killed, resumed and compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.training.orders import ScriptOrders
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
-    pytest.mark.timeout(300),  # several starts of all ranks, on machines of any kind
+    pytest.mark.timeout(300),  # several starts of all ranks, on machines of any speed
 ]
 
 TWO_RANKS = on_one_switch(2, (1, 1))
@@ -38,19 +38,19 @@ PIPELINE: dict[str, Any] = {
 
 
 def same_training(one: LabRun, other: LabRun) -> bool:
-    """Whether two runs had the same losses and ended with the same state, on all ranks."""
+    """Return whether two runs had the same losses and final state on all ranks."""
     losses = [one.losses(rank) == other.losses(rank) for rank in range(one.ranks)]
     return all(losses) and equal(one.states(), other.states())
 
 
 def without_buffers(state: dict[str, Any]) -> dict[str, Any]:
-    """Ranks but the first get BatchNorm's statistics from that, with the next forward."""
+    """Drop buffers: all ranks get BatchNorm's statistics from the first one with the next forward."""
     model = {name: tensor for name, tensor in state["model"].items() if "running" not in name}
     return {**state, "model": model}
 
 
 def check_restored(resumed: LabRun, reference: LabRun) -> None:
-    """What was restored is what the uninterrupted run had after that iteration."""
+    """Check that the restored state is that of the uninterrupted run after that iteration."""
     iteration = resumed.resumed() - 1
     restored, expected = resumed.states("restored."), reference.states(f"after{iteration}.")
     assert equal(restored[0], expected[0])
@@ -59,7 +59,7 @@ def check_restored(resumed: LabRun, reference: LabRun) -> None:
 
 
 def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -> None:
-    """A run killed on all ranks and started again is, in the end, what an uninterrupted run is."""
+    """Check that a run killed on all ranks and restarted ends like an uninterrupted run."""
     reference = lab.train(ScriptOrders(str(folder / "reference"), fresh=True, keep_each=True, **more))
     killed = lab.train(ScriptOrders(str(folder / "killed"), fresh=True, pause=0.1, **more), kill_at=kill_at)
     completed = max(killed.losses(0))
@@ -71,14 +71,14 @@ def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -
 
 @pytest.mark.parametrize("topology", [TWO_RANKS, pytest.param("single_tor", marks=pytest.mark.slow)])
 def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) -> None:
-    """Parameters in channels_last, channels_last_3d and transposed are held as they lie."""
+    """Parameters in channels_last, channels_last_3d and transposed keep their memory formats."""
     with training_lab(topology) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8, turned=TURNED)
 
 
 @pytest.mark.slow
 def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None:
-    """The nodes' state goes into parameters and optimizer as these lie now; the nodes are seeded anew."""
+    """Parameters and optimizer state get the nodes' values in the new format; nodes are seeded again."""
     with training_lab(TWO_RANKS) as lab:
         orders = ScriptOrders(
             str(tmp_path), iterations=4, turned=("flat", "weight"), batch_norm=False, keep_each=True
@@ -95,7 +95,7 @@ def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None
 
 
 def optimizer(kind: str, implementation: str) -> dict[str, Any]:
-    """An optimizer with foreach, fused or neither."""
+    """Return an optimizer with foreach, fused or neither."""
     chosen = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     rate = {"lr": 0.05, "momentum": 0.9} if kind == "SGD" else {"lr": 0.01}
     return {"optimizer": kind, "options": {**rate, **chosen}}
@@ -103,7 +103,7 @@ def optimizer(kind: str, implementation: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LabCase:
-    """A size of ring and shadow, an optimizer, and what else training does."""
+    """The sizes of ring and shadow, an optimizer, and further options of the training."""
 
     ranks: int
     channels: int
@@ -141,7 +141,7 @@ CASES = [
     "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
 )
 def test_shadow_nodes_have_what_trainers_have(case: LabCase, tmp_path: Path) -> None:
-    """All parameters and optimizer state in turn, as nodes compare them; in the end, as they serve them."""
+    """Nodes compare all parameters and optimizer state in turn; at the end, the test reads them."""
     options = {**optimizer(case.kind, case.implementation), **case.more}
     with training_lab(case.topology) as lab:
         run = lab.train(ScriptOrders(str(tmp_path), iterations=7, layers=2, width=40, **options))
@@ -154,7 +154,7 @@ def test_shadow_nodes_have_what_trainers_have(case: LabCase, tmp_path: Path) -> 
     assert found["iteration"] == 6
     assert (
         sum(tensor.nbytes for tensor in trained["model"].values()) < SLICE_BYTES
-    )  # so all was often compared
+    )  # so everything was compared several times
     for name in ("model", "scheduler", "scaler"):
         assert equal(found[name], trained[name]), name
     assert equal(found["optimizer"]["state"], trained["optimizer"]["state"])
@@ -178,7 +178,7 @@ def test_all_ranks_are_killed_with(options: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_all_ranks_are_killed_while_records_would_still_bring_frozen_parameters(tmp_path: Path) -> None:
-    """Forty MB, of which a record brings four: the nodes have them from the start."""
+    """A record carries four of the forty MB, but the nodes have all from the start."""
     with training_lab(TWO_RANKS) as lab:
         kill_and_resume(lab, tmp_path, 3, iterations=5, frozen_mb=40)
 
@@ -232,7 +232,7 @@ def test_training_goes_on_without_any_shadow_node(tmp_path: Path) -> None:
             lab.crew.kill(node)
         lab.await_iteration(run, max(run.losses(0)) + 5)
         lab.end(run)
-        assert lab.ranks[0].complaints().count("training goes on") == 4  # each node, twice
+        assert lab.ranks[0].complaints().count("training continues") == 4  # each node, twice
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two ranks on this machine, and what they send to shadow nodes that only note it: from start to exit."""
+"""Two ranks on this machine, from start to exit, with shadow nodes that only note what they receive."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
 
 
 def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[LabRun, list[tuple[int, str]]]:
-    """Both ranks to their end: what they left, and each one's status and errors."""
+    """Run both ranks to their end; return their results, and each one's status and errors."""
     file = ScriptOrders(str(folder), layers=1, width=32, **orders).write(folder / "orders.json")
     return LabRun(folder, 2), run_ranks(folder, nodes, "tests.scripts.training", str(file))
 
 
 def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[tuple[int, str]]:
-    """Both ranks of a program to their end: each one's status and errors."""
+    """Run both ranks of a program to their end; return each one's status and errors."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     common = {
@@ -97,7 +97,7 @@ def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[t
 
 
 def where_it_is(rank: subprocess.Popen[str]) -> str:
-    """What a rank has said, and what each of its and its children's threads is at."""
+    """Return a rank's output, and the stacks of its and its children's threads."""
     processes.kill([*processes.descendants(rank.pid), rank.pid], signal.SIGABRT)
     return f"{rank.args!r}: {rank.communicate(timeout=10)[1]}"
 
@@ -107,7 +107,7 @@ def records(node: RecordingNode, position: int) -> list[pb.RecordPart]:
 
 
 def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
-    """With a DataLoader whose workers are forked while all of it runs."""
+    """With a DataLoader whose workers are forked during training."""
     run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=2)
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("fork" in errors for _, errors in ends)
@@ -139,7 +139,7 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
 
 
 def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> None:
-    """Each stream's end is where the schedule says that iteration ends."""
+    """Check that each stream's end is that of the schedule."""
     for part in sent:
         found = {(end.side, end.channel, end.shard): end.end for end in part.ends}
         expected = {}
@@ -155,7 +155,7 @@ def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Pa
     assert [code for code, _ in ends] == [1, 1]
     assert all("ArithmeticError: as ordered" in errors for _, errors in ends)
     for node in nodes:
-        # Iteration 1 has stepped, but nobody knows whether the script had done with it.
+        # Iteration 1 has stepped, but the script may not have been done with it.
         assert [(part.iteration, part.step.last) for part in records(node, 0)] == [(0, False)]
 
 
@@ -168,7 +168,7 @@ def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
     assert [code for code, _ in ends] == [0, 0], ends
     assert list(run.losses(0)) == [0, 1, 2, 3]
     assert "training begins without all shadow nodes: shadow node 0" in ends[0][1]
-    assert ends[0][1].count("training goes on") == 2
+    assert ends[0][1].count("training continues") == 2
     for node in nodes:
         node.start()
 
@@ -180,14 +180,14 @@ def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp
     assert [code for code, _ in ends] == [1, 1]
     for _, errors in ends:
         assert f"shadow node 1 ({nodes[1].address}): can't be reached (Connection refused)" in errors
-        assert "no folder of checkpoints is named (checkpoints=, or CHECKMATE_CHECKPOINTS)" in errors
-        assert "fresh=True starts anew" in errors
+        assert "no checkpoint folder is set (pass checkpoints= or set CHECKMATE_CHECKPOINTS)" in errors
+        assert "fresh=True starts from iteration 0" in errors
     nodes[1].start()
 
 
 @pytest.mark.slow
 def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path: Path) -> None:
-    """No thread, hook, tagger or socket: another model can be protected, or the script goes on without."""
+    """No thread, hook, tagger or socket: another model can be protected, or none."""
     ends = run_ranks(tmp_path, nodes, "tests.scripts.half_way", str(tmp_path))
     assert [code for code, _ in ends] == [0, 0], ends
     nothing = {

@@ -1,4 +1,4 @@
-"""The guide's recipes, run as they stand there: killed in the middle of an iteration's work, and resumed."""
+"""The guide's recipes, run verbatim: killed in the middle of an iteration's work, and resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = [title for title in recipes() if title not in QUICK]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Path]:
-    """What some recipes leave that run in one lab, once."""
+    """Run some recipes in one lab, once; return their results."""
 
     @functools.cache
     def ran(*titles: str) -> Path:
@@ -59,7 +59,7 @@ def test_a_resumed_run_is_the_undisturbed_one(run: Callable[[list[str]], Path], 
     for rank in range(RANKS):
         reference, resumed = (found(left, title, phase, rank) for phase in ("undisturbed", "resumed"))
         (start,) = resumed["started"]
-        assert start >= KILLED_AFTER - 2  # at most one iteration that was completed is repeated
+        assert start >= KILLED_AFTER - 2  # at most one completed iteration is repeated
         again = resumed["forwards"]
         assert 0 < len(again) < len(reference["forwards"])
         assert again == reference["forwards"][-len(again) :]

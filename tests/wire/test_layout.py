@@ -20,7 +20,7 @@ MODELS = st.lists(st.tuples(ORDERED, st.sampled_from(sorted(ITEMSIZES))), min_si
 
 
 def in_memory(shape: tuple[int, ...], order: list[int]) -> torch.Tensor:
-    """A tensor of a shape whose dimensions lie in this order, the outermost first."""
+    """Return a tensor whose dimensions have this order in memory, outermost first."""
     placed = torch.empty([shape[d] for d in order], device="meta")
     return placed.permute([order.index(d) for d in range(len(shape))])
 
@@ -63,7 +63,7 @@ def test_shards_are_balanced_to_a_parameter(model: list[Parameter], shards: int)
         assert abs(size - total / shards) <= largest
     order = [i for shard in range(shards) for i in layout.of_shard(shard) if model[i].elements]
     if len({p.dtype for p in model}) == 1:
-        assert order == sorted(order, reverse=True)  # as backward makes gradients ready
+        assert order == sorted(order, reverse=True)  # in the order in which backward completes gradients
 
 
 @given(MODELS, st.integers(1, 8), st.integers(1, 4000))
@@ -90,7 +90,7 @@ def test_a_dense_tensor_is_contiguous_in_the_order_of_its_dimensions(
     assert tensor.is_contiguous() == (not says)
     assert not says or tensor.permute(says).is_contiguous()
     strides = [7 if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True)]
-    assert dim_order(shape, strides) == says  # where no second element is, a stride says nothing
+    assert dim_order(shape, strides) == says  # without a second element, a stride has no meaning
     parameter = Parameter.of("p", shape, strides, "float32")
     assert parameter.memory_shape == (tuple(tensor.permute(says).shape) if says else shape)
 
@@ -116,12 +116,12 @@ def test_the_memory_formats_of_pytorch() -> None:
     ids=["expanded", "every other", "a part", "overlapping"],
 )
 def test_what_is_not_dense_is_refused_by_name(tensor: torch.Tensor) -> None:
-    with pytest.raises(LayoutError, match=r"^head\.weight can't be protected: .* overlap or have gaps"):
+    with pytest.raises(LayoutError, match=r"^head\.weight cannot be protected: .* overlap or have gaps"):
         Parameter.of("head.weight", tensor.shape, tensor.stride(), "float32")
 
 
 def test_faults_are_named() -> None:
-    with pytest.raises(LayoutError, match=r"w has no dimensions \(0, 0\), but \[0, 1\]"):
+    with pytest.raises(LayoutError, match=r"w has dimensions \[0, 1\], not \(0, 0\)"):
         make_layout([Parameter("w", (3, 3), "float32", (0, 0))], 1)
     with pytest.raises(LayoutError, match="w has type int64"):
         make_layout([Parameter("w", (3,), "int64")], 1)

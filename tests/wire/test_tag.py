@@ -1,4 +1,4 @@
-"""The wire format, and that the P4 headers and the tagger's C have the same."""
+"""The wire format, and its equality in the P4 headers and the tagger's C code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from checkmate.tagger import state
 from checkmate.wire import tag as wire
+from tests.support.streams import copy_sequence
 
 ROOT = Path(__file__).parents[2]
 P4_HEADERS = ROOT / "p4src" / "include" / "headers.p4"
@@ -78,9 +79,9 @@ def test_what_is_no_hello_is_refused(payload: bytes, words: str) -> None:
 @given(tag=TAGS, within=st.integers(0, 1 << 31), base=U32)
 def test_a_copy_lands_at_its_place_in_the_stream(tag: wire.Tag, within: int, base: int) -> None:
     tcp_sequence = (tag.anchor + within) % wire.MODULUS
-    copy = wire.copy_sequence(tag, tcp_sequence, base)
+    copy = copy_sequence(tag, tcp_sequence, base)
     assert (copy + base) % wire.MODULUS == (tag.sequence + within) % wire.MODULUS
-    # What the switch does: it can only add, so the entry holds -base.
+    # The switch can only add, so the entry holds -base.
     assert copy == (tag.sequence + (tcp_sequence - tag.anchor) + wire.minus(base)) % wire.MODULUS
 
 
@@ -114,7 +115,7 @@ def c_constant(name: str) -> int:
 
 
 def packed_by(fields: list[tuple[str, int]], tag: wire.Tag) -> bytes:
-    """A tag as a list of fields says, in network order; P4 has its first three fields in one."""
+    """Pack a tag in network order by a list of fields; P4 combines its first three fields."""
     start = {"kind": wire.TAG_KIND, "length": wire.TAG_LENGTH, "exid": wire.TAG_EXID}
     if fields[0][0] == "prefix":
         start = {"prefix": p4_constant("TAG_PREFIX")}

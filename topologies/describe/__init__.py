@@ -1,1 +1,1 @@
-"""From a small YAML to hosts, links, addresses and the job. Pure but for reading it."""
+"""The description of a lab: hosts, links, addresses and job, from a small YAML file."""

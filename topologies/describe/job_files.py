@@ -1,4 +1,4 @@
-"""A lab as the job YAML that `checkmate run` reads. Pure."""
+"""The job file of a lab, for `checkmate run`. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB_FILE = "job.yaml"
 
 
 def target_of(text: str) -> Target:
-    """The target of that name; `BadDescription` where there is none."""
+    """Return the target of that name; raise `BadDescription` if there is none."""
     for target in TARGETS:
         if target == text:
             return target
@@ -30,13 +30,13 @@ def target_of(text: str) -> Target:
 
 
 def fabric(topology: Topology, target: Target) -> dict[str, Any]:
-    """The switches, and the links between them."""
+    """Return the switches and links of a lab, as data of a fabric file."""
     links = [[{"switch": s, "port": p} for s, p in (link.a, link.b)] for link in topology.links]
     return {"switches": [_switch(switch, target) for switch in topology.switches], "links": links}
 
 
 def job(topology: Topology, name: str) -> dict[str, Any]:
-    """The lab's job; its fabric is the file beside it."""
+    """Return the job of a lab, as data of a job file that refers to the fabric file beside it."""
     return {
         "job": name,
         "fabric": FABRIC_FILE,
@@ -52,7 +52,7 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
 
 
 def as_yaml(data: dict[str, Any], title: str) -> str:
-    """YAML text, with a heading that says what it is."""
+    """Return YAML text under a comment with the title."""
     return f"# {title}\n" + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 

@@ -1,6 +1,6 @@
-"""A lab's YAML: its keys, and each fault in it with its place. Pure.
+"""A lab's YAML file: its keys, and each fault in it with its location. Pure.
 
-Faults between keys are looked for among whatever is sound, so that one run reports all of them.
+Valid parts are checked against one another even if other parts are invalid, so one run reports all faults.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from checkmate.wording import counted
 _RANKS_MAX: Final = 150
 _SHARDS_MAX: Final = 16
 _WORDS: Final = {
-    "string_too_short": "must say what the lab is",
-    "extra_forbidden": "unknown key; remove it, or see docs/lab.md for the keys there are",
+    "string_too_short": "must describe the lab in a few words",
+    "extra_forbidden": "unknown key; remove it, or see docs/lab.md for the known keys",
     "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
 }
 _SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]
@@ -54,7 +54,12 @@ class LabFile(_Model):
 
 
 def read(raw: object, reserved: Collection[str]) -> tuple[LabFile | None, list[Fault]]:
-    """A lab from the data of its YAML, or every fault in it; switches have none of the `reserved` names."""
+    """Return a lab from the data of its YAML, or else every fault in it.
+
+    Args:
+        raw: The data.
+        reserved: Names that switches cannot have.
+    """
     lab, faults = validated(LabFile, raw, _WORDS)
     told = {fault.path for fault in faults}
     if isinstance(raw, dict):
@@ -63,7 +68,7 @@ def read(raw: object, reserved: Collection[str]) -> tuple[LabFile | None, list[F
 
 
 def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
-    """Faults between the parts of a lab, as far as they are sound."""
+    """Yield contradictions between the valid parts of a lab."""
     (top,) = parts(raw, LabFile)
     if switches := top.fields.get("switches"):
         yield from _names(switches, reserved)
@@ -96,7 +101,7 @@ def _unknown(raw: dict[str, Any], switches: Sequence[str]) -> Iterator[Fault]:
 
 
 def _uses(raw: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Every text that is to name a switch, and where."""
+    """Yield the path and the value of every reference to a switch."""
     yield from _texts(raw.get("links"), ("links",))
     groups = raw.get("dp_groups")
     for index, group in enumerate(groups if isinstance(groups, list) else []):
@@ -114,9 +119,9 @@ def _texts(raw: object, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _apart(switches: Sequence[str], links: Sequence[tuple[str, str]] | None) -> Iterator[Fault]:
-    """Links that join nothing, and switches that none joins to the first.
+    """Yield links from a switch to itself, and switches without a path to the first.
 
-    Of the second it says nothing where a link has a fault: mending that may join them.
+    The latter are not checked if a link has a fault, because correcting it may connect them.
     """
     if links is None:
         return
@@ -145,7 +150,7 @@ def _too_many_ranks(raw: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _shadow_list(group: Path, listed: Sequence[int] | None, nodes: int, replicas: int) -> Iterator[Fault]:
-    """Faults in a group's list of shadow nodes; `None`: all nodes, an empty one: not sound."""
+    """Yield faults in a group's list of shadow nodes. `None` means all nodes; an invalid list is empty."""
     path: Path = (*group, "shadow_nodes")
     for position, node in enumerate(listed or ()):
         if node >= nodes:

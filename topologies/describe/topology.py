@@ -1,7 +1,7 @@
-"""What a lab consists of: from a small YAML to hosts, switches, links and addresses. Pure but for reading it.
+"""Topologies: hosts, switches, links and addresses of a lab, from a small YAML file. Pure but for reading it.
 
-The YAML (`lab_file`) says where things hang; names, addresses and ports follow from their order, so a lab
-looks the same each time. All labs use the same addresses: each lives in namespaces of its own.
+The YAML (`lab_file`) specifies how hosts are attached. Names, addresses and ports follow from their order, so
+a lab is the same each time. All labs use the same addresses, because each has namespaces of its own.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ SHADOW_MGMT_PORT: Final = 7000
 CONTROLLER: Final = "ctl"
 """The namespace of the controller, which also holds the management network's bridge."""
 CABLES: Final = "cables"
-"""The namespace where training links are cut that delay."""
+"""The namespace of the process that delays frames on training links."""
 
 
 class LabError(Exception):
-    """A lab that can't be: the message says why, and what would be right."""
+    """A failure in a lab; the message has the reason and the remedy."""
 
     exit_code = 1
 
 
 class LabInUse(LabError):
-    """A lab that another process is working with."""
+    """A lab that is locked by another process."""
 
 
 class BadDescription(LabError):
-    """A topology, a name or an option that can't be used."""
+    """An invalid topology, name or option."""
 
     exit_code = 2
 
 
 class BadTopology(BadDescription, JobError):
-    """A topology's file that can't be used: each fault, with its place."""
+    """An invalid topology file: each fault, with its location."""
 
     where = "the topology"
 
@@ -75,7 +75,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class SwitchNode:
-    """A switch: where its P4Runtime server listens, its stub, and how many ports it has (1 .. ports)."""
+    """A switch: the address of its P4Runtime server, its stub, and its number of ports (1 to `ports`)."""
 
     name: str
     device_id: int
@@ -92,7 +92,7 @@ class SwitchNode:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A cable between two switches: (switch, port) twice."""
+    """A cable between two switches, with (switch, port) of each end."""
 
     a: tuple[str, int]
     b: tuple[str, int]
@@ -108,7 +108,7 @@ class LabGroup:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A lab's whole description."""
+    """The complete description of a lab."""
 
     name: str
     title: str
@@ -135,7 +135,7 @@ class Topology:
         return (CONTROLLER, *(s.name for s in self.switches), *(h.name for h in self.hosts))
 
     def host(self, name: str) -> Host:
-        """The host of that name; `KeyError` where there is none."""
+        """Return the host of that name; raise `KeyError` if there is none."""
         for host in self.hosts:
             if host.name == name:
                 return host
@@ -143,12 +143,12 @@ class Topology:
 
 
 def names() -> list[str]:
-    """The labs that come with Checkmate."""
+    """Return the names of the labs that come with Checkmate."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def load(name: str) -> Topology:
-    """The lab of that name, or the one that a YAML file describes; `BadDescription` where it can't be."""
+    """Return the lab of that name, or the lab in a YAML file; raise `BadDescription` if there is none."""
     file = FOLDER / f"{name}.yaml" if name in names() else Path(name)
     if file.suffix not in (".yaml", ".yml"):
         raise BadDescription(
@@ -162,7 +162,7 @@ def load(name: str) -> Topology:
 
 
 def build(name: str, data: object) -> Topology:
-    """A lab from the data of its YAML; `BadTopology` with every fault in it."""
+    """Return a lab from the data of its YAML; raise `BadTopology` with every fault in it."""
     return _built(name, data, lambda fault: Located(Path(name), 0, show_path(fault.path), fault.message))
 
 
@@ -175,7 +175,7 @@ def _built(name: str, data: object, locate: Callable[[Fault], Located]) -> Topol
 
 @dataclass
 class _Builder:
-    """Hands out ports, in order of asking."""
+    """Builder of a topology, which allocates ports in the order of requests."""
 
     lab: LabFile
     used: dict[str, int] = field(default_factory=dict)
@@ -214,7 +214,7 @@ class _Builder:
             switch,
             self.port(switch),
         )
-        # From 101 on: such addresses sort as text as they do as numbers, and torchrun sorts them as text.
+        # Starting at 101, addresses sort as text in numerical order; torchrun sorts them as text.
         return Host(f"rank{number}", "rank", number, MGMT_NET[0x100 + number + 101], (nic,))
 
     def shadow(self, node: int, nics: tuple[str, ...]) -> Host:

@@ -1,1 +1,1 @@
-"""Namespaces, links, shaping and cgroups."""
+"""Kernel objects of a lab: namespaces, links, shaping and cgroups."""

@@ -1,4 +1,4 @@
-"""A lab's cables, once its namespaces are there: the management network, and the training network."""
+"""The cables of a lab: the management network and the training network, between existing namespaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from topologies.kernel.namespaces import name_of
 
 
 def management(lab: str, topology: Topology) -> None:
-    """Cable each switch and host to the bridge beside the controller."""
+    """Connect each switch and host to the bridge beside the controller."""
     controller = name_of(lab, CONTROLLER)
     links.add_bridge(controller, MGMT_NET[1], MGMT_NET)
     members: list[SwitchNode | Host] = [*topology.switches, *topology.hosts]
@@ -17,9 +17,9 @@ def management(lab: str, topology: Topology) -> None:
 
 
 def training(lab: str, topology: Topology, mtu: int, *, cut: bool = False) -> None:
-    """Cable each NIC to its switch, and the switches to each other.
+    """Connect each NIC to its switch, and the switches to each other.
 
-    `cut`: each rank's cable comes in two pieces, both of which end in the namespace of the cables.
+    With `cut`, each rank's cable has two pieces, both of which end in the namespace of the cables.
     """
     for host in topology.hosts:
         for nic in host.interfaces:
@@ -35,12 +35,12 @@ def training(lab: str, topology: Topology, mtu: int, *, cut: bool = False) -> No
 
 
 def cut_ends(rank: Host) -> tuple[str, str]:
-    """What the two ends are called where a rank's cable is cut: towards the host, towards the switch."""
+    """Return the interface names where a rank's cable is cut: towards the host, towards the switch."""
     return f"host{rank.number}", f"switch{rank.number}"
 
 
 def switch_offloads_off(lab: str, topology: Topology, *, cut: bool = False) -> None:
-    """On all ends of every cable of the training network."""
+    """Switch offloads off at both ends of every cable of the training network."""
     for host in topology.hosts:
         for nic in host.interfaces:
             offloads.switch_off(name_of(lab, host.name), nic.name)
@@ -53,7 +53,10 @@ def switch_offloads_off(lab: str, topology: Topology, *, cut: bool = False) -> N
 
 
 def lose(lab: str, topology: Topology, share: float) -> str | None:
-    """Lose frames both ways on each rank's cable; by what. Shadow links lose nothing, as PFC promises."""
+    """Drop frames in both directions on each rank's cable; return the mechanism.
+
+    Links to shadow nodes are lossless, as with PFC.
+    """
     by = None
     for host in topology.ranks:
         for nic in host.interfaces:

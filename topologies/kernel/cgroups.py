@@ -1,8 +1,7 @@
-"""The cgroup of a lab's processes: where it is, ending all that lives in it, and removing it.
+"""The cgroup of a lab's processes: its path, ending its processes, and its removal.
 
-A process that dies leaves its network namespace some time before its cgroup: it closes its sockets in
-between, which takes a packet socket a grace period of RCU. So a lab whose namespaces are empty may still
-have some in its cgroup.
+A dying process leaves its network namespace before its cgroup. In between it closes its sockets, which takes
+an RCU grace period for a packet socket. So a lab's cgroup may have processes when its namespaces are empty.
 """
 
 from __future__ import annotations
@@ -23,47 +22,54 @@ _NAMED = 4
 
 
 def place(lab: str) -> str | None:
-    """Where a cgroup for the lab's processes may be made: below our own; `None` without cgroup v2.
+    """Return the path for a cgroup of the lab's processes, below our own; `None` without cgroup v2.
 
-    The ranks make theirs below it, so that nothing stays of those that are killed.
+    The ranks create theirs below it, so that those of killed ranks are removed with the lab.
     """
     try:
         own = open_own_cgroup()
     except TaggerUnavailable:
-        return None  # the tagger, which needs it, says so where it is missing
+        return None  # the tagger, which needs it, reports a missing one
     try:
         path = Path(os.readlink(f"/proc/self/fd/{own}"))
     finally:
         os.close(own)
-    # A mount that is hidden has no path.
+    # A hidden mount has no path.
     return str(path / f"checkmate-lab-{lab}") if (path / "cgroup.procs").exists() else None
 
 
 def members(path: str) -> list[int]:
-    """The processes in a cgroup and those below it; dying ones too, but none that is dead."""
+    """Return the processes in a cgroup and below, including dying but not dead ones."""
     found: list[int] = []
     for directory, _, _ in os.walk(path):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # already removed
             found += map(int, Path(directory, "cgroup.procs").read_text().split())
     return found
 
 
 def kill(path: str | None) -> None:
-    """SIGKILL to all in a cgroup, if there is one, and those below; also to what they are just starting."""
+    """Send SIGKILL to all processes in a cgroup and below, if it exists, and to their new children."""
     if path is None:
         return
-    with contextlib.suppress(FileNotFoundError):  # no such cgroup any more
+    with contextlib.suppress(FileNotFoundError):  # the cgroup no longer exists
         if (every := Path(path, "cgroup.kill")).exists():
             every.write_text("1")
         else:  # before Linux 5.14
-            Path(path, "cgroup.freeze").write_text("1")  # then they die of a signal, but start nothing
+            Path(path, "cgroup.freeze").write_text(
+                "1"
+            )  # a signal then kills them one by one, but they start nothing
             processes.signal_each(lambda: members(path), signal.SIGKILL, seconds=0.0)
 
 
 def remove(path: str | None, seconds: float = 60.0) -> None:
-    """End all in a cgroup, if there is one, and remove it with those below.
+    """Kill all processes in a cgroup, if it exists, and remove it with the cgroups below.
 
-    Waits `seconds` for dying processes; `LabError` names those that are still there then.
+    Args:
+        path: The cgroup.
+        seconds: Time for its processes to die.
+
+    Raises:
+        LabError: Some processes are still there.
     """
     if path is None:
         return
@@ -74,20 +80,20 @@ def remove(path: str | None, seconds: float = 60.0) -> None:
             for directory, _, _ in os.walk(path, topdown=False):
                 os.rmdir(directory)
         except FileNotFoundError:
-            continue  # a process that removed its own
+            continue  # removed by a process of its own
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LabError(
-                    f"the cgroup {path} can't be removed ({error.strerror}): {inhabitants(path)}; once that "
-                    "has changed, checkmate lab down removes the rest"
+                    f"the cgroup {path} can't be removed ({error.strerror}): {inhabitants(path)}; after "
+                    "that has changed, checkmate lab down removes the rest"
                 ) from None
             time.sleep(_POLL_SECONDS)
 
 
 def inhabitants(path: str) -> str:
-    """The processes in a cgroup and those below it, in words."""
+    """Return a description of the processes in a cgroup and below."""
     found = [process for pid in members(path) if (process := processes.described(pid)) is not None]
     if not found:
-        return "no process is to be seen in it"
+        return "no process is visible in it"
     more = len(found) - _NAMED
     return f"still in it {', '.join(found[:_NAMED])}" + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
-"""Cables that delay: `python -m topologies.kernel.jitter` passes frames between interfaces, a while later.
+"""Jitter: `python -m topologies.kernel.jitter` forwards frames between interfaces after a random delay.
 
-The delay of each way is drawn anew, from 0 up to the given one, each time so long has passed. No frame
-overtakes another, so a shorter delay means a burst, as behind a queue that empties. It is for kernels
-without `tc netem`, and the same on all. Segments of 64 KB pass whole.
+Each direction draws a new delay, between 0 and the given one, whenever the last delay has passed. Frames
+never overtake one another, so a shorter delay means a burst, as from a queue that empties. This works without
+`tc netem`, and is the same on all kernels. Segments of 64 KB are forwarded whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 
 
 def seconds(text: str) -> float:
-    """`5ms`, `500us`, `0.005s` or `0.005` in seconds; `BadDescription` where it is no delay from 0 to 1 s."""
+    """Return `5ms`, `500us`, `0.005s` or `0.005` in seconds.
+
+    Raises:
+        BadDescription: It is not a delay from 0 to 1 s.
+    """
     from topologies.describe.topology import BadDescription  # noqa: PLC0415 - the process of the cables needs none of it
 
     number, unit = next((text.removesuffix(u), u) for u in _UNITS if text.endswith(u))
@@ -43,12 +47,12 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise BadDescription(f"{text!r} is no jitter: give a delay such as 5ms or 0.005, 1 s at most")
+        raise BadDescription(f"{text!r} is not a jitter; use a delay such as 5ms or 0.005, at most 1 s")
     return value
 
 
 class Way:
-    """One way through a cable: the frames in it, and when each is due."""
+    """One direction of a cable: the frames in it, and when each is due."""
 
     def __init__(self, source: socket.socket, destination: socket.socket, seconds: float) -> None:
         self._source, self._destination = source, destination
@@ -58,11 +62,11 @@ class Way:
 
     @property
     def due(self) -> float:
-        """When the next frame is due; infinity where none is in the cable."""
+        """When the next frame is due; infinity if there is none."""
         return self._frames[0][0] if self._frames else math.inf
 
     def take(self, now: float) -> None:
-        """Take the frames that have come."""
+        """Receive the frames that have arrived."""
         if now - self._drawn >= self._seconds:
             self._delay, self._drawn = random.uniform(0, self._seconds), now
         due = max(now + self._delay, self._frames[-1][0] if self._frames else 0.0)
@@ -71,24 +75,24 @@ class Way:
                 self._frames.append((due, self._source.recv(_FRAME_MAX)))
 
     def give(self, now: float) -> None:
-        """Pass on the frames that are due."""
+        """Send the frames that are due."""
         while self.due <= now:
-            with contextlib.suppress(OSError):  # full, or down: a cable says nothing of that
+            with contextlib.suppress(OSError):  # full, or down: a cable does not report that
                 self._destination.send(self._frames.popleft()[1])
 
 
 class Cables:
-    """Pairs of interfaces of this namespace between which frames pass, both ways."""
+    """Pairs of interfaces in this namespace, between which frames are forwarded in both directions."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]], seconds: float) -> None:
-        """`seconds`: the longest delay."""
+        """Open the interfaces; the longest delay is `seconds`."""
         self._ways: dict[socket.socket, Way] = {}
         for names in pairs:
             one, other = map(_open, names)
             self._ways |= {one: Way(one, other, seconds), other: Way(other, one, seconds)}
 
     def run_once(self) -> None:
-        """Wait for a frame, or until one is due; take what comes, and pass on what is due."""
+        """Wait until a frame arrives or is due; receive new frames, and send those that are due."""
         due = min(way.due for way in self._ways.values())
         pause = None if due == math.inf else max(0.0, due - time.monotonic())
         ready, _, _ = select.select(self._ways, (), (), pause)
@@ -100,7 +104,7 @@ class Cables:
 
 
 def _open(name: str) -> socket.socket:
-    """A packet socket whose frames begin with the virtio-net header, which goes out as it came in."""
+    """Return a packet socket with virtio-net headers, which are sent as they were received."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     for option in (_PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING):
         opened.setsockopt(_SOL_PACKET, option, 1)
@@ -111,7 +115,7 @@ def _open(name: str) -> socket.socket:
 
 
 def main() -> int:
-    """Exit status 1 where an interface can't be opened."""
+    """Run until killed; return 1 if an interface cannot be opened."""
     parser = argparse.ArgumentParser(
         prog="python -m topologies.kernel.jitter",
         description=__doc__,
@@ -122,7 +126,7 @@ def main() -> int:
     arguments = parser.parse_args()
     pairs = [tuple(pair.split(":")) for pair in arguments.pairs]
     if any(len(pair) != 2 for pair in pairs) or arguments.seconds < 0:
-        parser.error("give pairs of interfaces as NAME:NAME, and a delay of 0 or more")
+        parser.error("specify pairs of interfaces as NAME:NAME, and a delay of 0 or more")
     try:
         cables = Cables([(one, other) for one, other in pairs], arguments.seconds)
     except OSError as error:

@@ -15,17 +15,17 @@ MGMT_INTERFACE: Final = "mgmt0"
 _CONGESTION: Final = "net/ipv4/tcp_congestion_control"
 _TCP: Final = {
     _CONGESTION: "cubic",
-    # Enough for 64 MB a stream, and for a ring over a switch that queues; the kernel adapts from the default.
+    # Enough for 64 MB per stream, and for a ring over a switch with queues; the kernel adapts the default.
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 16777216",
 }
 _QUIET: Final = {
-    # Neighbour discovery would be noise in the switches' counters.
+    # Neighbour discovery would add noise to the switches' counters.
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
 _TWO_NICS: Final = {
-    # Two NICs in one subnet: each answers for its own address, and replies may arrive on either.
+    # Two NICs in one subnet: each answers for its own address only, and replies may arrive on either.
     "arp_ignore": "1",
     "arp_announce": "2",
     "rp_filter": "0",
@@ -33,31 +33,31 @@ _TWO_NICS: Final = {
 
 
 def settings() -> dict[str, str]:
-    """A namespace's sysctls: paths below /proc/sys to values. To be set before it gets links."""
+    """Return a namespace's sysctls by path below /proc/sys; they must be set before it gets links."""
     scopes = ("all", "default")
     arp = {f"net/ipv4/conf/{scope}/{key}": value for scope in scopes for key, value in _TWO_NICS.items()}
     return _TCP | _QUIET | arp
 
 
 def prepare(namespace: str) -> None:
-    """Set a new namespace's sysctls, and its loopback up."""
+    """Set a new namespace's sysctls, and bring its loopback interface up."""
     with netlink(namespace) as ip:
         for key, value in settings().items():
             path = Path("/proc/sys", key)
             if key.startswith("net/ipv6") and not path.exists():
-                continue  # a kernel without IPv6 is quiet anyway
+                continue  # a kernel without IPv6 needs no setting
             try:
                 path.write_text(value)
             except PermissionError:
-                # Only what the machine's tcp_allowed_congestion_control lists may be a namespace's
-                # default; the ring asks for cubic on each of its sockets anyway.
+                # Only algorithms in the machine's tcp_allowed_congestion_control can be a namespace's
+                # default; the ring sets cubic on each of its sockets anyway.
                 if key != _CONGESTION:
                     raise
         ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
 
 
 def add_bridge(namespace: str, address: IPv4Address, subnet: IPv4Network) -> None:
-    """Make the management network's bridge, with the controller's own address on it."""
+    """Create the management network's bridge, with the controller's own address."""
     with netlink(namespace) as ip:
         ip.link("add", ifname=MGMT_BRIDGE, kind="bridge")
         index = ip.link_lookup(ifname=MGMT_BRIDGE)[0]
@@ -68,7 +68,7 @@ def add_bridge(namespace: str, address: IPv4Address, subnet: IPv4Network) -> Non
 def join_bridge(
     namespace: str, bridge_port: str, host: str, address: IPv4Address, subnet: IPv4Network
 ) -> None:
-    """Cable a host's management interface to the bridge in `namespace`."""
+    """Connect a host's management interface to the bridge in `namespace`."""
     add_cable(namespace, bridge_port, host, MGMT_INTERFACE, mtu=1500)
     with netlink(namespace) as ip:
         bridge = ip.link_lookup(ifname=MGMT_BRIDGE)[0]
@@ -79,7 +79,7 @@ def join_bridge(
 def add_cable(
     here: str, port: str, there: str, far_port: str, *, mtu: int, far_mac: str | None = None
 ) -> None:
-    """A veth pair between two namespaces, up at both ends. It is made in place: no name shows elsewhere."""
+    """Create a veth pair between two namespaces, up at both ends, without a trace in other namespaces."""
     far = {"ifname": far_port, "net_ns_fd": there, "mtu": mtu} | ({"address": far_mac} if far_mac else {})
     with netlink(here) as ip:
         ip.link("add", ifname=port, kind="veth", mtu=mtu, peer=far)
@@ -89,20 +89,20 @@ def add_cable(
 
 
 def set_address(namespace: str, interface: str, address: IPv4Address, subnet: IPv4Network) -> None:
-    """Give an interface its address."""
+    """Assign an address to an interface."""
     with netlink(namespace) as ip:
         index = ip.link_lookup(ifname=interface)[0]
         ip.addr("add", index=index, address=str(address), prefixlen=subnet.prefixlen)
 
 
 def connect(host: str, there: str, port: str, nic: Interface, subnet: IPv4Network, mtu: int) -> None:
-    """Cable a host's NIC to a port there, its switch's for one, and give it its addresses."""
+    """Connect a host's NIC to a port in the namespace `there`, such as its switch's; set its addresses."""
     add_cable(there, port, host, nic.name, mtu=mtu, far_mac=nic.mac)
     set_address(host, nic.name, nic.ip, subnet)
 
 
 def counters(namespace: str) -> dict[str, dict[str, int]]:
-    """Each interface's counters, as the kernel names them (rtnl_link_stats64)."""
+    """Return each interface's counters, with the kernel's names (rtnl_link_stats64)."""
     with netlink(namespace) as ip:
         return {
             link.get_attr("IFLA_IFNAME"): dict(link.get_attr("IFLA_STATS64") or {}) for link in ip.get_links()

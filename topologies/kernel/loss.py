@@ -1,7 +1,7 @@
-"""Random loss on an interface's way out: `tc netem`, or where the kernel has none, an eBPF classifier.
+"""Random loss at the egress of an interface, by `tc netem`, or by an eBPF classifier if the kernel lacks it.
 
-Both let the sender believe that the frame went, as a lossy cable does. A GSO frame is lost whole.
-Nothing is pinned: what is attached goes with the namespace.
+In both cases the sender does not notice, as with a lossy cable. A GSO frame is lost as a whole.
+Nothing is pinned: the kernel removes the classifier with its namespace.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from topologies.kernel.namespaces import netlink
 SYSCALLS: Final = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x": 351}
 _PROG_LOAD: Final = 5
 _SCHED_CLS: Final = 3
-_TC_ACT_OK, _TC_ACT_STOLEN = 0, 4  # stolen, unlike shot, looks like success to the sender
+_TC_ACT_OK, _TC_ACT_STOLEN = 0, 4  # TC_ACT_STOLEN, unlike TC_ACT_SHOT, looks like success to the sender
 _CLSACT_EGRESS: Final = 0xFFFFFFF3
 
 
 def fraction(text: str) -> float:
-    """`1%` or `0.01` as a fraction; `BadDescription` where it isn't one from 0 up to but not 1."""
+    """Return `1%` or `0.01` as a fraction; raise `BadDescription` if it is not in [0, 1)."""
     try:
         value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise BadDescription(f"{text!r} is no loss: give a share such as 1% or 0.01, below 100%")
+        raise BadDescription(f"{text!r} is not a loss rate; use e.g. 1% or 0.01, below 100%")
     return value
 
 
 def add(namespace: str, interface: str, share: float) -> str:
-    """Lose this share of what leaves an interface, from now on; which mechanism does it."""
+    """Drop this share of the frames that leave an interface, from now on; return the mechanism's name."""
     with netlink(namespace) as ip:
         index = ip.link_lookup(ifname=interface)[0]
         try:
@@ -60,16 +60,14 @@ def add(namespace: str, interface: str, share: float) -> str:
                 direct_action=True,
             )
         except NetlinkError as error:
-            raise LabError(
-                f"this kernel has neither tc netem nor tc bpf, so nothing can be lost: {error}"
-            ) from None
+            raise LabError(f"this kernel has neither tc netem nor tc bpf for random loss: {error}") from None
         finally:
             os.close(program)
         return "bpf"
 
 
 def instructions(share: float) -> bytes:
-    """The program: draw 32 random bits; below the threshold the frame is stolen. Pure."""
+    """Return the eBPF program: it draws 32 random bits, and steals the frame below the threshold. Pure."""
     threshold = round(share * (1 << 32))
     return b"".join(
         [
@@ -87,7 +85,7 @@ def instructions(share: float) -> bytes:
 def _instruction(
     opcode: int, destination: int = 0, source: int = 0, offset: int = 0, immediate: int = 0
 ) -> bytes:
-    """`struct bpf_insn` in the machine's byte order."""
+    """Return a `struct bpf_insn` in the machine's byte order."""
     registers = source << 4 | destination if _little() else destination << 4 | source
     return struct.pack("=BBhI", opcode, registers, offset, immediate & 0xFFFFFFFF)
 
@@ -97,7 +95,7 @@ def _little() -> bool:
 
 
 def load_program(share: float) -> int:
-    """Load the program; its file descriptor."""
+    """Load the program and return its file descriptor."""
     code = ctypes.create_string_buffer(instructions(share))
     license_ = ctypes.create_string_buffer(b"Apache-2.0")
     attributes = ctypes.create_string_buffer(
@@ -108,11 +106,11 @@ def load_program(share: float) -> int:
     )
     number = SYSCALLS.get(os.uname().machine)
     if number is None:
-        raise LabError(f"the number of bpf(2) on {os.uname().machine} is unknown, and there is no tc netem")
+        raise LabError(f"the number of bpf(2) on {os.uname().machine} is unknown, and tc netem is missing")
     libc = ctypes.CDLL(None, use_errno=True)
     program = libc.syscall(number, _PROG_LOAD, ctypes.byref(attributes), len(attributes))
     if program < 0:
         raise LabError(
-            f"the kernel takes no eBPF program ({os.strerror(ctypes.get_errno())}), and has no tc netem"
+            f"the kernel refuses the eBPF program ({os.strerror(ctypes.get_errno())}), and has no tc netem"
         )
     return int(program)

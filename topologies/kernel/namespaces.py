@@ -1,6 +1,6 @@
-"""Network namespaces: making and removing them, entering one, and finding the processes in them.
+"""Network namespaces: creation, removal, entering one, and the processes in them.
 
-Names are as `ip netns` has them (/run/netns), so that `ip netns exec cm-LAB-HOST` works.
+Names are those of `ip netns` (/run/netns), so that `ip netns exec cm-LAB-HOST` works.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _KILL_SECONDS = 5.0
 
 
 def name_of(lab: str, node: str) -> str:
-    """A lab's namespace. Lab names hold no hyphen, so no lab's names begin as another's do."""
+    """Return the name of a lab's namespace. Lab names have no hyphens, so no name is another's prefix."""
     return f"cm-{lab}-{node}"
 
 
 def of_lab(lab: str) -> list[str]:
-    """The lab's namespaces that exist, half-made ones included."""
+    """Return the lab's existing namespaces, including incomplete ones."""
     prefix = name_of(lab, "")
     return sorted(name for name in netns.listnetns() if name.startswith(prefix))
 
 
 def create(name: str) -> None:
-    """Make a namespace; `FileExistsError` where it exists."""
-    with undisturbed():  # it forks, and Python drops what a signal raises in its hooks after a fork
+    """Create a namespace; raise `FileExistsError` if it exists."""
+    with undisturbed():  # it forks, and Python drops exceptions that a signal raises in hooks after a fork
         netns.create(name)
 
 
 def remove(name: str) -> None:
-    """Remove a namespace, also one that was only half made, or is gone already."""
+    """Remove a namespace; it may be incomplete, or already removed."""
     path = FOLDER / name
     libc = ctypes.CDLL(None, use_errno=True)
     while libc.umount2(os.fsencode(path), 2) == 0:  # MNT_DETACH; mounts may be stacked
@@ -54,10 +54,10 @@ def remove(name: str) -> None:
 
 
 def own_name() -> str | None:
-    """The named namespace that this process is in, a lab's for one."""
+    """Return the name of this process's namespace, such as a lab's; `None` if it has no name."""
     own = _identity(Path("/proc/self/ns/net"))
     for name in netns.listnetns():
-        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+        with contextlib.suppress(FileNotFoundError):  # already removed
             if _identity(FOLDER / name) == own:
                 return str(name)
     return None
@@ -65,7 +65,7 @@ def own_name() -> str | None:
 
 @contextlib.contextmanager
 def entered(name: str) -> Iterator[None]:
-    """Be in a namespace: the calling thread alone, and what it starts meanwhile."""
+    """Move the calling thread, and the processes that it starts, into a namespace for a while."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         netns.setns(name, flags=0)
@@ -79,13 +79,13 @@ def entered(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def netlink(name: str) -> Iterator[IPRoute]:
-    """The links of a namespace. Signals wait: pyroute2's event loop doesn't take exceptions in its midst."""
+    """Yield a netlink socket of a namespace; signals are held back, because they would break pyroute2."""
     with undisturbed(), entered(name), IPRoute() as ip:
         yield ip
 
 
 def processes(names: Iterable[str]) -> list[int]:
-    """The processes in these namespaces, except this one."""
+    """Return the processes in these namespaces, without this process."""
     inodes = set()
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -94,9 +94,9 @@ def processes(names: Iterable[str]) -> list[int]:
 
 
 def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: None) -> None:
-    """End every process in these namespaces: SIGTERM, and after a while SIGKILL till there are none.
+    """End every process in these namespaces: by SIGTERM, and after a while by SIGKILL until there are none.
 
-    Some start others meanwhile: those that only `kill_more`, which comes before SIGKILL, may catch.
+    `kill_more` is called before SIGKILL, for processes that start others faster than they can be found.
     """
     chosen = list(names)
     signal_each(lambda: processes(chosen), signal.SIGTERM, _TERM_SECONDS)
@@ -104,7 +104,7 @@ def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: 
     deadline = time.monotonic() + _KILL_SECONDS
     while left := processes(chosen):
         if time.monotonic() > deadline:
-            raise LabError(f"processes {', '.join(map(str, left))} don't end, not even by SIGKILL")
+            raise LabError(f"processes {', '.join(map(str, left))} do not end, even after SIGKILL")
         signal_each(lambda: processes(chosen), signal.SIGKILL, _KILL_SECONDS)
 
 
@@ -118,7 +118,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _namespace(pid: int) -> tuple[int, int] | None:
-    """The network namespace that a process is in; `None` for a dead one, also while nobody reaped it."""
+    """Return a process's network namespace; `None` if it is dead, reaped or not."""
     try:
         return _identity(Path(f"/proc/{pid}/ns/net"))
     except (FileNotFoundError, ProcessLookupError, PermissionError):

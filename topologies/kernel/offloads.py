@@ -1,54 +1,47 @@
-"""An interface's offloads, by the ethtool ioctl (linux/ethtool.h).
+"""Segmentation and checksum offloads of an interface.
 
-The embedded target moves 64 KB segments whole; BMv2 reads a frame as it is on the wire, so there the
-hosts cut and sum themselves.
+The embedded target forwards 64 KB segments whole. BMv2 reads frames as they are on the wire, so its hosts
+segment data and compute checksums themselves.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import socket
-import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
+
+from pyroute2.ethtool.ioctl import IoctlEthtool
 
 from topologies.kernel.namespaces import entered
 
-_SIOCETHTOOL: Final = 0x8946
-_SET_COMMANDS: Final = {
-    "gro": 0x2C,
-    "gso": 0x24,
-    "tso": 0x1F,
-    "rx checksums": 0x15,
-    "tx checksums": 0x17,  # last: without it the others go too
+_OFFLOADS: Final = {
+    "gro": "generic-receive-offload",
+    "gso": "generic-segmentation-offload",
+    "tso": "tcp-segmentation-offload",
+    "rx checksums": "rx-checksumming",
+    "tx checksums": "tx-checksumming",  # last: the others depend on it
 }
-_GET_COMMANDS: Final = {
-    "gro": 0x2B,
-    "gso": 0x23,
-    "tso": 0x1E,
-    "rx checksums": 0x14,
-    "tx checksums": 0x16,
-}
-_IFNAMSIZ: Final = 16
 
 
 def switch_off(namespace: str, interface: str) -> None:
     """Switch all offloads of an interface off."""
-    with entered(namespace), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for command in _SET_COMMANDS.values():
-            _call(sock, interface, command, 0)
+    with _ethtool(namespace, interface) as ethtool:
+        for name in _OFFLOADS.values():
+            ethtool.set_offload_flag(name, 0)
 
 
 def states(namespace: str, interface: str) -> dict[str, bool]:
-    """Which offloads an interface has on."""
-    with entered(namespace), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        return {name: bool(_call(sock, interface, command, 0)) for name, command in _GET_COMMANDS.items()}
+    """Return for each offload of an interface whether it is on."""
+    with _ethtool(namespace, interface) as ethtool:
+        flags = ethtool.get_offload_flags()
+    return {offload: bool(flags[name]) for offload, name in _OFFLOADS.items()}
 
 
-def _call(sock: socket.socket, interface: str, command: int, value: int) -> int:
-    """One `struct ethtool_value` there and back."""
-    argument = (ctypes.c_uint32 * 2)(command, value)
-    name = interface.encode().ljust(_IFNAMSIZ, b"\0")
-    request = struct.pack("16sP16x", name, ctypes.addressof(argument))
-    fcntl.ioctl(sock, _SIOCETHTOOL, request)
-    return int(argument[1])
+@contextmanager
+def _ethtool(namespace: str, interface: str) -> Iterator[IoctlEthtool]:
+    with entered(namespace):
+        ethtool = IoctlEthtool(interface)
+        try:
+            yield ethtool
+        finally:
+            ethtool.close()

@@ -1,4 +1,4 @@
-"""Process trees in /proc, signals to many, and pinning: what `signal` and `subprocess` leave to others."""
+"""Process trees in /proc, signals to many processes, and pinning."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from topologies.describe.topology import BadDescription
 
+_ROOT: Final = Path(__file__).resolve().parent.parent.parent
+
 
 def descendants(pid: int) -> list[int]:
-    """A process's children, and theirs, parents first."""
+    """Return a process's descendants, parents first."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (parent := _parent(int(entry))) is not None:
@@ -26,13 +29,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to a child of ours that nobody has waited for, and to its descendants."""
-    kill([pid], signal.SIGSTOP)  # so that it starts nothing while they are counted
+    """Send SIGKILL to a child of ours that has not been waited for, and to its descendants."""
+    kill([pid], signal.SIGSTOP)  # so that it starts no others meanwhile
     kill([*descendants(pid), pid])
 
 
 def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> list[int]:
-    """Send a signal to these processes; those that were there."""
+    """Send a signal to these processes; return those that existed."""
     hit = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -42,10 +45,15 @@ def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> list[i
 
 
 def signal_each(find: Callable[[], Collection[int]], number: signal.Signals, seconds: float) -> None:
-    """Send a signal to every process that `find` finds, and wait so long for them to end.
+    """Send a signal to every process that `find` returns, and wait for them to end.
 
-    Each is held by a pidfd and looked for again before it gets the signal, so no stranger that has come by
-    a process's number is ever hit.
+    Each is held by a pidfd and looked up again before the signal is sent, so that a process which has reused
+    a number is never hit.
+
+    Args:
+        find: Returns the processes.
+        number: The signal.
+        seconds: Time for the processes to end.
     """
     held = [fd for pid in find() if (fd := _hold(pid, find)) is not None]
     try:
@@ -59,7 +67,7 @@ def signal_each(find: Callable[[], Collection[int]], number: signal.Signals, sec
 
 
 def described(pid: int) -> str | None:
-    """`123 (python, D)`: a process's number, command and state as proc(5) has it; `None` for none."""
+    """Return a process as `123 (python, D)`, with its state as in proc(5); `None` if it does not exist."""
     try:
         command, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
     except (FileNotFoundError, ProcessLookupError):
@@ -69,14 +77,14 @@ def described(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def pinned(cpus: Collection[int] | None) -> Iterator[None]:
-    """What the calling thread starts meanwhile runs on these CPUs alone; `None`: wherever it may itself."""
+    """Pin processes that the calling thread starts meanwhile to these CPUs; `None` changes nothing."""
     if cpus is None:
         yield
         return
     before = os.sched_getaffinity(0)
     if not cpus or not before.issuperset(cpus):
         usable = ", ".join(map(str, sorted(before)))
-        raise BadDescription(f"CPUs {sorted(cpus)}: this machine lets us use {usable}")
+        raise BadDescription(f"CPUs {sorted(cpus)}: only {usable} are available")
     os.sched_setaffinity(0, cpus)
     try:
         yield
@@ -103,9 +111,22 @@ def _hold(pid: int, find: Callable[[], Collection[int]]) -> int | None:
 
 
 def _wait_all(pidfds: Iterable[int], seconds: float) -> None:
-    """Wait until all have ended; one at a time, for a pidfd stays readable."""
+    """Wait until all have ended, one at a time, because a pidfd stays readable."""
     deadline = time.monotonic() + seconds
     for fd in pidfds:
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def last_lines(log: str) -> str:
+    """Return the last lines of a process's log on one line, for an error message."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    return " | ".join(lines[-3:]) or "no output"
+
+
+def environment() -> dict[str, str]:
+    """Return our environment, for imports of this same package, without proxies: a lab has no way out."""
+    kept = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    kept["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return kept

@@ -1,1 +1,1 @@
-"""Ring traffic through a lab, and whether shadow nodes read what was tagged."""
+"""Ring traffic through a lab, and the comparison of tagged bytes with those that shadow nodes read."""

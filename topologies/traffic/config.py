@@ -1,4 +1,4 @@
-"""Reads the JSON configuration of `rank_main` and `sink_main`."""
+"""The JSON configuration of `rank_main` and `sink_main`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def read_config(name: str, model: type[ModelT]) -> ModelT | None:
-    """The configuration in file `name` ("-": standard input); `None` where its faults were printed."""
+    """Return the configuration in file `name` ("-": standard input); print its faults and return `None`."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
         return model.model_validate_json(text)

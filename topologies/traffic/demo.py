@@ -1,4 +1,4 @@
-"""The demo of the switch: a lab, real traffic through it, and the proof that nothing was lost or changed.
+"""The demo of the switch: a lab, traffic through it, and the check that nothing was lost or changed.
 
 `python -m topologies.traffic.demo` is `make demo-switch`; `checkmate lab run` is the same with every option.
 """
@@ -29,7 +29,7 @@ from topologies.traffic.run import Outcome, Traffic
 
 
 def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
-    """Make a lab, drive traffic through it, and remove it, whatever happens. `LabError` where it can't."""
+    """Create a lab, drive traffic through it, and remove it; raise `LabError` if that fails."""
     console.print(f"lab {lab.name} on {lab.target}: {lab.topology.title}\n", highlight=False)
     console.print(picture.picture(lab.topology) + "\n", highlight=False, soft_wrap=True)
     with unwinding(), StepProgress(console) as steps:
@@ -45,7 +45,7 @@ def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
 
 
 def show(outcome: Outcome, lab: Lab, console: Console) -> None:
-    """The streams, the switches' counters, and the verdict in one sentence."""
+    """Print the streams, the switches' counters, and the verdict in one sentence."""
     console.print()
     console.print(verdict.table(outcome.verdict))
     for switch in outcome.switches:
@@ -69,9 +69,9 @@ def _switch_line(switch: dict[str, Any]) -> str:
 def _ring_line(outcome: Outcome, lab: Lab) -> str:
     goodput = min(rank["goodput_bits_per_second"] for rank in outcome.ranks) / 1e9
     lossy = f", with {lab.loss:.2%} loss on training links ({lab.loss_by})" if lab.loss else ""
-    late = f", each way up to {lab.jitter * 1000:g} ms late" if lab.jitter else ""
-    again = f"{outcome.retransmitted:,} segments sent again{lossy}{late}"
-    return f"rings: {goodput:.2f} Gbit/s a rank at the least, {again}"
+    late = f", {lab.jitter * 1000:g} ms jitter in each direction" if lab.jitter else ""
+    again = f"{outcome.retransmitted:,} segments retransmitted{lossy}{late}"
+    return f"rings: at least {goodput:.2f} Gbit/s per rank, {again}"
 
 
 def _sentence(outcome: Outcome) -> str:
@@ -79,7 +79,7 @@ def _sentence(outcome: Outcome) -> str:
     equal = sum(row.equal for row in result.rows)
     if outcome.good:
         return (
-            f"[bold green]All {equal} shadow streams are byte for byte what was tagged[/bold green]: "
+            f"[bold green]All {equal} shadow streams equal the tagged bytes[/bold green]: "
             f"{result.tagged:,} bytes, each tagged once, SHA-256 taken at both ends."
         )
     said = f"; the tagger failed at: {', '.join(sorted(outcome.faults))}" if outcome.faults else ""
@@ -89,7 +89,7 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def perform(lab: Lab, load: Load, *, as_json: bool) -> bool:
-    """The whole demo, with progress on standard error; whether all was well."""
+    """Run the whole demo, with progress on standard error; return whether all streams are equal."""
     outcome = run_lab(lab, load, Console(stderr=True))
     if as_json:
         print(json.dumps(outcome.data(), indent=2))
@@ -99,7 +99,7 @@ def perform(lab: Lab, load: Load, *, as_json: bool) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 where every stream is equal at both ends, 1 where not, 2 for a bad command line."""
+    """Return 0 if every stream is equal at both ends, 1 if not, 2 for an invalid command line."""
     parser = argparse.ArgumentParser(
         prog="python -m topologies.traffic.demo",
         description=__doc__,
@@ -110,9 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "topology", nargs="?", default="single_tor", help=f"{', '.join(topology.names())}, or a .yaml file"
     )
     parser.add_argument("--target", default="softswitch", help=" or ".join(TARGETS))
-    parser.add_argument("--megabytes", type=int, default=200, help="of tensors, 200 unless told otherwise")
+    parser.add_argument("--megabytes", type=int, default=200, help="of tensors (default: 200)")
     parser.add_argument("--loss", default="0", help="share of frames that training links lose, such as 1%%")
-    parser.add_argument("--json", action="store_true", help="data instead of text")
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
     chosen = parser.parse_args(arguments)
     try:
         lab = Lab(
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name="demo",
         )
         load = Load(nbytes=chosen.megabytes * 1_000_000)
-        down(lab.name)  # what a demo that was killed has left
+        down(lab.name)  # left by a demo that was killed
         return 0 if perform(lab, load, as_json=chosen.json) else 1
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)

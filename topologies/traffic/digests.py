@@ -1,7 +1,7 @@
-"""SHA-256 of what a rank tags.
+"""SHA-256 of the bytes that a rank tags.
 
-The digests are of the bytes as they were given to the tagged sockets, in that order; nothing of the shadow
-side's arithmetic goes into them.
+The digests are of the bytes given to the tagged sockets, in that order. They are independent of the shadow
+side's arithmetic.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ Whole = Annotated[int, Field(ge=0)]
 
 
 class StrictModel(BaseModel):
-    """Refuses what it does not know."""
+    """Base of models that reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Tail(StrictModel):
-    """From where on each stream is digested once more: so many bytes behind the beginning of an iteration."""
+    """Start of an additional digest of each stream: an iteration, and an offset in bytes."""
 
     iteration: Whole
     offset: Whole = 0
 
 
 class TailResult(StrictModel):
-    """A stream's bytes from `base` on."""
+    """Digest of a stream's bytes from `base` on."""
 
     base: int
     bytes: int
@@ -37,7 +37,7 @@ class TailResult(StrictModel):
 
 
 class TaggedStream(StrictModel):
-    """What went into one stream: its bytes and their SHA-256."""
+    """The number of tagged bytes of a stream, and their SHA-256."""
 
     boundary: int
     side: int
@@ -57,7 +57,7 @@ class _Digest:
         self._hash = hashlib.sha256()
 
     def update(self, at: int, view: memoryview) -> None:
-        """Take the stream's bytes from `at` on, as far as they are not before `base`."""
+        """Add the stream's bytes at position `at`, without those before `base`."""
         tail = view[max(0, self.base - at) :]
         self.bytes += len(tail)
         self._hash.update(tail)
@@ -67,7 +67,7 @@ class _Digest:
 
 
 class Digests:
-    """Of each stream, and of its tails; takes views while the ring runs, and hashes them afterwards."""
+    """Digests of each stream and its tails; it collects views while the ring runs, and hashes them later."""
 
     def __init__(self, boundary: int, side: int, hashing: bool, tails: Sequence[Tail] = ()) -> None:
         self._boundary, self._side = boundary, side
@@ -78,24 +78,24 @@ class Digests:
         self._digests: dict[tuple[int, int], list[_Digest]] = {}
 
     def expect(self, channel: int, shadow_id: int) -> None:
-        """Name a stream beforehand: an empty one is reported too, and threads only find what exists."""
+        """Add a stream beforehand, so that an empty one is reported and threads add no streams."""
         self._seen[channel, shadow_id] = []
         self._bytes[channel, shadow_id] = 0
         self._digests[channel, shadow_id] = [_Digest(0)]
 
     def begin(self, iteration: int) -> None:
-        """An iteration begins; what was taken before is hashed."""
+        """Begin an iteration; hash the views taken before."""
         for tail in self._tails:
             if tail.iteration == iteration:
                 for stream, digests in self._digests.items():
                     digests.append(_Digest(self._bytes[stream] + tail.offset))
 
     def take(self, channel: int, shadow_id: int, view: memoryview) -> None:
-        """Note bytes that are tagged now; they must not change before `hash_taken`."""
+        """Take a view of bytes that are tagged now; they must not change before `hash_taken`."""
         self._seen[channel, shadow_id].append(view)
 
     def hash_taken(self) -> None:
-        """Hash what was taken since the last call."""
+        """Hash the views taken since the last call."""
         for stream, views in self._seen.items():
             for view in views:
                 if self._hashing:
@@ -105,7 +105,7 @@ class Digests:
             views.clear()
 
     def results(self) -> list[TaggedStream]:
-        """One result for each expected stream."""
+        """Return one result for each expected stream."""
         found = []
         for (channel, shadow_id), count in self._bytes.items():
             whole, *tails = (digest.result() for digest in self._digests[channel, shadow_id])

@@ -1,4 +1,4 @@
-"""What a lab's hosts are told to do: the ring's tensors, and what shadow nodes expect. Pure."""
+"""Configurations for a lab's hosts: the ring's tensors, and the streams of shadow nodes. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES: Final = {4: "float32", 2: "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class SinkTail:
-    """A place in each stream: so many bytes behind the beginning of an iteration."""
+    """A position in each stream: an iteration, and an offset in bytes."""
 
     iteration: int
     offset: int = 0
@@ -26,12 +26,11 @@ class SinkTail:
 
 @dataclass(frozen=True)
 class Load:
-    """What the rings gather: `nbytes` of tensors in all, shared between DP groups, in some iterations.
+    """The rings' traffic: `nbytes` of tensors in total, shared between DP groups, in some iterations.
 
-    `tagged` False leaves tagger and shadow nodes out, `digest` False the hashing at both ends: then bytes are
-    counted only. Ranks `verify` what they gathered (not what they reduced), and rest for `pause` seconds
-    between two iterations. Of each of `tails` there is a digest at the tagging side, for shadow nodes that
-    join in mid-stream.
+    Without `tagged`, there are no tagger and no shadow nodes. Without `digest`, bytes are only counted at
+    both ends. With `verify`, ranks check gathered (not reduced) tensors. They rest for `pause` seconds
+    between two iterations. The tagging side digests each of `tails`, for shadow nodes that join mid-stream.
     """
 
     nbytes: int = 200_000_000
@@ -48,13 +47,13 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.nbytes < 1 or self.iterations < 1:
-            raise BadDescription("rings gather one byte or more, in one iteration or more")
+            raise BadDescription("rings gather at least one byte, in at least one iteration")
         if not 0 <= self.incarnation <= 255:
             raise BadDescription(f"an incarnation is a number from 0 to 255, not {self.incarnation}")
 
 
 def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
-    """A DP group's buckets: of up to 25 MB, in each of its shards, with sizes that divide unevenly."""
+    """Return a DP group's buckets: up to 25 MB, in each of its shards, with sizes that divide unevenly."""
     shards = job.shards(group)
     share = -(-load.nbytes // (load.iterations * len(job.dp_groups) * shards))
     per_shard = -(-share // BUCKET_BYTES)
@@ -67,13 +66,13 @@ def buckets(job: Job, group: int, load: Load) -> list[Bucket]:
 
 
 def gathered(job: Job, load: Load) -> int:
-    """Bytes of tensors that all rings gather together."""
+    """Return the number of bytes of tensors that all rings gather together."""
     groups = range(len(job.dp_groups))
     return load.iterations * sum(bucket.nbytes for g in groups for bucket in buckets(job, g, load))
 
 
 def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
-    """A DP group's ring, as `python -m topologies.traffic.rank_main --config` reads it."""
+    """Return a DP group's ring, as the configuration of `topologies.traffic.rank_main`."""
     return {
         "ips": [str(rank.ip) for rank in job.dp_groups[group].ranks],
         "buckets": [
@@ -97,7 +96,7 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
 
 
 def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail: SinkTail) -> int:
-    """Where in a stream a tail begins, in bytes, by the schedule alone."""
+    """Return the position in a stream at which a tail begins, in bytes, computed from the schedule."""
     group, side = divmod(boundary, 2)
     layout = stream_layout(
         buckets(job, group, load),
@@ -113,9 +112,9 @@ def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail
 def sinks(
     job: Job, topology: Topology, load: Load, joining: SinkTail | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Each shadow node's sink, as `python -m topologies.traffic.sink_main --config` reads it; by host.
+    """Return the configuration of `topologies.traffic.sink_main` for each shadow node, by host.
 
-    It isn't told what to expect: it reads from the beginning, or where it is `joining`, until it is stopped.
+    A sink has no expectations: it reads from the beginning, or from the tail `joining`, until it is stopped.
     """
     network = Network([job])
     devices = {nic.ip: nic.name for host in topology.shadow_nodes for nic in host.interfaces}

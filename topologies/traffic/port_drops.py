@@ -1,7 +1,7 @@
-"""Frames that a port of a lab's switch has dropped, which no counter in P4 sees.
+"""Frames dropped at the ports of a lab's switches, which P4 counters do not see.
 
-The embedded target drops copies to a port that is down, or has refused them for a second, and keeps a
-file of statistics in the lab's folder. BMv2 has neither.
+The embedded target drops copies to a port that is down, or that has refused them for a second. It writes
+statistics to the lab's folder. BMv2 has neither.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from checkmate.wording import counted
 from topologies import switches
 from topologies.describe.topology import LabError, SwitchNode, Topology
 from topologies.lab import Lab
@@ -22,10 +23,12 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class PortDrops:
-    """What a port has dropped since its switch was started: frames lost for good.
+    """Frames that a port has dropped since its switch was started.
 
-    `disconnected`: while it counted as not connected. `unsendable`: too long for it, or with a checksum
-    that couldn't be completed. `neighbour`: who is at the other end, such as `shadow0 data1`.
+    Attributes:
+        neighbour: The other end, such as `shadow0 data1`.
+        disconnected: Frames dropped while the port counted as not connected.
+        unsendable: Frames that were too long, or whose checksum could not be completed.
     """
 
     switch: str
@@ -35,19 +38,24 @@ class PortDrops:
     unsendable: int
 
     def __str__(self) -> str:
-        reasons = ((self.disconnected, "while it was not connected"), (self.unsendable, "that it can't send"))
-        said = " and ".join(
-            f"{number:,} {'frame' if number == 1 else 'frames'} {why}" for number, why in reasons if number
+        reasons = (
+            (self.disconnected, "while it was not connected"),
+            (self.unsendable, "that could not be sent"),
         )
+        said = " and ".join(f"{counted(number, 'frame')} {why}" for number, why in reasons if number)
         return f"switch {self.switch} dropped at port {self.port} ({self.neighbour}): {said}"
 
 
 def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = None) -> list[PortDrops]:
-    """The ports that have dropped something until now; none on BMv2, which doesn't tell, and of a
-    switch that was stopped.
+    """Return the ports that have dropped frames so far; none on BMv2, and none of a stopped switch.
 
-    Waits for statistics taken after the call, or after `since` (as `time.time` has it): a second at most,
-    where the machine isn't busy. `LabError` where a switch writes none in so many seconds.
+    Args:
+        lab: The lab.
+        seconds: Time for a switch to write its statistics, which it does every second.
+        since: Time of the oldest usable statistics, as of `time.time`; by default now.
+
+    Raises:
+        LabError: A switch has not written its statistics in time.
     """
     if lab.target != "softswitch":
         return []
@@ -62,7 +70,7 @@ def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = 
 
 
 def dropped(topology: Topology, switch: SwitchNode, statistics: Mapping[str, Any]) -> list[PortDrops]:
-    """The ports that have dropped something, from what the switch has written. Pure."""
+    """Return the ports that have dropped frames, from a switch's statistics. Pure."""
     neighbours = _neighbours(topology, switch.name)
     found = []
     for number, counts in sorted(statistics["ports"].items(), key=lambda item: int(item[0])):
@@ -75,7 +83,7 @@ def dropped(topology: Topology, switch: SwitchNode, statistics: Mapping[str, Any
 
 
 def _neighbours(topology: Topology, switch: str) -> dict[int, str]:
-    """Who is at the other end of each port."""
+    """Return the name of the other end of each port."""
     hosts = {
         nic.port: f"{host.name} {nic.name}"
         for host in topology.hosts
@@ -93,4 +101,4 @@ def _statistics(lab: Lab, switch: SwitchNode, since: float, deadline: float) -> 
         if found["time"] >= since:
             return found
         time.sleep(_POLL_SECONDS)
-    raise LabError(f"switch {switch.name} writes no statistics any more; see {lab.log(switch.name)}")
+    raise LabError(f"switch {switch.name} no longer writes statistics; see {lab.log(switch.name)}")

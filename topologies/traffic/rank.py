@@ -1,4 +1,4 @@
-"""One rank of a lab: gathers real tensors again and again, checks them, and says what it tagged."""
+"""One rank of a lab: it gathers tensors repeatedly, checks them, and reports the bytes that it tagged."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class BucketSpec(StrictModel):
 
 
 class RingJob(StrictModel):
-    """What all ranks of the ring do. Either `iterations` or `total_bytes`, which is rounded up, is given.
+    """Configuration of all ranks of a ring, with either `iterations` or `total_bytes`, which is rounded up.
 
-    `total_bytes` counts the buckets' bytes. `digest` False leaves the hashing out, for benchmarks; `tag`
-    False the tagger. `group` is the DP group's index in the job. `pause`: seconds between two AllGathers,
-    as long as training would compute. `tails`: for shadow nodes that join in mid-stream. An AllReduce isn't
-    verified: what it should come to no rank knows alone.
+    `total_bytes` counts the buckets' bytes. Without `digest`, for benchmarks, it does not hash; without
+    `tag` no tagger. `group` is the DP group's index in the job. `pause` is the time between two AllGathers in
+    seconds, in place of computation. `tails` are for shadow nodes that join mid-stream. An AllReduce cannot
+    be verified, because no rank knows the expected result.
     """
 
     ips: Annotated[list[str], Field(min_length=2)]
@@ -64,24 +64,24 @@ class RingJob(StrictModel):
     @model_validator(mode="after")
     def _one_length(self) -> RingJob:
         if (self.iterations is None) == (self.total_bytes is None):
-            raise ValueError("give either iterations or total_bytes")
+            raise ValueError("specify either iterations or total_bytes")
         if self.total_bytes and not sum(spec.elements for spec in self.buckets):
-            raise ValueError("total_bytes is never reached, for all buckets are empty")
+            raise ValueError("total_bytes is never reached, because all buckets are empty")
         return self
 
     @model_validator(mode="after")
     def _can_be_reduced(self) -> RingJob:
         if self.operation == "allreduce" and self.verify != "none":
-            raise ValueError('an allreduce can\'t be verified: give verify "none"')
+            raise ValueError('an allreduce can\'t be verified; set verify to "none"')
         if self.operation == "allreduce" and any("float" not in spec.dtype for spec in self.buckets):
-            raise ValueError("an allreduce averages: its buckets are of floating types")
+            raise ValueError("an allreduce averages, so its buckets must have floating-point types")
         return self
 
 
 class RankResult(StrictModel):
-    """What a rank has to say in the end; `seconds` has each iteration's AllGather, from a barrier on.
+    """A rank's final report. `seconds` has the time of each iteration's AllGather, from a barrier on.
 
-    `cpu_seconds` is this process's part of them, kernel included.
+    `cpu_seconds` is the processor time of this process, including the kernel.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class RankResult(StrictModel):
 
 
 def run_rank(job: RingJob, rank: int) -> RankResult:
-    """Run one rank to the end. `RingError`, `TaggerUnavailable` or `TimeoutError` where it can't."""
+    """Run one rank to the end; raise `RingError`, `TaggerUnavailable` or `TimeoutError` on failure."""
     if not 0 <= rank < len(job.ips):
         raise RingError(f"rank {rank} is not in a ring of {len(job.ips)}")
     tensors = [torch.zeros(spec.elements, dtype=getattr(torch, spec.dtype)) for spec in job.buckets]
@@ -125,7 +125,7 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
             lab.iterate(iteration, last=iteration == iterations - 1) for iteration in range(iterations)
         ]
         ring.drain(job.timeout)
-        ring.barrier()  # nobody leaves before all have everything
+        ring.barrier()  # no rank leaves before all are complete
         sent = sum(sender_bytes(job, buckets, rank, channel) for channel in range(job.channels)) * iterations
         return RankResult(
             rank=rank,
@@ -158,7 +158,7 @@ class _Rank:
     cpu_seconds: float = 0
 
     def iterate(self, iteration: int, last: bool) -> float:
-        """One iteration; the seconds that its AllGather took."""
+        """Run one iteration; return the seconds of its AllGather."""
         self._fill_own(iteration)
         time.sleep(self.job.pause)
         self.digests.begin(iteration)
@@ -174,7 +174,7 @@ class _Rank:
         return seconds
 
     def _fill_own(self, iteration: int) -> None:
-        """The chunk that this rank brings; all others still hold the last iteration's contents."""
+        """Fill this rank's own chunks; all others still have the last iteration's contents."""
         place = self.ring.place
         own = chunk_sent(place.ranks, place.rank, 0)
         for index, (bucket, tensor) in enumerate(zip(self.buckets, self.tensors, strict=True)):
@@ -187,12 +187,12 @@ class _Rank:
         for index, tensor in enumerate(self.tensors):
             if not self.contents.equal(tensor, bucket=index, iteration=iteration):
                 rank = self.ring.place.rank
-                raise RingError(f"rank {rank}: iteration {iteration}: bucket {index} was gathered wrongly")
+                raise RingError(f"rank {rank}: iteration {iteration}: bucket {index} has wrong contents")
         self.verified += 1
 
 
 def sender_bytes(job: RingJob, buckets: list[Bucket], rank: int, channel: int) -> int:
-    """Bytes that a rank sends on a channel in one iteration."""
+    """Return the number of bytes that a rank sends on a channel in one iteration."""
     at = Position(rank, len(job.ips), channel, job.channels)
     steps = [_STEPS[job.operation](bucket, at, job.slice_bytes) for bucket in buckets]
     return sum(send.stop - send.start for one in steps for send in one.sends)

@@ -15,7 +15,7 @@ from topologies.traffic.rank import RingJob, run_rank
 
 
 def main() -> int:
-    """Exit status 0 where all was gathered and checked, 1 where not, 2 for a bad job file."""
+    """Return 0 if everything was gathered and checked, 1 if not, 2 for an invalid job file."""
     parser = argparse.ArgumentParser(
         prog="python -m topologies.traffic.rank_main",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Real traffic in a lab: shadow nodes and rings; then what both ends saw, compared.
+"""Traffic in a lab: shadow nodes and rings, and the comparison of both ends.
 
 with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
     outcome = Traffic(crew, Load()).run()
@@ -34,9 +34,9 @@ _LOOK_SECONDS: Final = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: the verdict, what each rank says, and each switch (`checkmate status --json`).
+    """Outcome of a run: the verdict, and the reports of ranks and switches (`checkmate status --json`).
 
-    `port_drops`: what switches lost for good at their ports, which their counters in P4 can't tell.
+    `port_drops` are frames lost at the switches' ports, which P4 counters do not see.
     """
 
     verdict: Verdict
@@ -46,31 +46,31 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether every stream is equal at both ends, and the tagger never failed."""
+        """Whether every stream is equal at both ends and the tagger never failed."""
         return self.verdict.equal and not self.faults
 
     @property
     def faults(self) -> set[str]:
-        """At what the tagger has failed."""
+        """The tagger's faults."""
         return {name for rank in self.ranks for name, count in rank["faults"].items() if count}
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """How long each iteration took the slowest rank."""
+        """The time of each iteration on the slowest rank."""
         return tuple(max(times) for times in zip(*(rank["seconds"] for rank in self.ranks), strict=True))
 
     @property
     def retransmitted(self) -> int:
-        """How many segments ranks have sent again."""
+        """The number of segments that ranks have retransmitted."""
         return sum(rank["retransmitted_segments"] for rank in self.ranks)
 
     def goodput(self) -> float:
-        """Gbit/s that each rank sends, over all iterations but the first, in which windows open."""
+        """Return each rank's goodput in Gbit/s, without the first iteration, in which TCP windows open."""
         each = self.ranks[0]["sent_bytes"] / len(self.seconds)
         return float(8e-9 * each * len(self.seconds[1:]) / sum(self.seconds[1:]))
 
     def data(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         kept = ("rank", "goodput_bits_per_second", "retransmitted_segments", "verified", "faults")
         ranks = [{key: rank[key] for key in kept} for rank in self.ranks]
         drops = [asdict(drop) for drop in self.port_drops]
@@ -79,9 +79,9 @@ class Outcome:
 
 
 class Traffic:
-    """One run in a lab whose controller serves. `LabError` quotes the process that failed.
+    """One run in a lab with a controller. A `LabError` quotes the process that failed.
 
-    `run` is `connect`, `gather` and `finish`; a test may come between.
+    `run` is `connect`, `gather` and `finish`; tests call these one by one.
     """
 
     def __init__(self, crew: Crew, load: Load, steps: StepProgress | None = None) -> None:
@@ -94,10 +94,10 @@ class Traffic:
         self.job = read_job(self.lab.job_file)
         gathered = orders.gathered(self.job, load) if load.tagged else 0
         self.copies = gathered * self.job.replicas
-        """How many bytes the shadow nodes are to read."""
+        """The number of bytes that the shadow nodes should read."""
 
     def run(self, tick: Callable[[int], None] = lambda _: None) -> Outcome:
-        """Shadow nodes and rings, in this order; then compare. `tick` gets the bytes read so far."""
+        """Start shadow nodes and rings, and compare; call `tick` with the number of bytes read so far."""
         self.connect()
         self.gather(tick)
         return self.finish()
@@ -124,9 +124,9 @@ class Traffic:
         self.crew.finish(self.ranks, self.load.seconds, self._watch(tick))
 
     def join(self, left: Member, place: SinkTail) -> Member:
-        """In place of a shadow node that has left, start one that joins its streams at a place ahead.
+        """Replace a shadow node that has ended by one that joins its streams at a position ahead.
 
-        Of its streams, the verdict isn't equal then; their tails are in what the ranks say.
+        The verdict on these streams is then not equal; their tails are in the ranks' results.
         """
         sink = orders.sinks(self.job, self.lab.topology, self.load, place)[left.name]
         self.copies -= sum(stream["base"] for stream in sink["streams"])
@@ -136,9 +136,9 @@ class Traffic:
         return joined
 
     def finish(self, quiet: float = _QUIET_SECONDS) -> Outcome:
-        """Wait until the shadow nodes have read to the end, and end them; what both ends saw.
+        """Wait until the shadow nodes have read everything, stop them, and return the outcome.
 
-        Where copies are missing, it gives them up `quiet` seconds after the last that came.
+        It stops waiting for missing copies `quiet` seconds after the last copy.
         """
         status: list[dict[str, Any]] = []
         ended = time.time()
@@ -146,14 +146,14 @@ class Traffic:
             self._steps("shadow nodes read to the end")
             self._await_end(quiet)
             ended = time.time()
-            status = read_status(self.crew)  # counters go with the streams
+            status = read_status(self.crew)  # counters are removed with the streams
         for member in self.shadows:
             self.crew.stop(member)
         ranks = [self.result(member) for member in self.ranks]
         return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
 
     def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
-        """Start a rank or a sink with its configuration, and a file for its result."""
+        """Start a rank or a sink with its configuration and a file for its result."""
         file = self.lab.directory / f"{host}.config.json"
         file.write_text(json.dumps(config))
         self._result_file(host).unlink(missing_ok=True)
@@ -161,7 +161,7 @@ class Traffic:
         return self.crew.start(host, host, [*argv, "--result", str(self._result_file(host)), *more])
 
     def await_ready(self, shadows: Sequence[Member]) -> None:
-        """Wait until these sinks say that their streams are connected."""
+        """Wait until these sinks report that their streams are connected."""
         self.crew.wait(
             lambda: all("ready" in member.said() for member in shadows),
             "shadow nodes to connect their streams",
@@ -169,7 +169,7 @@ class Traffic:
         )
 
     def result(self, member: Member) -> dict[str, Any]:
-        """What a rank or a sink that has ended says of itself."""
+        """Return the result of a rank or a sink that has ended."""
         try:
             found: dict[str, Any] = json.loads(self._result_file(member.name).read_text())
         except FileNotFoundError:
@@ -177,14 +177,14 @@ class Traffic:
         return found
 
     def received(self) -> int:
-        """How many bytes the shadow nodes have read so far."""
+        """Return the number of bytes that the shadow nodes have read so far."""
         return sum(map(received_by, self.shadows))
 
     def _result_file(self, host: str) -> Path:
         return self.lab.directory / f"{host}.result.json"
 
     def _watch(self, tick: Callable[[int], None]) -> Callable[[], None]:
-        """Tells how much the shadow nodes have read, a few times a second."""
+        """Return a function that reports the bytes read by the shadow nodes, a few times a second."""
         looked = 0.0
 
         def look() -> None:
@@ -198,7 +198,7 @@ class Traffic:
         return look
 
     def _await_end(self, quiet: float) -> None:
-        """Wait until all copies are read, or no more come: a ring ends when its switch has had everything."""
+        """Wait until all copies are read, or none arrives; the switch has received everything by now."""
         read, since = -1, time.monotonic()
 
         def ended() -> bool:
@@ -226,7 +226,7 @@ class Traffic:
 
 
 def received_by(sink: Member) -> int:
-    """What a sink has said last of the bytes that it has read."""
-    whole = sink.said().rpartition("\n")[0]  # up to the last line's end: it may be half written
+    """Return the number of bytes in a sink's last report."""
+    whole = sink.said().rpartition("\n")[0]  # complete lines only: the last may be incomplete
     said = [line for line in whole.splitlines() if line.startswith("received ")]
     return int(said[-1].split()[1]) if said else 0

@@ -1,6 +1,6 @@
-"""Reads all streams of a shadow node to their ends, and digests what came.
+"""A sink: it reads all streams of a shadow node to their ends, and digests them.
 
-The digests are of what the sockets gave, in order; nothing of the sender's side goes into them.
+The digests are of the bytes that were received, in order. They are independent of the sender's side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Model(BaseModel):
 
 
 class StreamSpec(_Model):
-    """One stream to read; `boundary` is 2 x group + side. `expected_bytes` None: until told to stop."""
+    """One stream; `boundary` is 2 x group + side. Without `expected_bytes`, it is read until `stop`."""
 
     boundary: Annotated[int, Field(ge=0, le=0xFFFF)]
     channel: Annotated[int, Field(ge=0, lt=CHANNELS_MAX)]
@@ -44,15 +44,15 @@ class StreamSpec(_Model):
     expected_bytes: Whole | None = None
 
     def hello(self) -> Hello:
-        """What opens this stream."""
+        """Return the hello that opens this stream."""
         return Hello(self.base % (1 << 32), self.boundary, self.shadow_id, self.channel, self.incarnation)
 
 
 class SinkJob(_Model):
-    """What a sink does. It gives up `idle_timeout` seconds after the last byte of any stream.
+    """Configuration of a sink, which gives up `idle_timeout` seconds after the last byte of any stream.
 
-    For the first byte it waits until it is stopped: when training begins is not its business.
-    `digest` False leaves the hashing out, for benchmarks; a stream's `sha256` is empty then.
+    It waits for the first byte until it is stopped, because training may begin at any time. Without `digest`,
+    for benchmarks, a stream's `sha256` is empty.
     """
 
     streams: Annotated[list[StreamSpec], Field(min_length=1)]
@@ -64,7 +64,7 @@ class SinkJob(_Model):
 
 
 class StreamResult(_Model):
-    """What a stream brought; `error` says why it ended before it was complete."""
+    """The bytes read from a stream; `error` is the reason if it ended before it was complete."""
 
     boundary: int
     side: int
@@ -80,7 +80,7 @@ class StreamResult(_Model):
 
 
 class SinkResult(_Model):
-    """All streams; `seconds` is from the first byte to the last. `complete`: each brought what it should."""
+    """Results of all streams. `seconds` is the time from the first byte to the last."""
 
     complete: bool
     bytes: int
@@ -89,7 +89,7 @@ class SinkResult(_Model):
 
 
 class SinkStream:
-    """A connected stream and what has come of it. One thread reads it."""
+    """A connected stream and its bytes so far. One thread reads it."""
 
     def __init__(
         self, spec: StreamSpec, sock: socket.socket, connect_seconds: float, *, digest: bool = True
@@ -104,11 +104,11 @@ class SinkStream:
 
     @property
     def complete(self) -> bool:
-        """Whether all expected bytes are here; without an expectation there is always more."""
+        """Whether all expected bytes have arrived; without an expectation, it is never complete."""
         return self.spec.expected_bytes is not None and self.bytes >= self.spec.expected_bytes
 
     def read(self, buffer: memoryview) -> bool:
-        """Take what is there, up to the buffer's length; whether more may come."""
+        """Read the available bytes, up to the buffer's length; return whether more may come."""
         try:
             count = self.socket.recv_into(buffer)
         except BlockingIOError:
@@ -117,7 +117,7 @@ class SinkStream:
             self.error = f"the connection broke: {error.strerror}"
             return False
         if not count:
-            self.error = "the switch's side closed the connection"
+            self.error = "the switch closed the connection"
             return False
         self.last = time.monotonic()
         self.first = self.first or self.last
@@ -127,14 +127,14 @@ class SinkStream:
         return True
 
     def result(self) -> StreamResult:
-        """What to report of it."""
+        """Return its result."""
         spec, error = self.spec, self.error
         if self.complete:
             error = None
             if spec.expected_bytes != self.bytes:
                 error = f"{self.bytes - (spec.expected_bytes or 0)} bytes more than expected"
         elif spec.expected_bytes is not None and error is None:
-            error = f"{spec.expected_bytes - self.bytes} bytes have not come"
+            error = f"{spec.expected_bytes - self.bytes} bytes are missing"
         return StreamResult(
             boundary=spec.boundary,
             side=spec.boundary % 2,
@@ -151,7 +151,7 @@ class SinkStream:
 
 
 class Sink:
-    """Connects all streams of a job, then reads them until they are complete or idle, or `stop` is called."""
+    """Reader of all streams of a job, until they are complete or idle, or `stop` is called."""
 
     def __init__(self, job: SinkJob) -> None:
         self._job = job
@@ -159,7 +159,7 @@ class Sink:
         self.streams: list[SinkStream] = []
 
     def connect(self) -> None:
-        """Connect all streams, one after another. `StreamError` for the first that can't be."""
+        """Connect all streams in turn; raise `StreamError` for the first that fails."""
         deadline = time.monotonic() + self._job.connect_timeout
         for spec in self._job.streams:
             start = time.monotonic()
@@ -175,7 +175,7 @@ class Sink:
             self.streams.append(SinkStream(spec, sock, time.monotonic() - start, digest=self._job.digest))
 
     def run(self, tick: Callable[[int], None] = lambda total: None) -> SinkResult:
-        """Read to the end; `tick` gets the number of bytes so far, a few times a second."""
+        """Read to the end; call `tick` with the number of bytes so far, a few times a second."""
         count = min(self._job.threads, len(self.streams))
         threads = [
             threading.Thread(target=self._read, args=(self.streams[number::count],), name=f"sink-{number}")
@@ -195,7 +195,7 @@ class Sink:
         return self._result()
 
     def stop(self) -> None:
-        """End soon: what is in the sockets' buffers is still read, for a while. Safe in a signal handler."""
+        """End after the sockets' buffers have been read, for a limited time. Safe in a signal handler."""
         self._stopping.set()
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class Sink:
                 if not ready and (self._stopping.is_set() or self._idle()):
                     return
             for key in list(selector.get_map().values()):
-                key.data.read(buffer)  # whatever comes behind the end would be wrong, and is reported
+                key.data.read(buffer)  # bytes after the end are an error, and reported
 
     def _idle(self) -> bool:
         newest = max(stream.last for stream in self.streams)

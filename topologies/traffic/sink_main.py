@@ -1,6 +1,7 @@
 """`python -m topologies.traffic.sink_main`: the sink of a lab's shadow node.
 
-Prints "ready" once all streams are connected, then "received N" as bytes come. Ctrl-C ends it with what came.
+It prints "ready" once all streams are connected, then "received N" as bytes arrive. Ctrl-C ends it with a
+result.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from topologies.traffic.sink import Sink, SinkJob
 
 
 def main() -> int:
-    """Exit status 0 where every stream brought what it should, 1 where not, 2 for a bad job file."""
+    """Return 0 if every stream is complete, 1 if not, 2 for an invalid job file."""
     parser = argparse.ArgumentParser(
         prog="python -m topologies.traffic.sink_main",
         description=__doc__,

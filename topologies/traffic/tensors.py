@@ -1,4 +1,4 @@
-"""Contents for a lab's buckets: random, different in each iteration, and cheap to make and to check."""
+"""Contents of a lab's buckets: random, different in each iteration, and cheap to write and to check."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import hashlib
 
 import torch
 
-_PERIOD = 4_194_301  # a prime: bytes that land elsewhere don't look right by chance
+_PERIOD = 4_194_301  # a prime, so that misplaced bytes are not right by chance
 
 
 class Contents:
-    """What every byte of every bucket is in each iteration, as a function of the seed alone."""
+    """Every byte of every bucket in each iteration, as a function of the seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         noise = torch.randint(
             0, 256, (_PERIOD,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
         )
-        # Twice, so that a run of _PERIOD bytes can start anywhere in the first half.
+        # Two periods, so that a run of _PERIOD bytes can start anywhere in the first.
         self._noise = torch.cat([noise, noise])
         self._scratch = torch.empty(_PERIOD, dtype=torch.uint8)
 
@@ -29,7 +29,7 @@ class Contents:
             self._expected(first, last, bucket, iteration, target[first:last])
 
     def equal(self, tensor: torch.Tensor, *, bucket: int, iteration: int) -> bool:
-        """Whether a whole flat tensor has its contents of `iteration`."""
+        """Return whether a whole flat tensor has the contents of `iteration`."""
         actual = tensor.view(torch.uint8)
         for first in range(0, len(actual), _PERIOD):
             last = min(first + _PERIOD, len(actual))

@@ -1,4 +1,4 @@
-"""What was tagged against what shadow nodes read, stream by stream. Pure."""
+"""Comparison of tagged bytes with those that shadow nodes read, stream by stream. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from checkmate.job.boundaries import streams
 from checkmate.job.schema import Job
 
 StreamKey = tuple[int, int, int]
-"""Boundary, channel, shadow id: what the tagging rank counts by."""
+"""Boundary, channel, shadow id: a stream of the tagging rank."""
 ReadKey = tuple[int, int, int, int]
-"""The same, and the shadow node that read it."""
+"""Boundary, channel, shadow id, and the shadow node that read the stream."""
 SIDES = ("first", "last")
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Some bytes: how many, and their SHA-256."""
+    """A number of bytes, and their SHA-256."""
 
     nbytes: int
     sha256: str
@@ -29,7 +29,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class StreamRow:
-    """One shadow stream. `read` and `tagged` are `None` where a side has said nothing of it."""
+    """One shadow stream. `read` or `tagged` is `None` if that side has not reported it."""
 
     boundary: int
     channel: int
@@ -41,13 +41,13 @@ class StreamRow:
 
     @property
     def equal(self) -> bool:
-        """Whether both sides have the same bytes, and some."""
+        """Whether both sides have the same bytes, and at least one."""
         return self.tagged is not None and self.tagged == self.read and self.tagged.nbytes > 0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Every stream of a job, and what the ring took."""
+    """Every stream of a job, and the ring's time."""
 
     rows: tuple[StreamRow, ...]
     seconds: float
@@ -55,18 +55,18 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether each stream was read byte for byte as it was tagged."""
+        """Whether the bytes read from each stream equal the tagged ones."""
         return bool(self.rows) and all(row.equal for row in self.rows)
 
     @property
     def tagged(self) -> int:
-        """Bytes tagged on all streams, a stream's copies counted once."""
+        """The number of bytes tagged on all streams; copies of a stream count once."""
         return sum(
             {(r.boundary, r.channel, r.shadow_id): r.tagged.nbytes for r in self.rows if r.tagged}.values()
         )
 
     def data(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         return {
             "equal": self.equal,
             "seconds": self.seconds,
@@ -79,7 +79,7 @@ class Verdict:
 def compare(
     job: Job, tagged: Mapping[StreamKey, Digest], read: Mapping[ReadKey, Digest]
 ) -> tuple[StreamRow, ...]:
-    """One row for each stream that the job has, and for each that somebody read though it has it not."""
+    """Return one row for each stream of the job, and for each other stream that a node has read."""
     rows = []
     for stream in streams(job):
         key = (stream.boundary.number, stream.channel, stream.shadow_id)
@@ -93,7 +93,7 @@ def compare(
 
 
 def table(verdict: Verdict) -> Table:
-    """The verdict for people; SHA-256 by its first ten digits."""
+    """Return the verdict as a table, with the first ten digits of each SHA-256."""
     shown = Table(
         title="shadow streams",
         title_justify="left",

@@ -1,1 +1,1 @@
-"""Training in a lab: kills, verdicts, the demo."""
+"""Training in a lab: killed ranks, verdicts, and the demo."""

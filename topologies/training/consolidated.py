@@ -1,4 +1,4 @@
-"""What a lab's shadow nodes hold, by `checkmate consolidate`."""
+"""The state that a lab's shadow nodes hold, by `checkmate consolidate`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from topologies.training.job import TrainingJob
 
 
 def state(training: TrainingJob, iteration: int, seconds: float = 60) -> dict[str, Any]:
-    """Parameters and optimizer state (`model`, `optimizer`) after an iteration, which is to be the newest.
+    """Return parameters and optimizer state (`model`, `optimizer`) after the newest iteration.
 
-    `LabError` where it isn't, or can't be had in time.
+    Raises:
+        LabError: The newest iteration is not `iteration`, or the state is not available in time.
     """
     file = training.folder / "checkpoint.pt"
     job = str(training.crew.lab.job_file)

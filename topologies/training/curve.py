@@ -1,4 +1,4 @@
-"""The loss curves of two runs as a picture."""
+"""A plot of the loss curves of two runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(
         said = f"rank {recovery.rank}: kill -9 in {recovery.phase}\nresumed after {recovery.seconds:.1f} s"
         axes.axvline(recovery.iteration, color="C3", linewidth=1)
         axes.annotate(
-            f"{said} with iteration {recovery.resumed_with}",
+            f"{said}, at iteration {recovery.resumed_with}",
             (recovery.iteration, 0.97),
             xycoords=("data", "axes fraction"),
             xytext=(-6, 0),
@@ -37,7 +37,7 @@ def draw(
             color="C3",
             fontsize=9,
         )
-    axes.set(xlabel="iteration", ylabel="loss, nats a byte, mean of all ranks")
+    axes.set(xlabel="iteration", ylabel="loss in nats per byte, mean of all ranks")
     axes.legend(loc="lower left")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)

@@ -1,8 +1,8 @@
-"""The demo: training loses a rank to kill -9, and ends bit for bit as if nothing had happened.
+"""The demo: training loses a rank to kill -9, and ends bit-identical to an uninterrupted run.
 
-A small GPT trains twice with the same seed, on four ranks started by torchrun in a lab each. One run is
-undisturbed, over the same ring without tags and shadow nodes; the other is protected by Checkmate. They take
-turns, so that iteration times can be compared. `make demo` runs this.
+A small GPT trains twice with the same seed, on four ranks started by torchrun, in two labs. One run is
+undisturbed, over the same ring without tags and shadow nodes. The other is protected by Checkmate. They take
+turns, so that their iteration times are comparable. `make demo` runs this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _END_SECONDS: Final = 180.0
 
 @dataclass(frozen=True)
 class Story:
-    """What is to happen."""
+    """The plan of a demo."""
 
     topology: Topology
     target: Target
@@ -51,7 +51,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Ending:
-    """What came of it."""
+    """The outcome of a demo."""
 
     reference: JobRecord
     protected: JobRecord
@@ -61,11 +61,11 @@ class Ending:
 
     @property
     def good(self) -> bool:
-        """Whether everything promised is so."""
+        """Whether every promise was kept."""
         return all(promise.kept for promise in self.promises)
 
     def data(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         recoveries = [asdict(recovery) for recovery in self.protected.recoveries()]
         return {
             "good": self.good,
@@ -78,7 +78,7 @@ class Ending:
 
 
 def perform(story: Story, console: Console) -> Ending:
-    """The whole story; labs are removed whatever happens. `LabError` where something fails."""
+    """Run the whole demo and remove its labs; raise `LabError` on failure."""
     console.print(f"lab {story.topology.name}, twice: {story.topology.title}\n", highlight=False)
     console.print(picture.picture(story.topology) + "\n", highlight=False, soft_wrap=True)
     with unwinding(), StepProgress(console) as steps, contextlib.ExitStack() as labs:
@@ -144,15 +144,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", default="softswitch", help=" or ".join(TARGETS))
-    parser.add_argument("--iterations", type=int, default=60, help="60 unless told otherwise; 20 or more")
+    parser.add_argument("--iterations", type=int, default=60, help="at least 20 (default: 60)")
     parser.add_argument(
         "--kill",
         default="2:38:all-gather",
         metavar="RANK:ITERATION:PHASE",
-        help=f"which rank dies, and when: {', '.join(PHASES)}",
+        help=f"the rank to kill, the iteration and the phase: {', '.join(PHASES)}",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture and logs")
-    parser.add_argument("--json", action="store_true", help="data instead of text")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the plot and logs")
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
     return parser
 
 
@@ -163,13 +163,13 @@ def _story(chosen: argparse.Namespace) -> Story:
     ranks = len(topology.ranks)
     if not (rank.isdigit() and iteration.isdigit() and phase in PHASES and int(rank) < ranks):
         raise describe.BadDescription(
-            f"--kill {chosen.kill!r}: give RANK:ITERATION:PHASE, such as 2:38:all-gather; "
+            f"--kill {chosen.kill!r}: use RANK:ITERATION:PHASE, such as 2:38:all-gather; "
             f"ranks are 0 to {ranks - 1}, phases {', '.join(PHASES)}"
         )
     if chosen.iterations < 4 * _BLOCK or not 0 < int(iteration) < chosen.iterations:
         raise describe.BadDescription(
-            f"--iterations {chosen.iterations} with a kill in {iteration}: give {4 * _BLOCK} iterations or "
-            "more, and a kill after the first and before the end"
+            f"--iterations {chosen.iterations} with a kill in {iteration}: "
+            f"use at least {4 * _BLOCK} iterations, and a kill after the first and before the last"
         )
     when: Phase = phase
     kill = Kill(int(rank), int(iteration), when)
@@ -184,12 +184,12 @@ def _story(chosen: argparse.Namespace) -> Story:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 where all is as promised, 1 where not, 2 for a bad command line."""
+    """Return 0 if every promise was kept, 1 if not, 2 for an invalid command line."""
     chosen = _parser().parse_args(arguments)
     try:
         story = _story(chosen)
         for name in ("demo_uninterrupted", "demo_protected"):
-            lab.down(name)  # what a demo that was killed has left
+            lab.down(name)  # left by a demo that was killed
         ending = perform(story, Console(stderr=True))
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A digest of a training state: equal where tensors have the same bits, and all else is equal. Pure."""
+"""Digests of training states: equal if all tensors have the same bits and all else is equal. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def digest(state: object) -> bytes:
-    """16 bytes that tell states (`state_dict`s, nested as they come) apart."""
+    """Return a digest of 16 bytes of a state: nested `state_dict`s."""
     made = hashlib.blake2b(digest_size=16)
     for part in _parts(state):
         made.update(len(part).to_bytes(8, "big"))
@@ -18,7 +18,7 @@ def digest(state: object) -> bytes:
 
 
 def _parts(value: object) -> Iterator[bytes | memoryview]:
-    """Every part begins with what it is; tensors are given as bytes, whatever their type."""
+    """Yield the parts of a value, each preceded by its type; tensors as bytes."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
         yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data.cast("B")

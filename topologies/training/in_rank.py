@@ -1,8 +1,8 @@
-"""What a lab does inside a rank: `-m topologies.training.in_rank ORDERS.json` runs a script as it is.
+"""A lab's part inside a rank: `-m topologies.training.in_rank ORDERS.json` runs an unmodified script.
 
-It hooks in where the script calls `checkmate.restore` and `checkmate.protect`: it writes down when each
-iteration begins and ends, holds iterations back until the lab lets them go, kills the rank where it was told
-to, and can put another AllReduce in Checkmate's place to compare with.
+It hooks into the script's calls of `checkmate.restore` and `checkmate.protect`. It records when each
+iteration begins and ends, holds iterations back until the lab releases them, kills the rank at given points,
+and can replace Checkmate by another AllReduce for comparison.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Driven:
 
     @property
     def iteration(self) -> int:
-        """The one that began last."""
+        """The iteration that began last."""
         return self._next - 1
 
     def note(self, event: str, **more: object) -> None:
-        """Write down that something happened now."""
+        """Record an event with the current time."""
         said = {"event": event, "attempt": self.attempt, "pid": os.getpid(), "at": time.monotonic(), **more}
         with self._file.open("a") as file:
             print(json.dumps(said), file=file)
 
     def install(self) -> None:
-        """Stand between the script and `checkmate`."""
+        """Wrap `checkmate.restore` and `checkmate.protect`."""
         restore: Callable[..., Any] = checkmate.restore
         protect: Callable[..., Any] = checkmate.protect
         if self._orders.reduce != "checkmate":
@@ -87,12 +87,12 @@ class Driven:
         checkmate.restore, checkmate.protect = restoring, protecting
 
     def ended(self) -> None:
-        """Write down that the script is through, and a digest of what it has trained."""
+        """Record the end of the script, with a digest of the trained state."""
         self._note_iteration()
         self.note("ended", digest=digest(self._state()).hex())
 
     def _before_forward(self) -> None:
-        """The end of an iteration with all that the script does in it, and the beginning of the next."""
+        """End the previous iteration, with all that the script does in it, and begin the next."""
         self._note_iteration()
         while not self._may_begin():
             time.sleep(_POLL_SECONDS)
@@ -107,11 +107,11 @@ class Driven:
 
     def _note_iteration(self) -> None:
         if self._began is not None:
-            used = time.process_time() - self._used  # by all threads
+            used = time.process_time() - self._used  # of all threads
             self.note("iteration", iteration=self.iteration, began=self._began, processor=used)
 
     def _kills(self, *phases: str) -> list[Kill]:
-        """Those of this rank, in this start of the job."""
+        """Return the kills of this rank in this start of the job."""
         return [
             kill
             for kill in self._orders.kills
@@ -123,7 +123,7 @@ class Driven:
 
 
 def main() -> None:
-    """Run the script that the orders name as `python -m` would."""
+    """Run the script in the orders, like `python -m`."""
     orders = read(Path(sys.argv[1]).read_text())
     driven = Driven(orders)
     driven.note("started", process=_process_start())
@@ -134,13 +134,13 @@ def main() -> None:
 
 
 def _pin(cpus: Collection[int]) -> None:
-    """Keep this process, with all threads that it has, on these CPUs."""
+    """Pin this process, with all of its threads, to these CPUs."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cpus)
 
 
 def _process_start() -> float:
-    """When this process was started, by the clock of `time.monotonic`."""
+    """Return the start time of this process, on the clock of `time.monotonic`."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot = float(Path("/proc/uptime").read_text().split()[0])
     return time.monotonic() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))

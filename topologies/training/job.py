@@ -1,7 +1,7 @@
-"""A training job in a lab: shadow nodes, and a torchrun for each rank, which starts it again after a crash.
+"""A training job in a lab: shadow nodes, and a torchrun for each rank, which restarts it after a crash.
 
 with Lab(load("single_tor")) as lab, Crew(lab) as crew, serving(crew):
-    training = Training(crew, Plan(arguments=("--iterations", "20")), folder)
+    training = TrainingJob(crew, JobPlan(arguments=("--iterations", "20")), folder)
     training.start_shadow_nodes()
     training.start()
     training.finish(seconds=100)
@@ -35,7 +35,7 @@ _READY_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What is to be trained, and what is to go wrong. `arguments` of the script, without --out."""
+    """The training to run, and the ranks to kill. `arguments` are those of the script, without --out."""
 
     arguments: tuple[str, ...] = ()
     module: str = SCRIPT
@@ -49,9 +49,9 @@ class JobPlan:
 
 
 class TrainingJob:
-    """One training job in a lab; what it leaves is in `folder`.
+    """One training job in a lab; its output is in `folder`.
 
-    `cpus`: the CPUs that ranks may use once they are about to begin; `shadow_cpus`: those of shadow nodes.
+    `cpus` are the CPUs of ranks once they are ready to begin, `shadow_cpus` those of shadow nodes.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class TrainingJob:
             left.unlink(missing_ok=True)
 
     def start_shadow_nodes(self, programs: Mapping[int, Sequence[str]] | None = None) -> None:
-        """Start every shadow node of the job, and wait until each serves.
+        """Start every shadow node of the job, and wait until they serve.
 
-        `programs`: what is started in place of `checkmate` for some of them, by id.
+        `programs` are started instead of `checkmate` for some of them, by id.
         """
         for host in self.crew.lab.topology.shadow_nodes:
             self._start_shadow_node(host, (programs or {}).get(host.number, CHECKMATE))
         self.await_shadow_nodes()
 
     def restart_shadow_node(self, node: int) -> None:
-        """Kill a shadow node with SIGKILL, where it runs, and start it again; wait until it serves."""
+        """Kill a shadow node with SIGKILL if it runs, start it again, and wait until it serves."""
         host = self.crew.lab.topology.host(f"shadow{node}")
         self.crew.kill(self.shadows[host.name])
         self._start_shadow_node(host, CHECKMATE)
@@ -99,7 +99,7 @@ class TrainingJob:
         )
 
     def start(self) -> None:
-        """Start the ranks. Where the plan is gated, none begins an iteration before `let` says so."""
+        """Start the ranks. If the plan is gated, iterations begin only after `let`."""
         self.let(0)
         orders = Orders(
             module=self.plan.module,
@@ -121,26 +121,26 @@ class TrainingJob:
             self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
 
     def let(self, iterations: int, mode: str = "") -> None:
-        """Let the ranks begin all iterations below this one; `mode` is the extension's."""
+        """Let the ranks begin all iterations below this one; `mode` is for the extension."""
         fresh = self._gate.with_name("gate.next")
         fresh.write_text(f"{iterations} {mode}")
         fresh.replace(self._gate)
 
     def reached(self, iterations: int) -> bool:
-        """Whether each rank is through with all iterations below this one."""
+        """Return whether each rank has completed all iterations below this one."""
         return self.next_iteration() >= iterations
 
     def next_iteration(self) -> int:
-        """The first that not all ranks are through with."""
+        """Return the first iteration that not all ranks have completed."""
         return 1 + min(self._last_iteration(rank) for rank in self.crew.lab.topology.ranks)
 
     def await_iterations(self, iterations: int, seconds: float) -> None:
-        """Wait until each rank is through with this many iterations."""
+        """Wait until each rank has completed this many iterations."""
         with self._explained():
             self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
 
     def await_ready(self, seconds: float) -> None:
-        """Wait until each rank is protected, and about to begin."""
+        """Wait until each rank is protected and about to begin."""
         self.crew.wait(
             lambda: all(
                 any(e.name == "protected" for e in events) for events in self.record().events.values()
@@ -150,33 +150,33 @@ class TrainingJob:
         )
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until the ranks have ended well."""
+        """Wait until the ranks have ended with status 0."""
         with self._explained():
             self.crew.finish(list(self.ranks.values()), seconds, tick)
 
     def stop(self) -> None:
-        """End ranks that still train, by SIGKILL, then the shadow nodes as Ctrl-C does."""
+        """Kill ranks that are still training with SIGKILL, then stop the shadow nodes as Ctrl-C does."""
         for member in self.ranks.values():
             self.crew.kill(member)
         for member in self.shadows.values():
             self.crew.stop(member)
 
     def statuses(self, node: int) -> list[dict[str, Any]]:
-        """What a shadow node has said of itself so far (`checkmate shadow --json`, once a second)."""
+        """Return a shadow node's statuses so far (`checkmate shadow --json`, once a second)."""
         said = self.shadows[f"shadow{node}"].said().rpartition("\n")[0]
         return [json.loads(line) for line in said.splitlines()]
 
     def status(self, node: int) -> dict[str, Any]:
-        """What a shadow node has said last of itself."""
+        """Return a shadow node's last status."""
         return self.statuses(node)[-1]
 
     def keep_logs(self) -> None:
-        """Copy the lab's logs, which go with it, to `folder`: what happened is asked later."""
+        """Copy the lab's logs, which are removed with it, to `folder`."""
         ignored = shutil.ignore_patterns(TEMPORARY)
         shutil.copytree(self.crew.lab.directory, self.folder / "lab", dirs_exist_ok=True, ignore=ignored)
 
     def record(self) -> JobRecord:
-        """What the ranks have written down so far."""
+        """Return the ranks' records so far."""
         events, losses = {}, {}
         for rank in self.crew.lab.topology.ranks:
             events[rank.number] = read_events(_lines(self.folder / f"rank{rank.number}.events.jsonl"))
@@ -184,7 +184,7 @@ class TrainingJob:
         return JobRecord(events, losses)
 
     def state(self) -> dict[str, object]:
-        """The final parameters and optimizer state, as rank 0 saved them."""
+        """Return the final parameters and optimizer state that rank 0 saved."""
         file = self.folder / "final.pt"
         if not file.exists():
             raise LabError(f"training ended without {file}")
@@ -199,12 +199,12 @@ class TrainingJob:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """A `LabError` also says with what each rank's script has failed: torchrun doesn't."""
+        """Add the error of each rank's script to a `LabError`, because torchrun does not report it."""
         try:
             yield
         except LabError as error:
             said = {name: _SCRIPT_ERROR.findall(member.complaints()) for name, member in self.ranks.items()}
-            words = [f"{name} said last: {errors[-1]}" for name, errors in said.items() if errors]
+            words = [f"{name} failed with: {errors[-1]}" for name, errors in said.items() if errors]
             raise LabError("; ".join([str(error), *words])) from None
 
     def _last_iteration(self, rank: Host) -> int:
@@ -213,5 +213,5 @@ class TrainingJob:
 
 
 def _lines(file: Path) -> list[str]:
-    """Whole lines: the last may be half written."""
+    """Return the complete lines of a file: the last may be incomplete."""
     return file.read_text().splitlines(keepends=True) if file.exists() else []

@@ -1,4 +1,4 @@
-"""Kill -9 at a chosen point of an iteration: what a rank does to itself when a driver told it to."""
+"""Kill -9 at a given point of an iteration, by the rank itself on its driver's orders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ def arm(
     iteration: Callable[[], int],
     last_words: Callable[[], None],
 ) -> None:
-    """Have this process die where `kill` says; `iteration` tells which one has begun."""
+    """Have this process kill itself at the point in `kill`.
+
+    Args:
+        kill: The point.
+        ddp: The wrapped model.
+        optimizer: Its optimizer.
+        iteration: Returns the current iteration.
+        last_words: Called just before.
+    """
 
     def die_if_due(*_: Any) -> None:
         if iteration() == kill.iteration:
@@ -44,7 +52,7 @@ def arm(
 def _watch_ring(
     chunks: range, iteration: Callable[[], int], when: int, last_words: Callable[[], None]
 ) -> None:
-    """Die in the middle of a write of these chunks, as one connection of the ring counts them."""
+    """Kill this process in the middle of a write of these chunks, as counted on one ring connection."""
     watched: list[object] = []
     begun = -1
 

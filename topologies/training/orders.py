@@ -1,4 +1,4 @@
-"""What the driver inside a rank is told, as JSON. Pure."""
+"""Orders for the driver inside a rank, as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Final, Literal, get_args
 Reduce = Literal["checkmate", "untagged", "gloo"]
 Phase = Literal["forward", "reduce-scatter", "all-gather", "before the step", "after the step"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-"""Of an iteration, in order."""
+"""The phases of an iteration, in order."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Rank `rank` dies in iteration `iteration`, in this rank's start number `attempt` (0: the first).
+    """Kill of rank `rank` in iteration `iteration`, in this rank's start number `attempt` (0: the first).
 
-    In phase "restore" it dies when it has restored that iteration, before all others have.
-
-    `bucket`: which of Checkmate's buckets is on its way then, where the phase is one of the ring's.
+    In phase "restore" it is killed when it has restored that iteration, before all others have.
+    In the ring's phases, it is killed while it sends Checkmate's bucket `bucket`.
     """
 
     rank: int
@@ -30,12 +29,15 @@ class Kill:
 
 @dataclass(frozen=True)
 class Orders:
-    """For each rank the same.
+    """Orders, the same for all ranks.
 
-    `reduce`: what averages gradients: Checkmate, its ring without tags and shadow nodes, or DDP's own.
-    `gate`: a file with the number of the first iteration that may not begin yet, and a mode. `events`: a
-    folder for `rank{r}.events.jsonl`. `cpus`: where to run from the moment that all is set up. `extension`: a
-    module whose `install(driven, ddp, optimizer)` is called then; `driven` tells it iteration and mode.
+    Attributes:
+        reduce: The AllReduce: Checkmate, its ring without tags and shadow nodes, or DDP's own.
+        gate: A file with the number of the first iteration that may not begin yet, and a mode.
+        events: A folder for `rank{r}.events.jsonl`.
+        cpus: The CPUs to use once everything is set up.
+        extension: A module whose `install(driven, ddp, optimizer)` is called at that time; `driven` has
+            iteration and mode.
     """
 
     module: str
@@ -48,12 +50,12 @@ class Orders:
     extension: str | None = None
 
     def to_json(self) -> str:
-        """As `read` takes it."""
+        """Return the JSON for `read`."""
         return json.dumps(asdict(self))
 
 
 def read(text: str) -> Orders:
-    """The orders that `Orders.to_json` wrote."""
+    """Return the orders that `Orders.to_json` wrote."""
     said = json.loads(text)
     kills = tuple(Kill(**kill) for kill in said.pop("kills"))
     cpus = said.pop("cpus")

@@ -1,4 +1,4 @@
-"""What the ranks of a training job have written down, and what follows from it. Pure."""
+"""Records of the ranks of a training job, and their evaluation. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankEvent:
-    """Something that happened to a rank, by the monotonic clock; see `topologies.training.in_rank`."""
+    """An event in a rank, on the monotonic clock; see `topologies.training.in_rank`."""
 
     name: str
     attempt: int
@@ -25,7 +25,7 @@ class RankEvent:
 
 @dataclass(frozen=True)
 class Loss:
-    """A rank's own loss in an iteration that it has completed."""
+    """A rank's own loss in a completed iteration."""
 
     iteration: int
     loss: float
@@ -33,7 +33,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Timed:
-    """An iteration of a rank: from when to when, and the seconds of processor time that it used."""
+    """An iteration of a rank: its begin and end, and its processor time in seconds."""
 
     began: float
     ended: float
@@ -42,7 +42,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """What an iteration takes in a block: seconds, and seconds of processor time of all ranks together."""
+    """Mean time per iteration in a block: in seconds, and in seconds of processor time of all ranks."""
 
     seconds: float
     processor: float
@@ -50,7 +50,7 @@ class TimedBlock:
 
 @dataclass(frozen=True)
 class Recovery:
-    """From a kill to the end of the next iteration that was trained; parts in seconds, in order of time."""
+    """Time from a kill to the end of the next trained iteration; its parts in seconds, in order."""
 
     rank: int
     iteration: int
@@ -60,20 +60,20 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The total time."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What each rank has written down, in order."""
+    """The records of each rank, in order."""
 
     events: Mapping[int, Sequence[RankEvent]]
     completed: Mapping[int, Sequence[Loss]]
 
     @cached_property
     def losses(self) -> dict[int, dict[int, float]]:
-        """The loss of each iteration on each rank: rank, iteration. The last one where it was repeated."""
+        """The loss by rank and iteration; the last one if an iteration was repeated."""
         return {rank: {one.iteration: one.loss for one in each} for rank, each in self.completed.items()}
 
     @property
@@ -85,7 +85,7 @@ class JobRecord:
 
     @property
     def repeated(self) -> dict[int, int]:
-        """Iterations that some rank has completed more than once, and how often at most."""
+        """Iterations that a rank has completed more than once, with the highest count."""
         counts: dict[int, int] = {}
         for each in self.completed.values():
             seen: dict[int, int] = {}
@@ -97,7 +97,7 @@ class JobRecord:
 
     @property
     def changed_when_repeated(self) -> list[tuple[int, int]]:
-        """(rank, iteration) where a repeated iteration had another loss than before."""
+        """(rank, iteration) of repeated iterations whose loss changed."""
         found = []
         for rank, each in self.completed.items():
             first: dict[int, float] = {}
@@ -114,7 +114,7 @@ class JobRecord:
 
     @cached_property
     def timed(self) -> dict[int, list[Timed]]:
-        """Each iteration on each rank, by iteration; of repeated ones the last."""
+        """Timings by iteration, one of each rank; the last ones if an iteration was repeated."""
         found: dict[int, dict[int, Timed]] = {}
         for rank, events in self.events.items():
             for event in events:
@@ -124,7 +124,7 @@ class JobRecord:
         return {one: [ranks[rank] for rank in sorted(ranks)] for one, ranks in sorted(found.items())}
 
     def block(self, first: int, stop: int) -> TimedBlock | None:
-        """An iteration's means over [first, stop); `None` where not all are timed on all ranks."""
+        """Return the means over iterations [first, stop); `None` if not all are timed on all ranks."""
         if any(len(self.timed.get(one, [])) != len(self.events) for one in range(first, stop)):
             return None
         spans = zip(self.timed[first], self.timed[stop - 1], strict=True)
@@ -133,7 +133,7 @@ class JobRecord:
         return TimedBlock(seconds / (stop - first), processor / (stop - first))
 
     def recoveries(self, kills: Sequence[tuple[float, int, int, str]] = ()) -> list[Recovery]:
-        """For each kill that a rank noted, or that the driver tells (at, rank, iteration, phase)."""
+        """Return the recovery from each kill in the records, or in `kills` (at, rank, iteration, phase)."""
         noted = [
             (event.at, rank, int(event.more["iteration"]), str(event.more["phase"]))
             for rank, events in self.events.items()
@@ -144,7 +144,7 @@ class JobRecord:
         return [recovery for recovery in found if recovery is not None]
 
     def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> Recovery | None:
-        """`None` where another kill came first."""
+        """Return the recovery, or `None` if another kill came first."""
         marks = {name: self._marks(name, at) for name in ("started", "group_ready", "restored", "protected")}
         ended = [
             next((e.at for e in events if e.name in ("iteration", "ended") and e.at > at), None)
@@ -159,9 +159,9 @@ class JobRecord:
             max(end for end in ended if end is not None),
         ]
         names = (
-            "torchrun notices, and starts processes again",
+            "torchrun notices, and restarts the processes",
             "Python starts, PyTorch is imported",
-            "the process group meets, the model is made",
+            "the process group meets, the model is created",
             "checkmate.restore",
             "checkmate.protect",
             "the first iteration",
@@ -171,7 +171,7 @@ class JobRecord:
         return Recovery(rank, iteration, phase, resumed, parts)
 
     def _marks(self, name: str, after: float) -> list[RankEvent]:
-        """Each rank's first such event after a time; none if a rank has none."""
+        """Return each rank's first such event after a time; empty if a rank has none."""
         found = [
             next((e for e in events if e.name == name and e.at > after), None)
             for events in self.events.values()
@@ -183,7 +183,7 @@ class JobRecord:
 
 
 def read_events(lines: Iterable[str]) -> list[RankEvent]:
-    """The events in a file's lines; one that is not whole is left out."""
+    """Return the events in a file's lines, without incomplete ones."""
     found = []
     for line in lines:
         if line.endswith("\n"):
@@ -194,14 +194,14 @@ def read_events(lines: Iterable[str]) -> list[RankEvent]:
 
 
 def read_losses(lines: Iterable[str]) -> list[Loss]:
-    """The losses in a file's lines; one that is not whole is left out."""
+    """Return the losses in a file's lines, without incomplete ones."""
     said = (json.loads(line) for line in lines if line.endswith("\n"))
     return [Loss(int(one["iteration"]), float(one["loss"])) for one in said]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, and the 95% interval round it (Student's t)."""
+    """A mean and its 95% confidence interval (Student's t)."""
 
     mean: float
     half: float
@@ -217,15 +217,15 @@ class Interval:
 
 
 def interval(samples: Sequence[float]) -> Interval:
-    """Of independent samples, two or more; `ValueError` otherwise."""
+    """Return the interval of independent samples; raise `ValueError` if there are fewer than two."""
     if len(samples) < 2:
-        raise ValueError(f"{len(samples)} samples have no interval; it takes two")
+        raise ValueError(f"{len(samples)} samples have no interval; at least two are needed")
     error = statistics.stdev(samples) / math.sqrt(len(samples))
     return Interval(statistics.fmean(samples), _t975(len(samples) - 1) * error, len(samples))
 
 
 def _t975(freedom: int) -> float:
-    """Student's t at 97.5% (Abramowitz and Stegun 26.7.5; below 5 degrees from their table 26.10)."""
+    """Return Student's t at 97.5% (Abramowitz and Stegun 26.7.5; below 5 degrees, their table 26.10)."""
     small = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
     if freedom in small:
         return small[freedom]

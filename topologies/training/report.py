@@ -1,4 +1,4 @@
-"""The training demo's end as people read it: losses, recovery, cost, promises."""
+"""The report of the training demo: losses, recovery, cost, promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS: Final = 12
 def show(
     reference: JobRecord, protected: JobRecord, promises: Sequence[Promise], cost: Cost, console: Console
 ) -> None:
-    """Everything, in the order of the story."""
+    """Print everything, in the order of events."""
     console.print()
     console.print(losses(reference, protected))
     for recovery in protected.recoveries():
@@ -31,7 +31,7 @@ def show(
 
 
 def losses(reference: JobRecord, protected: JobRecord) -> Table:
-    """Every few iterations, and those round a crash."""
+    """Return a table of losses at regular iterations, and around crashes."""
     table = _table("loss, mean of all ranks")
     for column in ("iteration", "uninterrupted", "protected", "equal"):
         table.add_column(column, justify="right", min_width=len(column))
@@ -51,22 +51,24 @@ def losses(reference: JobRecord, protected: JobRecord) -> Table:
 
 
 def parts(recovery: Recovery) -> Table:
-    """From the kill to the end of the next trained iteration."""
+    """Return a table of the parts of a recovery."""
     table = _table(f"from kill -9 of rank {recovery.rank} to the next trained iteration")
     table.add_column("part", no_wrap=True)
     table.add_column("seconds", justify="right")
     for name, seconds in recovery.parts.items():
         table.add_row(name, f"{seconds:.2f}")
-    table.add_row("together", f"{recovery.seconds:.2f}", style="bold")
+    table.add_row("total", f"{recovery.seconds:.2f}", style="bold")
     return table
 
 
 def costs(cost: Cost) -> Table | str:
-    """The paired differences of an iteration."""
+    """Return a table of the paired differences per iteration."""
     pairs = len(cost.seconds.reference)
     if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
-    table = _table(f"cost to the trainers, ms an iteration: mean of {pairs} pairs of blocks (95% interval)")
+    table = _table(
+        f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval)"
+    )
     for column in ("", "untagged", "protected: more", "more, %"):
         table.add_column(column, no_wrap=True, justify="right" if column else "left")
     for name, found in (("time", cost.seconds), ("processor", cost.processor)):

@@ -1,6 +1,6 @@
-"""Two training jobs, each in a lab of its own, that take turns: one goes on while the other waits.
+"""Two training jobs in two labs that take turns: one trains while the other waits.
 
-So both meet the same machine, and their iteration times can be compared pair by pair.
+So both have the same conditions, and their iteration times are comparable pair by pair.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TURN_SECONDS: Final = 180.0
 
 @dataclass(frozen=True)
 class Cores:
-    """CPUs for the trainers, and for all else: switches, controller, shadow nodes. `None`: wherever."""
+    """CPUs for the trainers, and for switches, controller and shadow nodes. `None` means all."""
 
     trainers: Collection[int] | None = None
     others: Collection[int] | None = None
 
 
 def cores() -> Cores:
-    """One for the trainers and another for all else, where the machine lets us use two."""
+    """Return one CPU for the trainers and another for all else, if this machine has two for us."""
     usable = sorted(os.sched_getaffinity(0))
     return Cores({usable[0]}, {usable[1]}) if len(usable) > 1 else Cores()
 
@@ -47,7 +47,7 @@ def training_lab(
     on: Cores,
     progress: Callable[[str], None],
 ) -> Iterator[TrainingJob]:
-    """A lab with its controller, and its shadow nodes where the plan needs them; training is not started."""
+    """Yield a job in a new lab, with controller and, if needed, shadow nodes; training is not started."""
     lab = Lab(topology, target, name=name, switch_cpus=on.others, progress=progress)
     with lab, Crew(lab) as crew, serving(crew, cpus=on.others):
         training = TrainingJob(crew, plan, folder, cpus=on.trainers, shadow_cpus=on.others)
@@ -73,7 +73,10 @@ def start(trainings: Collection[TrainingJob]) -> None:
 def turns(
     trainings: tuple[TrainingJob, TrainingJob], iterations: int, block: int, tick: Callable[[int], None]
 ) -> None:
-    """Train `block` iterations at a time; who begins changes. `tick` gets how many both have done."""
+    """Train `block` iterations at a time in turn, alternating which job begins.
+
+    `tick` is called with the number of iterations that both have completed.
+    """
     for number, done in enumerate(range(0, iterations, block)):
         until = min(done + block, iterations)
         for training in trainings if number % 2 == 0 else trainings[::-1]:

@@ -1,4 +1,4 @@
-"""What stands in Checkmate's place in a training script, to compare it with."""
+"""Replacements of Checkmate in a training script, for comparison."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Batch = TypeVar("Batch")
 
 
 def nothing_to_restore(*_: Any, **__: Any) -> Restored:
-    """For `checkmate.restore`: training begins with iteration 0."""
+    """Replace `checkmate.restore`: training begins with iteration 0."""
     return Restored(0, None)
 
 
 class Unprotected:
-    """For `checkmate.protect`: gradients stay with DDP's own AllReduce."""
+    """Replacement of `checkmate.protect`: DDP's own AllReduce averages gradients."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches."""
+        """Yield the batches."""
         return iter(batches)
 
     def mark(self) -> None:
-        """Nobody asks where iterations end."""
+        """Do nothing: the ends of iterations are not needed."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,7 +42,7 @@ class Unprotected:
 
 
 class Untagged(Unprotected):
-    """For `checkmate.protect`: the same ring and the same bits, without tags, records and shadow nodes."""
+    """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
 
     def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         session = join(ddp)

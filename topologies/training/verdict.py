@@ -1,4 +1,4 @@
-"""Two runs of one training job compared: whether they are the same, and what the one cost more. Pure."""
+"""Comparison of two runs of one training job: equality, and additional cost. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topologies.training.record import Interval, JobRecord, TimedBlock, interval
 
 @dataclass(frozen=True)
 class Promise:
-    """Something that has to be so, whether it is, and what was seen."""
+    """A promise, whether it was kept, and the observation."""
 
     what: str
     kept: bool
@@ -22,23 +22,23 @@ class Promise:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Seconds an iteration in blocks of both runs, pair by pair."""
+    """Seconds per iteration in blocks of both runs, pair by pair."""
 
     reference: tuple[float, ...]
     protected: tuple[float, ...]
 
     @property
     def difference(self) -> Interval:
-        """Seconds that the protected run takes more."""
+        """Additional seconds of the protected run."""
         return interval([b - a for a, b in zip(self.reference, self.protected, strict=True)])
 
     @property
     def ratio(self) -> Interval:
-        """How many times as much it takes."""
+        """Ratio of the protected run's time to the reference."""
         return interval([b / a for a, b in zip(self.reference, self.protected, strict=True)])
 
     def data(self) -> dict[str, Any]:
-        """Plain data, with the intervals where there are pairs enough."""
+        """Return plain data, with the intervals if there are enough pairs."""
         enough = len(self.reference) > 1
         found = {"difference": asdict(self.difference), "ratio": asdict(self.ratio)} if enough else {}
         return {**asdict(self), **found}
@@ -46,15 +46,17 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Cost:
-    """What protection costs the trainers: time, and processor time of all ranks together."""
+    """Cost of protection to the trainers: time, and processor time of all ranks together."""
 
     seconds: Pairs
     processor: Pairs
 
 
 def cost(reference: JobRecord, protected: JobRecord, iterations: int, block: int) -> Cost:
-    """Of all blocks that both ran through: without the first, in which things are set up, and without the
-    last and those in which a rank died. A block's first iteration, which waits for its turn, isn't counted.
+    """Return the cost over the blocks that both runs completed.
+
+    It excludes the first block, which includes the setup, the last, and those in which a rank was killed. It
+    also excludes the first iteration of each block, which waits for its turn.
     """
     broken = {recovery.iteration for recovery in protected.recoveries()} | set(protected.repeated)
     pairs: list[tuple[TimedBlock, TimedBlock]] = []
@@ -72,9 +74,14 @@ def cost(reference: JobRecord, protected: JobRecord, iterations: int, block: int
 def promises(
     reference: JobRecord, protected: JobRecord, iterations: int, kills: int, states: Mapping[str, object]
 ) -> list[Promise]:
-    """What Checkmate promises of a run with `kills` kills beside one without.
+    """Return Checkmate's promises for a run with `kills` kills, compared with one without.
 
-    `states`: parameters and optimizer state at the end, by who has them.
+    Args:
+        reference: The uninterrupted run.
+        protected: The protected run.
+        iterations: The number of iterations.
+        kills: The number of killed ranks.
+        states: Final parameters and optimizer state, by the name of their holder.
     """
     return [
         _losses(reference, protected, iterations),
@@ -129,11 +136,11 @@ def _resumed(protected: JobRecord, kills: int) -> Promise:
     what = "training resumes from the shadow nodes, not from the start"
     seen = "; ".join(f"killed in iteration {r.iteration}, resumed with {r.resumed_with}" for r in found)
     kept = len(found) == kills and all(r.resumed_with >= r.iteration - 1 for r in found)
-    return Promise(what, kept, seen or "no rank has resumed")
+    return Promise(what, kept, seen or "no rank resumed")
 
 
 def tensors(state: object, path: str = "") -> Sequence[tuple[str, object]]:
-    """Every leaf of a nested state, with its path."""
+    """Return every leaf of a nested state, with its path."""
     if isinstance(state, Mapping):
         return [leaf for key in state for leaf in tensors(state[key], f"{path}.{key}".lstrip("."))]
     if isinstance(state, list | tuple):
@@ -142,7 +149,7 @@ def tensors(state: object, path: str = "") -> Sequence[tuple[str, object]]:
 
 
 def differences(one: object, other: object) -> list[str]:
-    """Where two states differ."""
+    """Return the paths at which two states differ."""
     ours, theirs = dict(tensors(one)), dict(tensors(other))
     return [
         key

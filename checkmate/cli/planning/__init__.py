@@ -1,1 +1,1 @@
-"""Commands that plan: what is installed, what it costs, what it takes."""
+"""Planning commands: what is installed on switches, cost, and required hardware."""

@@ -1,4 +1,4 @@
-"""`checkmate plan --capacity`: whether shadow nodes, NICs and switches are enough for a model."""
+"""`checkmate plan --capacity`: check whether shadow nodes, NICs and switches suffice for a model."""
 
 from __future__ import annotations
 
@@ -23,45 +23,47 @@ if TYPE_CHECKING:
     from checkmate.planner.models.named import Model
 
 CapacityFlag = Annotated[
-    bool, typer.Option("--capacity", help="Also: are NICs, memory and time enough for --model?")
+    bool, typer.Option("--capacity", help="Check NICs, memory and time for --model as well.")
 ]
 ModelNames = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="A named model, or module:function. Once: cut into a stage for each DP group; or once for each.",
+        help="Named model, or module:function; once, to be cut into DP groups, or once for each DP group.",
         show_default=False,
     ),
 ]
-LinkRate = Annotated[str, typer.Option("--link-rate", help="Line rate of a training rank.", metavar="RATE")]
+LinkRate = Annotated[
+    str, typer.Option("--link-rate", help="Line rate of each training rank.", metavar="RATE")
+]
 NicRate = Annotated[
     str | None,
     typer.Option(
-        "--nic-rate", help="Line rate of a shadow NIC.", show_default="as --link-rate", metavar="RATE"
+        "--nic-rate", help="Line rate of each shadow NIC.", show_default="as --link-rate", metavar="RATE"
     ),
 ]
 NodeMemory = Annotated[
     str | None,
     typer.Option(
-        "--node-memory", help="Of a shadow node, such as 128GB.", show_default=False, metavar="SIZE"
+        "--node-memory", help="Memory of a shadow node, such as 128GB.", show_default=False, metavar="SIZE"
     ),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", help="What `checkmate profile --json` printed on a shadow node."),
+    typer.Option("--profile", help="Output of `checkmate profile --json` on a shadow node."),
 ]
 Cores = Annotated[
     int | None,
-    typer.Option("--cores", min=1, help="Of a shadow node.", show_default="the profile's"),
+    typer.Option("--cores", min=1, help="Cores of a shadow node.", show_default="as in the profile"),
 ]
 Details = Annotated[
-    bool, typer.Option("--details", help="With --capacity: every switch, NIC, node and shard too.")
+    bool, typer.Option("--details", help="With --capacity: also list every switch, NIC, node and shard.")
 ]
 
 
 @dataclass(frozen=True)
 class CapacityOptions:
-    """The options of `--capacity`, as they were given."""
+    """The options of `--capacity`, as given."""
 
     models: Sequence[str]
     optimizer: str
@@ -77,11 +79,11 @@ class CapacityOptions:
 
 
 OPTIONS = tuple(field.name for field in fields(CapacityOptions))
-"""Those that say nothing without `--capacity`."""
+"""Options that only apply with `--capacity`."""
 
 
 class DoesNotFit(JobError):
-    """A job that shadow nodes or switches are too small for; `data` has the whole plan."""
+    """The shadow nodes or switches are too small for a job; `data` has the whole plan."""
 
     def __init__(self, faults: Sequence[Located], data: Mapping[str, object]) -> None:
         super().__init__(faults)
@@ -89,10 +91,10 @@ class DoesNotFit(JobError):
 
 
 def show(found: JobSet, wanted: CapacityOptions, *, as_json: bool) -> None:
-    """Print a job's capacity plan, the verdict first. `DoesNotFit` then, where something doesn't."""
+    """Print a job's capacity plan, verdict first. Raise `DoesNotFit` afterwards if it does not fit."""
     jobs = found.require()
     if len(jobs) > 1:
-        raise UsageFault(f"--capacity plans one job with its model, not {len(jobs)}")
+        raise UsageFault(f"--capacity takes one job and its model, not {len(jobs)} jobs")
     ((file, job),) = found.sound
     with err.status("planning", spinner="line"):
         from checkmate.planner.capacity import report  # noqa: PLC0415 - torch takes a second
@@ -152,7 +154,7 @@ def _limits(wanted: CapacityOptions, models: Sequence[Model], optimizer: str, li
     memory = wanted.node_memory and quantity("--node-memory", wanted.node_memory, nbytes)
     nic = quantity("--nic-rate", wanted.nic_rate, bits_per_second) if wanted.nic_rate else link
     if wanted.cores and wanted.profile is None:
-        raise UsageFault("--cores says for how many the profile's step is scaled: give --profile")
+        raise UsageFault("--cores scales the step time of a profile: add --profile")
     if wanted.profile is None:
         return Limits(nic, iteration or None, int(memory) if memory else None)
     profile = read_profile(wanted.profile)
@@ -167,7 +169,7 @@ def _limits(wanted: CapacityOptions, models: Sequence[Model], optimizer: str, li
 
 
 def _switches(job: Job) -> list[SwitchUse]:
-    """What the control plane would install, with every stream connected."""
+    """Return what the control plane would install with every stream connected."""
     from checkmate.planner.capacity.plan import SwitchUse  # noqa: PLC0415
 
     targets: dict[str, str] = {switch.name: switch.target for switch in job.fabric.switches}
@@ -183,12 +185,12 @@ def _switches(job: Job) -> list[SwitchUse]:
 
 @cache
 def table_limits(target: str) -> Mapping[str, int]:
-    """How much of each thing a target holds. `NotCompiled` where its P4Info isn't there."""
+    """Return a target's capacity for each kind of entity. Raise `NotCompiled` if it has no P4Info."""
     return planning.limits(target, Codec.for_target(target).table_sizes())
 
 
 def _limits_of(target: str) -> Mapping[str, int] | None:
-    """The same of a target that the job may not have; `None` where its P4Info isn't there."""
+    """Return the limits of any target, or `None` if it has no P4Info."""
     try:
         return table_limits(target)
     except ControlError:

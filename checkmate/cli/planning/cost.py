@@ -1,4 +1,4 @@
-"""`checkmate cost`: what checkpointing costs today, and what it would with Checkmate."""
+"""`checkmate cost`: compare the cost of conventional checkpoints and of Checkmate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from checkmate.planner.cost.inputs import CostInputs
     from checkmate.planner.cost.report import Report, Scheme
 
-_File = Annotated[Path | None, typer.Argument(help="YAML of these values; options go over it.")]
+_File = Annotated[Path | None, typer.Argument(help="YAML file of these values; options override it.")]
 _Value = str | None
 
 
 def _option(name: str, text: str, default: str = "") -> typer.models.OptionInfo:
-    """An option whose default is the planner's: shown here, applied there."""
+    """Return an option that shows the planner's default, which the planner applies."""
     shown = f"{text} [default: {default}]" if default else text
     option: typer.models.OptionInfo = typer.Option(name, help=shown, metavar="VALUE", show_default=False)
     return option
@@ -29,56 +29,60 @@ def _option(name: str, text: str, default: str = "") -> typer.models.OptionInfo:
 def cost(
     context: typer.Context,
     file: _File = None,
-    gpus: Annotated[_Value, _option("--gpus", "GPUs in the training.", "16384")] = None,
+    gpus: Annotated[_Value, _option("--gpus", "Number of GPUs.", "16384")] = None,
     failure_rate: Annotated[
         _Value,
-        _option("--failure-rate", "Failures per GPU-hour: 2e-5, 0.17/y, or as seen.", "419 in 54d on 16384"),
+        _option(
+            "--failure-rate", "Failures per GPU-hour: 2e-5, 0.17/y, or as observed.", "419 in 54d on 16384"
+        ),
     ] = None,
     duration: Annotated[_Value, _option("--duration", "Training time without failures.", "54d")] = None,
-    iteration: Annotated[_Value, _option("--iteration", "Time of an iteration.", "4.58s")] = None,
+    iteration: Annotated[_Value, _option("--iteration", "Duration of an iteration.", "4.58s")] = None,
     stall: Annotated[
-        _Value, _option("--stall", "How long a conventional checkpoint holds training up.", "1.2s")
+        _Value, _option("--stall", "Time that a conventional checkpoint stops training.", "1.2s")
     ] = None,
     parameters: Annotated[
-        _Value, _option("--parameters", "With --storage, instead of --stall: 405B.")
+        _Value, _option("--parameters", "Model size, such as 405B; with --storage, instead of --stall.")
     ] = None,
     storage: Annotated[
-        _Value, _option("--storage", "Bandwidth that checkpoints are written at: 2TB/s.")
+        _Value, _option("--storage", "Bandwidth at which checkpoints are written: 2TB/s.")
     ] = None,
     every: Annotated[
         _Value,
-        _option("--every", "Your checkpoint interval, beside the best: 500 (iterations), 30min.", "best"),
+        _option(
+            "--every", "Checkpoint interval to compare with the optimum: 500 (iterations), 30min.", "best"
+        ),
     ] = None,
-    price: Annotated[_Value, _option("--price", "Dollars an hour for a GPU.", "11.06")] = None,
-    node_price: Annotated[
-        _Value, _option("--node-price", "Dollars an hour for a shadow node.", "1.28")
+    price: Annotated[_Value, _option("--price", "Dollars per GPU-hour.", "11.06")] = None,
+    node_price: Annotated[_Value, _option("--node-price", "Dollars per shadow-node-hour.", "1.28")] = None,
+    shadow_nodes: Annotated[
+        _Value, _option("--shadow-nodes", "Number of shadow nodes.", "gpus / 128")
     ] = None,
-    shadow_nodes: Annotated[_Value, _option("--shadow-nodes", "Shadow nodes.", "gpus / 128")] = None,
     dp_groups: Annotated[
-        _Value, _option("--dp-groups", "DP groups; each takes two ports.", "gpus / 128")
+        _Value, _option("--dp-groups", "Number of DP groups; each needs two ports.", "gpus / 128")
     ] = None,
-    replicas: Annotated[_Value, _option("--replicas", "Holders of each shard.", "1")] = None,
+    replicas: Annotated[_Value, _option("--replicas", "Number of holders of each shard.", "1")] = None,
     node_failure_rate: Annotated[
-        _Value, _option("--node-failure-rate", "Failures of a shadow node an hour.", "2e-5")
+        _Value, _option("--node-failure-rate", "Failures per shadow-node-hour.", "2e-5")
     ] = None,
     seeding: Annotated[
-        _Value, _option("--seeding", "Time from a shadow node's failure until it is seeded again.", "5min")
+        _Value, _option("--seeding", "Time from a shadow node's failure until it is reseeded.", "5min")
     ] = None,
     disk_every: Annotated[
         _Value, _option("--disk-every", "Time between checkpoints that shadow nodes write to disk.", "1h")
     ] = None,
     restart: Annotated[
-        _Value, _option("--restart", "From a failure until training goes on; simulated only.", "0s")
+        _Value, _option("--restart", "Time from a failure until training resumes; simulation only.", "0s")
     ] = None,
-    runs: Annotated[_Value, _option("--runs", "Runs to simulate; 0 for none.", "10000")] = None,
-    seed: Annotated[_Value, _option("--seed", "Of the simulation.", "0")] = None,
+    runs: Annotated[_Value, _option("--runs", "Number of simulated runs; 0 for none.", "10000")] = None,
+    seed: Annotated[_Value, _option("--seed", "Seed of the simulation.", "0")] = None,
     plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Work out what checkpoints cost, conventional ones and Checkmate's, in GPU-hours and dollars.
+    """Compute the cost of conventional checkpoints and of Checkmate's, in GPU-hours and dollars.
 
-    The model is the Checkmate paper's; all defaults are its figures for LLaMA3-405B, and what is not given is
-    marked as assumed. Beside the closed form stands a simulation of failures, which shows the spread.
+    Uses the model of the Checkmate paper. All defaults are its figures for LLaMA3-405B; values that you do
+    not specify are marked as assumed. A simulation of failures beside the closed form shows the spread.
 
     Example: checkmate cost --gpus 1024 --iteration 900ms --stall 2s --every 30min --price 3.50 --plot x.png
     """
@@ -114,16 +118,16 @@ def _report(inputs: CostInputs) -> Report:
         training, stall_s = inputs.training, inputs.stall_s
         every = max(inputs.every_iterations or 1, best_every_iterations(training, stall_s))
         holds = failures_per_interval(training, stall_s, every) < 1
-        left = "; or leave it out with --runs 0" if holds else ""
-        raise UsageFault(f"the simulation can't be run: {error}{left}") from None
+        otherwise = "; or skip it with --runs 0" if holds else ""
+        raise UsageFault(f"the simulation cannot run: {error}{otherwise}") from None
 
 
 def _beyond(scheme: Scheme) -> str:
-    """Why a scheme's closed form is of no use."""
+    """Explain why the closed form does not apply to a scheme."""
     return (
         f"{scheme.failures_per_interval:,.3g} are expected from one checkpoint to the next ({scheme.name}). "
-        "The closed form holds where that is far below 1: its figures, savings too, are wrong here; "
-        + ("see the simulated ones" if scheme.simulated else "training hardly gets ahead")
+        "The closed form assumes far fewer than 1, so its figures, savings included, are wrong here; "
+        + ("see the simulated ones" if scheme.simulated else "training makes hardly any progress")
     )
 
 

@@ -1,4 +1,4 @@
-"""Options about a model that `plan --capacity` and `profile` share."""
+"""Options for models, shared by `plan --capacity` and `profile`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from checkmate.cli.common import UsageFault
 
 Optimizer = Annotated[
     str,
-    typer.Option("--optimizer", help="Such as adamw, or sgd,momentum=0.9.", metavar="NAME[,OPTION=VALUE]"),
+    typer.Option(
+        "--optimizer", help="Optimizer, such as adamw or sgd,momentum=0.9.", metavar="NAME[,OPTION=VALUE]"
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="Of the parameters.", show_default="the model's own", metavar="TYPE"),
+    typer.Option("--dtype", help="Type of the parameters.", show_default="the model's own", metavar="TYPE"),
 ]
 IterationTime = Annotated[
     str | None,
-    typer.Option("--iteration-time", help="Such as 1.5s.", show_default=False, metavar="TIME"),
+    typer.Option(
+        "--iteration-time", help="Duration of an iteration, such as 1.5s.", show_default=False, metavar="TIME"
+    ),
 ]
 ReceiveBuffer = Annotated[
-    int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of a stream, in MB.")
+    int, typer.Option("--receive-buffer", min=1, max=1023, help="Socket buffer of each stream, in MB.")
 ]
 
 
 def quantity(option: str, text: str, parse: Callable[[object], float]) -> float:
-    """An option's value with its unit, above 0; `UsageFault` names the option."""
+    """Parse an option's value, a positive number with a unit. Raise `UsageFault` if it is wrong."""
     try:
         found = parse(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What commands with `--plot` share."""
+"""Option and checks that commands with `--plot` share."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from checkmate.cli.common import UsageFault, err
 _ENDINGS = (".png", ".svg")
 
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Write the figures: FILE.png or FILE.svg.", metavar="FILE")
+    Path | None, typer.Option("--plot", help="Write figures to FILE.png or FILE.svg.", metavar="FILE")
 ]
 
 
 def check_picture(file: Path) -> None:
-    """Before anything is worked out: whether the picture can be drawn, and be where it is wanted."""
+    """Raise `UsageFault`, before anything is computed, if the picture cannot be drawn or written."""
     if file.suffix.lower() not in _ENDINGS:
         raise UsageFault(f"--plot: {file} must end in {' or '.join(_ENDINGS)}")
     if file.is_dir() or not file.parent.is_dir():
-        why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is no folder"
+        why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is not a folder"
         raise UsageFault(f"--plot: {file} {why}")
     try:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError:
-        raise UsageFault('--plot draws with matplotlib, which needs: pip install ".[plan]"') from None
+        raise UsageFault('--plot needs matplotlib: pip install ".[plan]"') from None
 
 
 def draw(file: Path, write: Callable[[], None]) -> None:
-    """Write a picture; `UsageFault` where it can't be."""
+    """Write a picture. Raise `UsageFault` if it cannot be written."""
     try:
         with err.status("drawing", spinner="line"):
             write()
     except OSError as error:
-        raise UsageFault(f"--plot: {file} can't be written: {error.strerror}") from None
+        raise UsageFault(f"--plot: {file} cannot be written: {error.strerror}") from None

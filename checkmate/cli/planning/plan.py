@@ -1,4 +1,4 @@
-"""`checkmate plan`: what would be installed, without a switch."""
+"""`checkmate plan`: print what would be installed, without a switch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan
 
 _OPTIONS = {"models": "model"}
-"""Parameters that their options aren't called after."""
+"""Parameters whose options have a different name."""
 
 
 def checked_plan(found: JobSet) -> tuple[list[Job], dict[str, SwitchPlan]]:
-    """Jobs, and the plan of every switch, held to its limits.
+    """Return the jobs and the plan of every switch, checked against the switch's limits.
 
-    `JobError` has every fault of the files; and what is too much, in each job's file. Faulty files hide
-    nothing of that: what the sound ones need alone, all need.
+    Raises:
+        JobError: with every fault of the files, and every limit that valid jobs exceed, even if other files
+            are faulty.
     """
     jobs = [job for _, job in found.sound]
     plans = planning.plan(jobs)
@@ -63,7 +64,7 @@ def plan(
     context: typer.Context,
     jobs: JobArguments,
     as_json: AsJson = False,
-    entries: Annotated[bool, typer.Option("--entries", help="Print every entry and group.")] = False,
+    entries: Annotated[bool, typer.Option("--entries", help="Print all entries and groups.")] = False,
     pfc: tofino.PfcFlag = False,
     bfrt: tofino.BfrtFlag = False,
     switch: tofino.SwitchName = None,
@@ -83,9 +84,11 @@ def plan(
     """Print what `run` would install on each switch, and check it against the switch's limits.
 
     Needs no switch. Streams are installed as shadow nodes connect; the limits count all of them.
-    With --capacity and --model, of one job: also the bandwidth at its shadow NICs, the shadow nodes' memory
-    and time. First whether it fits, what is tightest, and the smallest change where it doesn't.
-    With --pfc or --bfrt, for Tofinos: what lossless delivery needs; a script with what P4Runtime can't set.
+    With --capacity and --model, for one job: also checks the bandwidth at its shadow NICs, and the memory
+    and time of its shadow nodes. Prints first whether it fits, the tightest resource, and the smallest
+    change that makes it fit.
+    With --pfc, for Tofinos: prints what lossless delivery needs. With --bfrt: prints a script with settings
+    that P4Runtime cannot make.
 
     Example: checkmate plan jobs/gpt.yaml --json
 
@@ -128,7 +131,7 @@ def plan(
 
 
 def _check_options(context: typer.Context) -> None:
-    """`UsageFault` for options that can't be done together, or that what is asked for has no use for."""
+    """Raise `UsageFault` for options that exclude each other, or that would have no effect."""
     given = {
         name: f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
         for name in context.params
@@ -136,12 +139,12 @@ def _check_options(context: typer.Context) -> None:
     }
     asked = [name for name in ("capacity", "pfc", "bfrt", "entries") if name in given]
     if len(asked) > 1:
-        raise UsageFault(f"{given[asked[0]]} and {given[asked[1]]} can't be done together; ask for one")
+        raise UsageFault(f"{given[asked[0]]} and {given[asked[1]]} exclude each other; use one of them")
     for name, option in given.items():
         if name in capacities.OPTIONS and "capacity" not in given:
-            raise UsageFault(f"{option} goes with --capacity")
+            raise UsageFault(f"{option} needs --capacity")
     if "switch" in given and not {"pfc", "bfrt"} & given.keys():
-        raise UsageFault("--switch goes with --pfc or --bfrt")
+        raise UsageFault("--switch needs --pfc or --bfrt")
 
 
 def _limits(target: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`checkmate profile`: this machine as a shadow node, measured, and how many like it a model takes."""
+"""`checkmate profile`: measure this machine as a shadow node, and size a set of them for a model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.planning.model_options import Dtype, IterationTime, Optimizer, ReceiveBuffer, quantity
 from checkmate.cli.planning.pictures import PlotFile, check_picture, draw
+from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
 from checkmate.wording import counted
 from topologies.signals import unwinding
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Sized:
-    """A model on 1, 2, ... nodes; `enough`: the fewest that do, `None` where none do."""
+    """A model on 1, 2, ... nodes. `enough` is the smallest number that suffices, or `None`."""
 
     model: Model
     times: StepTimes
@@ -38,45 +39,55 @@ class _Sized:
 def profile(
     models: Annotated[
         list[str] | None,
-        typer.Option("--model", help="A named model, or module:function; may be given several times."),
+        typer.Option("--model", help="Named model, or module:function; may be repeated."),
     ] = None,
     optimizer: Optimizer = "adamw",
     dtype: Dtype = None,
     threads: Annotated[
         str | None,
-        typer.Option("--threads", help="To measure with.", show_default="1,2,4,... up to all cores"),
+        typer.Option(
+            "--threads", help="Numbers of threads to measure.", show_default="1,2,4,... up to all cores"
+        ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, max=3600, help="Of each measurement, at least.")
+        float, typer.Option("--seconds", min=0.1, max=3600, help="Minimum duration of each measurement.")
     ] = 2.0,
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory", help="To measure in, such as 8GB.", show_default="70% of what is free", metavar="SIZE"
+            "--memory", help="Memory to use, such as 8GB.", show_default="70% of free memory", metavar="SIZE"
         ),
     ] = None,
     iteration_time: IterationTime = None,
     cores: Annotated[
-        int | None, typer.Option("--cores", min=1, max=1024, help="Of a shadow node.", show_default="as here")
+        int | None,
+        typer.Option("--cores", min=1, max=1024, help="Cores of a shadow node.", show_default="as here"),
     ] = None,
     node_memory: Annotated[
         str | None,
-        typer.Option("--node-memory", help="Of a shadow node.", show_default="as here", metavar="SIZE"),
+        typer.Option(
+            "--node-memory", help="Memory of a shadow node.", show_default="as here", metavar="SIZE"
+        ),
     ] = None,
     channels: Annotated[
-        int, typer.Option("--channels", min=1, max=8, help="Of the job's ring: each has two streams a shard.")
+        int,
+        typer.Option(
+            "--channels", min=1, max=CHANNELS_MAX, help="Channels of the ring; each has two streams a shard."
+        ),
     ] = 1,
     receive_buffer: ReceiveBuffer = 64,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="To show, at least.")] = 4,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, max=SHADOW_IDS_MAX, help="Minimum number of nodes to show.")
+    ] = 4,
     plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine as a shadow node, and work out how many like it a model takes.
+    """Measure this machine as a shadow node, and report how many such nodes a model needs.
 
-    Receiving: bytes a second into buckets, over loopback. Stepping: the optimizer's step of each --model, by
-    number of threads; layer by layer where the model doesn't fit in memory. Run it on an idle machine like
-    the shadow nodes; `plan --capacity --profile` reads what --json prints. Needs no root, except for receive
-    buffers as large as a shadow node's.
+    Receiving: bytes per second into buckets, over loopback. Stepping: the optimizer's step of each --model,
+    by number of threads, and layer by layer if the model does not fit in memory. Run it on an idle machine
+    like the shadow nodes; `plan --capacity --profile` reads the output of --json. Needs root only for
+    receive buffers as large as a shadow node's.
 
     Example: checkmate profile --model GPT3-XL --iteration-time 1.5s --plot scaling.png
     """
@@ -98,8 +109,8 @@ def profile(
     busy = machine.busy_cores()
     if busy > machine.BUSY * machine.cores():
         err.print(
-            f"[yellow]busy:[/yellow] other processes keep about {busy:.1f} of {machine.cores()} cores; "
-            "what is measured now is slower than this machine is",
+            f"[yellow]busy:[/yellow] other processes use about {busy:.1f} of {machine.cores()} cores; "
+            "measurements will be slower than on an idle machine",
             soft_wrap=True,
         )
     with unwinding():
@@ -125,12 +136,12 @@ def _measure(
     seconds: float,
     room: int | None,
 ) -> tuple[Profile, bool]:
-    """All measurements, with progress on a terminal; and whether receive buffers were a shadow node's."""
+    """Measure everything; return also whether receive buffers were as large as a shadow node's."""
     from checkmate.planner.profile import machine, receive, step  # noqa: PLC0415
     from checkmate.planner.scaling import Profile  # noqa: PLC0415
 
     received: dict[int, float] = {}
-    for model in models:  # what can't be stepped is said before anything is measured
+    for model in models:  # raises early for models that cannot be stepped
         step.samples_of(model, optimizer, room or machine.memory_available())
     with _progress() as progress:
         task = progress.add_task("receiving", total=len(receive.NICS) + len(models) * len(threads))
@@ -184,7 +195,7 @@ def _sized(
 def _data(
     measured: Profile, sized: Sequence[_Sized], busy: float, forced: bool, iteration_s: float | None
 ) -> dict[str, object]:
-    """What `plan --capacity --profile` reads, and what follows. Times in seconds, sizes in bytes."""
+    """Return what `plan --capacity --profile` reads, and sizes derived from it; in seconds and bytes."""
     from checkmate.planner.profile.tables import figures  # noqa: PLC0415
 
     return {
@@ -211,24 +222,24 @@ def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s
     out.print(tables.measured(figures), markup=False)
     if any(figure.outlier for figure in figures):
         err.print(
-            "[yellow]outliers:[/yellow] some figures contradict the others, perhaps since the machine was "
-            "busy or has too few cores; measure again, or with more --seconds",
+            "[yellow]outliers:[/yellow] some figures contradict others, perhaps because the machine was busy "
+            "or has too few cores; measure again, or increase --seconds",
             soft_wrap=True,
         )
     for one in sized:
         name = one.model.name
         if one.times.by_layer:
-            text = f"{name} did not fit in memory: stepped by layer, a kind at a time, and added up"
+            text = f"{name} did not fit in memory: measured by layer, and times added up"
             out.print(text, markup=False, soft_wrap=True)
         out.print(tables.predicted(name, one.times, one.sizings, iteration_s))
         if iteration_s is not None:
             out.print(tables.verdict(name, one.sizings, one.enough), markup=False)
     if not forced:
-        err.print("[yellow]note:[/yellow] without CAP_NET_ADMIN, receive buffers were smaller than a node's")
+        err.print("[yellow]note:[/yellow] receive buffers were smaller than a node's (no CAP_NET_ADMIN)")
 
 
 def _threads(said: str | None, cores: int) -> list[int]:
-    """Numbers of threads, ascending; `UsageFault`."""
+    """Return numbers of threads, ascending. Raise `UsageFault` if they are wrong."""
     if said is None:
         powers = [1 << i for i in range(cores.bit_length()) if 1 << i < cores]
         return [*powers, cores]
@@ -238,7 +249,7 @@ def _threads(said: str | None, cores: int) -> list[int]:
         counts = []
     if not counts or counts[0] < 1 or counts[-1] > cores:
         raise UsageFault(
-            f"--threads must be numbers from 1 to {cores}, this machine's cores, such as 1,{cores}"
+            f"--threads must be numbers from 1 to {cores} (this machine's cores), such as 1,{cores}"
         )
     return counts
 

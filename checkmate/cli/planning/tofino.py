@@ -1,4 +1,4 @@
-"""`checkmate plan --pfc` and `--bfrt`: what a Tofino and its hosts need beyond P4Runtime."""
+"""`checkmate plan --pfc` and `--bfrt`: settings of a Tofino and its hosts beyond P4Runtime."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from controlplane.tofino.hosts import HostCommands, host_commands
 from controlplane.tofino.pfc import NoRoom, PfcPlan, peers_of, pfc_plan, priority_clashes
 
 PfcFlag = Annotated[
-    bool, typer.Option("--pfc", help="Print what lossless delivery needs, on Tofinos and on their hosts.")
+    bool, typer.Option("--pfc", help="Print the settings for lossless delivery on Tofinos and their hosts.")
 ]
 BfrtFlag = Annotated[
-    bool, typer.Option("--bfrt", help="Print a bfrt_python script with what P4Runtime can't set on a Tofino.")
+    bool, typer.Option("--bfrt", help="Print a bfrt_python script of Tofino settings that P4Runtime lacks.")
 ]
 SwitchName = Annotated[
-    str | None, typer.Option("--switch", help="Only this switch (--pfc, --bfrt).", show_default=False)
+    str | None, typer.Option("--switch", help="Print only this switch (--pfc, --bfrt).", show_default=False)
 ]
 
 
 @dataclass(frozen=True)
 class TofinoOptions:
-    """What of `plan`'s options concerns Tofino."""
+    """The options of `plan` that concern Tofino."""
 
     pfc: bool
     bfrt: bool
@@ -46,7 +46,7 @@ def show(
     *,
     as_json: bool,
 ) -> None:
-    """Print it; `JobError` where it can't be, with the arithmetic."""
+    """Print the settings. Raise `JobError`, with the arithmetic, if the switch has too little memory."""
     network = Network(jobs)
     planned = _planned(found, network, plans, _names(network, wanted.switch))
     if wanted.bfrt:
@@ -55,7 +55,7 @@ def show(
             print_json({name: {"script": text} for name, text in scripts.items()})
             return
         if len(scripts) > 1:
-            raise UsageFault(f"a script is for one switch: add --switch {' or --switch '.join(scripts)}")
+            raise UsageFault(f"each script is for one switch: add --switch {' or --switch '.join(scripts)}")
         typer.echo("".join(scripts.values()))
         return
     hosts = [host for host in host_commands(jobs) if host.switch in planned]
@@ -72,11 +72,11 @@ def _names(network: Network, only: str | None) -> list[str]:
     tofinos = [name for name, switch in network.switches.items() if switch.is_tofino]
     if only is not None:
         if only not in tofinos:
-            raise UsageFault(f"no Tofino {only!r} among the jobs' switches; there are {_listed(tofinos)}")
+            raise UsageFault(f"no Tofino {only!r} among the jobs' switches; Tofinos: {_listed(tofinos)}")
         return [only]
     if not tofinos:
         targets = [f"{name} ({switch.target})" for name, switch in network.switches.items()]
-        raise UsageFault(f"--pfc and --bfrt are for Tofinos, and the jobs' switches are {_listed(targets)}")
+        raise UsageFault(f"--pfc and --bfrt are for Tofinos, but the jobs' switches are {_listed(targets)}")
     return tofinos
 
 
@@ -149,10 +149,10 @@ def _print_switch(plan: PfcPlan) -> None:
 
 
 def _explained(plan: PfcPlan) -> list[str]:
-    """The arithmetic, in sentences."""
+    """Return the arithmetic as sentences."""
     said = [
         f"Pools: ingress {plan.ingress_pool:,}, skid {plan.skid_pool:,}, egress {plan.egress_pool:,} cells. "
-        f"A stuck shadow node pauses training for {plan.watchdog} ms at a time; then its NIC drops copies.",
+        f"A stuck shadow node pauses training for up to {plan.watchdog} ms; then its NIC drops copies.",
     ]
     if plan.senders:
         slowest = max(plan.senders, key=lambda sender: sender.headroom.cells)
@@ -169,10 +169,10 @@ def _table(first: str, *more: str) -> Table:
 
 
 def _print_hosts(hosts: Sequence[HostCommands]) -> None:
-    """A shell script, so comments where it isn't commands."""
+    """Print a shell script; all other lines are comments."""
     for host in hosts:
         typer.echo(f"# {host.host}, at {host.switch} {host.port}")
         for command in host.commands:
             typer.echo(command)
         typer.echo()
-    err.print("PFC is waiting: what a shadow node doesn't take, training waits for.", markup=False)
+    err.print("With PFC, training waits while a shadow node cannot receive.", markup=False)

@@ -1,1 +1,1 @@
-"""A Tofino in a job: chips, ports, and what must hold of them."""
+"""Tofinos in a job: chips, ports, and rules for them."""

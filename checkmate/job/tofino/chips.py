@@ -1,4 +1,4 @@
-"""Tofino as a job sees it: the chips' device ports, and those behind front-panel names. Pure data.
+"""Tofino chips: device ports, and their front-panel names on boards. Pure data.
 
 Sources: Intel's Open P4 Studio (github.com/p4lang/open-p4studio), `bf-drivers`: `src/lld/lld_sku.c` (which
 MAC block is which device port, the CPU's ports), `src/traffic_mgr/init/tm_tofino.h` and `tm_tof2.h` (buffer),
@@ -8,38 +8,38 @@ with Stratum (`stratum/hal/config/x86-64-accton-wedge100bf-*/port_map.json`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 TARGETS = ("tofino", "tofino2")
 PORT_NAME = r"^[1-9][0-9]?/[0-7]$"
-"""A front-panel name: connector, then lane."""
+"""A front-panel name: connector and lane."""
 PIPES = 4
 _PORTS_PER_PIPE = 128  # a device port is pipe << 7 | the port within the pipe
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What differs between the chips. Ports are those within a pipe; the buffer is in cells."""
+    """Properties of a chip. Ports are numbers within a pipe; buffer sizes are in cells."""
 
     first_front: int
     last_front: int
     recirculation: range
     lanes: int
-    """Of one front-panel connector, each a device port."""
+    """Number of lanes of a front-panel connector; each is a device port."""
     cpu_ports: tuple[int, ...]
-    """PCIe's first: Tofino's is 192 with two pipes, 320 with four; then the CPU's Ethernet ports. Those of
-    Tofino 2 are of its chips with four pipes; where there are three, they are others, not known here."""
+    """PCIe ports first (Tofino: 192 with two pipes, 320 with four), then the CPU's Ethernet ports. Those of
+    Tofino 2 are for chips with four pipes; chips with three pipes have others, which are not known here."""
     speeds: Mapping[str, int]
-    """Each speed with the lanes that it takes; 0 where that depends on the lanes' own."""
+    """Number of lanes of each speed; 0 if it depends on the speed of the lanes."""
     cell_bytes: int
     cells: int
     free_cells: int
-    """What the driver's own carving of the buffer (100 Ki cells) leaves."""
+    """Cells that remain after the driver's own division of the buffer (100 Ki cells)."""
     multicast_nodes: int
-    """At least: each takes a node for its replication id and one of 72 ports for each pipe, doubled where
-    a line has 80 bits, in every pipe's tree: 40 of the 204 (256) x 4096 words of 40 bits."""
+    """Lower bound. Each takes a node for its replication id and one of 72 ports for each pipe, twice if a
+    line has 80 bits, in every pipe's tree: 40 of the 204 (256) x 4096 words of 40 bits."""
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
@@ -71,11 +71,11 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     }
 )
 GROUPS_MAX = 65535
-"""Multicast group ids are 16 bits wide, and 0 is none (`$pre.mgid` in the SDE's schema)."""
+"""Multicast group ids have 16 bits, and 0 means none (`$pre.mgid` in the SDE's schema)."""
 
 
 def use(chip: Chip, device_port: int) -> str:
-    """What a device port is: `front panel`, `CPU`, `recirculation` or `nothing`."""
+    """Return the use of a device port: `front panel`, `CPU`, `recirculation` or `nothing`."""
     pipe, port = divmod(device_port, _PORTS_PER_PIPE)
     if device_port in chip.cpu_ports:
         return "CPU"
@@ -86,22 +86,13 @@ def use(chip: Chip, device_port: int) -> str:
     return "recirculation" if port in chip.recirculation else "nothing"
 
 
-def recirculation_ports(chip: Chip) -> Iterator[int]:
-    """The chip's recirculation ports; Checkmate's program uses none."""
-    for pipe in range(PIPES):
-        for port in chip.recirculation:
-            number = pipe * _PORTS_PER_PIPE + port
-            if number not in chip.cpu_ports:
-                yield number
-
-
 def pipe_of(device_port: int) -> int:
-    """The pipe that a device port belongs to."""
+    """Return the pipe of a device port."""
     return device_port // _PORTS_PER_PIPE
 
 
 def _half(odd: bool) -> dict[int, int]:
-    """MAC block to device port of the two-pipe chips, whose even or odd blocks are fused off."""
+    """Map MAC blocks to device ports of the two-pipe chips, whose even or odd blocks are fused off."""
     first, second = (56, 4) if odd else (60, 0)
     found = {}
     for mac in range(32):
@@ -112,7 +103,7 @@ def _half(odd: bool) -> dict[int, int]:
 
 
 def _full() -> dict[int, int]:
-    """MAC block to device port of the four-pipe chip: pipes 0 and 2 count downward."""
+    """Map MAC blocks to device ports of the four-pipe chip, whose pipes 0 and 2 count downwards."""
     found = {}
     for mac in range(64):
         pipe, place = divmod(mac, 16)
@@ -128,7 +119,7 @@ _WEDGE_65X = (
     *range(56, 64),
     *range(48, 56),
 )
-"""The MAC block behind each connector, from number 1 on."""
+"""MAC blocks of the connectors, from number 1 on."""
 
 FRONT_PANELS: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
@@ -137,18 +128,18 @@ FRONT_PANELS: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "wedge100bf-65x": tuple(_full()[mac] for mac in _WEDGE_65X),
     }
 )
-"""Boards, each with the device port of every connector's lane 0. Which of the two 32-port ones a switch is,
-`pm show` on it says: port 1/0 is device port 128 (odd) or 132 (even)."""
+"""Boards, each with the device port of every connector's lane 0. To distinguish the two 32-port boards, run
+`pm show` on the switch: port 1/0 is device port 128 (odd) or 132 (even)."""
 
 
 def cpu_port(target: str, board: str | None) -> int:
-    """PCIe's port, by which a chip speaks with its controller: on a four-pipe board the list's second."""
+    """Return the chip's PCIe port to its controller: the list's second on a four-pipe board."""
     four_pipes = board is not None and len(FRONT_PANELS[board]) > 32
     return CHIPS[target].cpu_ports[1 if four_pipes else 0]
 
 
 def front_panel(board: str) -> dict[str, int]:
-    """Every name of a board's front panel, `1/0` for connector 1, lane 0, with its device port."""
+    """Return the device port of every front-panel name, such as `1/0` for connector 1, lane 0."""
     return {
         f"{connector}/{lane}": port + lane
         for connector, port in enumerate(FRONT_PANELS[board], 1)

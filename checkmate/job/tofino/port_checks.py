@@ -1,6 +1,6 @@
-"""What must hold of a Tofino's ports, and front-panel names turned into device ports.
+"""Rules for a Tofino's ports, and translation of front-panel names to device ports.
 
-Like `checks`, works on whatever of a file is sound.
+Like `checks`, this works on the valid parts of a file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import FEC, names
 
 OF_TOFINO = ("p4runtime", "front_panel", "ports", "speed", "fec", "cable", "mtu", "pfc")
-"""A switch's keys that mean nothing on another target."""
+"""Keys of a switch that only apply to Tofinos."""
 
 
 def resolve(raw: Any) -> list[Fault]:
-    """Replace front-panel names by device ports, in place. What can't be replaced stays, with a fault."""
+    """Replace front-panel names by device ports, in place. Return faults for unknown names."""
     switches = {switch.fields.get("name"): switch for switch in parts(raw, Switch, "fabric", "switches")}
     faults = []
     for part, place in _attachments(raw):
@@ -31,7 +31,7 @@ def resolve(raw: Any) -> list[Fault]:
             continue
         panel = switch.get("front_panel", "ports")
         if panel is None:
-            message = "can't be told while front_panel or ports of its switch has a fault"
+            message = "cannot be checked while front_panel or ports of its switch is faulty"
             faults.append(Fault((*path, "port"), message))
             continue
         known = names(*panel)
@@ -43,7 +43,7 @@ def resolve(raw: Any) -> list[Fault]:
 
 
 def _attachments(raw: Any) -> Iterator[tuple[Part, dict[str, Any]]]:
-    """Every mapping that says `switch` and `port`: what is sound of it, and itself."""
+    """Yield every mapping with `switch` and `port`, as its valid part and as data."""
     found = [
         *parts(raw, Rank, "dp_groups", "ranks"),
         *parts(raw, Nic, "shadow_nodes", "nics"),
@@ -62,17 +62,17 @@ def _at(raw: Any, path: Path) -> Any:
 
 def _unknown(port: str, switch: str, known: Mapping[str, int]) -> str:
     if known:
-        listed = f"its ports are called {next(iter(known))} to {list(known)[-1]}"
-        return f"switch {switch!r} has no port {port!r}; {listed}, or give a device port's number"
+        listed = f"its ports are {next(iter(known))} to {list(known)[-1]}"
+        return f"switch {switch!r} has no port {port!r}; {listed}; or use a device port's number"
     boards = ", ".join(chips.FRONT_PANELS)
     return (
-        f"nothing says which device port {port!r} of switch {switch!r} is; name its board in front_panel "
-        f'({boards}), or give the port in its ports, such as {{"{port}": 128}}'
+        f"the device port of {port!r} on switch {switch!r} is unknown; specify its board in front_panel "
+        f'({boards}), or the port in its ports, such as {{"{port}": 128}}'
     )
 
 
 def tofino_faults(raw: Any) -> Iterator[Fault]:
-    """Faults of the switches' descriptions, as far as they concern Tofino, and of the ports that jobs use."""
+    """Yield faults that concern Tofinos: of switches, and of the ports that jobs use."""
     attached = [part for part, _ in _attachments(raw)]
     for switch in parts(raw, Switch, "fabric", "switches"):
         target, given = switch.fields.get("target"), _at(raw, switch.path)
@@ -88,7 +88,7 @@ def tofino_faults(raw: Any) -> Iterator[Fault]:
 
 
 def _is_default(key: str, value: object) -> bool:
-    """Whether a switch without the key would be the same, as in a job that a program has written out."""
+    """Return whether a value is the default, as in a job file that a program has written."""
     field = Switch.model_fields[key]
     annotation: Any = field.annotation
     kind: TypeAdapter[Any] = TypeAdapter(annotation)
@@ -101,10 +101,10 @@ def _is_default(key: str, value: object) -> bool:
 def _not_tofino(switch: Part, given: Mapping[str, Any], target: str) -> Iterator[Fault]:
     for key in OF_TOFINO:
         if key in given and not _is_default(key, given[key]):
-            yield Fault((*switch.path, key), f"is for a Tofino alone, and the target is {target}; remove it")
+            yield Fault((*switch.path, key), f"is only for Tofinos, but the target is {target}; remove it")
     if switch.fields.get("cpu_port") not in (None, CPU_PORT):
         yield Fault(
-            (*switch.path, "cpu_port"), f"must be {CPU_PORT}, which {target}'s program is compiled for"
+            (*switch.path, "cpu_port"), f"must be {CPU_PORT}, for which {target}'s program is compiled"
         )
 
 
@@ -112,14 +112,14 @@ def _cpu_port(switch: Part, target: str) -> Iterator[Fault]:
     port, chip = switch.fields.get("cpu_port"), chips.CHIPS[target]
     if port is not None and port not in chip.cpu_ports:
         ports = ", ".join(map(str, chip.cpu_ports))
-        yield Fault((*switch.path, "cpu_port"), f"the CPU ports of {target} are {ports}; {port} is none")
+        yield Fault((*switch.path, "cpu_port"), f"must be a CPU port of {target} ({ports}), not {port}")
 
 
 def _board(switch: Part, target: str) -> Iterator[Fault]:
     if switch.fields.get("front_panel") is not None and target != "tofino":
         yield Fault(
             (*switch.path, "front_panel"),
-            f"is a board with a tofino, not a {target}; give the names in ports",
+            f"is a board with a tofino, not a {target}; list the names in ports",
         )
     first: dict[int, str] = {}
     chip = chips.CHIPS[target]
@@ -128,29 +128,29 @@ def _board(switch: Part, target: str) -> Iterator[Fault]:
         if number is None:
             if name not in names(switch.fields.get("front_panel"), switch.fields["ports"]):
                 yield Fault(
-                    (*switch.path, "ports", name), "has no device_port, and no front_panel gives it one"
+                    (*switch.path, "ports", name), "has no device_port, nor does front_panel define it"
                 )
             continue
         path = (*switch.path, "ports", name)
         if chips.use(chip, number) != "front panel":
             yield Fault(path, _no_front_port(number, target))
         if number in first:
-            yield Fault(path, f"device port {number} is {first[number]} already; each has one name")
+            yield Fault(path, f"device port {number} is already named {first[number]}; each has one name")
         first.setdefault(number, name)
 
 
 def _no_front_port(number: int, target: str) -> str:
     chip = chips.CHIPS[target]
     kind = chips.use(chip, number)
-    what = "isn't there" if kind == "nothing" else f"is {'the' if kind == 'CPU' else 'a'} {kind} port"
+    what = "does not exist" if kind == "nothing" else f"is {'the' if kind == 'CPU' else 'a'} {kind} port"
     return (
-        f"device port {number} of {target} {what}; the front panel's are {chip.first_front} to "
+        f"device port {number} of {target} {what}; the front panel has {chip.first_front} to "
         f"{chip.last_front} in pipe 0, and 128 more in each next of {chips.PIPES} pipes"
     )
 
 
 def _port_settings(switch: Part, target: str) -> Iterator[Fault]:
-    """Speed and FEC of the switch, and of each port that has its own."""
+    """Yield faults of speed and FEC, of the switch and of ports with their own settings."""
     default, chip = switch.fields.get("speed"), chips.CHIPS[target]
     fields: list[tuple[Path, PanelPort]] = (
         [((), PanelPort(speed=default, fec=switch.fields.get("fec")))] if default else []
@@ -162,14 +162,14 @@ def _port_settings(switch: Part, target: str) -> Iterator[Fault]:
             continue
         if speed not in chip.speeds:
             there = ", ".join(chip.speeds)
-            yield Fault((*switch.path, *path, "speed"), f"{target} has no {speed} ports; it has {there}")
+            yield Fault((*switch.path, *path, "speed"), f"{target} has no {speed} ports; speeds: {there}")
         if port.fec is not None and port.fec not in FEC[speed]:
             there = " or ".join(FEC[speed])
             yield Fault((*switch.path, *path, "fec"), f"a {speed} port's FEC is {there}, not {port.fec}")
 
 
 def _used_ports(switch: Part, target: str, used: list[Part]) -> Iterator[Fault]:
-    """The device ports that a job uses: on the front panel, and no two on the same lanes."""
+    """Yield faults of a job's device ports: not on the front panel, or on the lanes of another."""
     chip, ports = chips.CHIPS[target], switch.get("front_panel", "ports", "speed")
     if ports is None:
         return
@@ -191,7 +191,7 @@ def _used_ports(switch: Part, target: str, used: list[Part]) -> Iterator[Fault]:
         speed = (own[name].speed if name in own else None) or default
         width, lane = chip.speeds.get(speed, 0), number % chip.lanes
         if width and lane % width:
-            yield Fault(path, f"a {speed} port takes {width} lanes, and can't begin at {name}, lane {lane}")
+            yield Fault(path, f"a {speed} port takes {width} lanes and cannot begin at {name}, lane {lane}")
             continue
         taken = lanes[number - lane]
         for one in range(lane, lane + max(width, 1)):

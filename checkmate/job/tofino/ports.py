@@ -1,4 +1,4 @@
-"""A Tofino's ports: names and device ports, and how each is set up. Pure, from a switch's description."""
+"""A Tofino's ports: names, device ports and settings. Pure, from a switch's description."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "400G": ("rs",),
     }
 )
-"""Forward error correction that a speed may have (IEEE 802.3, clauses 74, 91, 108, 119); the usual first."""
+"""Valid kinds of forward error correction (IEEE 802.3, clauses 74, 91, 108, 119), default first."""
 
 
 @dataclass(frozen=True)
 class PortSettings:
-    """How one port is set up: cable in metres."""
+    """Settings of one port; the cable's length in metres."""
 
     name: str
     device_port: int
@@ -40,13 +40,13 @@ class PortSettings:
 
 
 def names(front_panel: str | None, ports: Mapping[str, PanelPort]) -> dict[str, int]:
-    """Front-panel names and their device ports: the board's map, with what the switch's `ports` change."""
+    """Return device ports by front-panel name: the board's map, overridden by the switch's `ports`."""
     found = chips.front_panel(front_panel) if front_panel else {}
     return found | {name: port.device_port for name, port in ports.items() if port.device_port is not None}
 
 
 def port_settings(switch: Switch, device_port: int) -> PortSettings:
-    """A port's own settings, and where it has none, its switch's. A port without a name has its number."""
+    """Return a port's settings, by default those of its switch. A port without a name has its number."""
     by_port = {port: name for name, port in names(switch.front_panel, switch.ports).items()}
     name = by_port.get(device_port)
     own = (switch.ports.get(name) if name else None) or PanelPort()
@@ -63,13 +63,13 @@ _NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
         "pfc": frozenset({"target"}),
     }
 )
-"""What the fields of a switch that have no fixed default depend on."""
+"""Dependencies of a switch's fields that have no fixed default."""
 
 
 def effective(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A switch's sound fields, each default in place: equal where two descriptions mean the same.
+    """Return a switch's valid fields with defaults applied, so that equivalent descriptions are equal.
 
-    A field that depends on one with a fault is left out.
+    Fields that depend on a faulty field are left out.
     """
     found = {key: value for key, value in fields.items() if _NEEDED.get(key, set()) <= fields.keys()}
     switch = Switch.model_construct(**found)
@@ -87,7 +87,7 @@ def effective(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(switch: Switch, name: str) -> dict[str, object]:
-    """What differs at a port from its board's map and its switch's own settings."""
+    """Return the settings of a port that differ from its board and switch."""
     port = switch.ports[name]
     board = chips.front_panel(switch.front_panel) if switch.front_panel else {}
     usual = {

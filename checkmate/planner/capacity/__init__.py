@@ -1,1 +1,1 @@
-"""What a job needs beside what there is."""
+"""Comparison of a job's demand with the available resources."""

@@ -1,6 +1,6 @@
-"""A job with a little more, or less, of something: what might make it fit. Pure.
+"""Variants of a job that may fit. Pure.
 
-The jobs made here are for planning only: added nodes and NICs share the addresses of those they are like.
+These jobs are for planning only: added nodes and NICs have the addresses of those from which they are copied.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.wire.tag import SHADOW_IDS_MAX
+from checkmate.wording import counted
 
 
 def widened(job: Job, node: int, more: int) -> Job:
-    """The job with `more` shadow nodes like `node`, in every DP group that it serves."""
+    """Return the job with `more` shadow nodes like `node`, in every DP group that it serves."""
     like = job.node(node)
     free = max(one.id for one in job.shadow_nodes) + 1
     new = tuple(like.model_copy(update={"id": free + i}) for i in range(more))
@@ -25,17 +26,17 @@ def widened(job: Job, node: int, more: int) -> Job:
 
 
 def fewest_more_nodes(job: Job, node: int, fits: Callable[[Job], bool]) -> list[str]:
-    """As words: `3 more shadow nodes like it`, the fewest that make it fit; nothing where none do."""
+    """Return `3 more shadow nodes like it`, with the smallest number that fits, or nothing."""
     groups = [g for g in range(len(job.dp_groups)) if node in job.shadow_list(g)]
     most = SHADOW_IDS_MAX - max(job.shards(group) for group in groups)
     for more in range(1, most + 1):
         if fits(widened(job, node, more)):
-            return [f"{more} more shadow node{'s' if more > 1 else ''} like it"]
+            return [f"{counted(more, 'more shadow node')} like it"]
     return []
 
 
 def with_nic(job: Job, node: int) -> Job:
-    """The job where the node has a second NIC like its first."""
+    """Return the job with a second NIC, like its first, on a node."""
     nodes = (
         one.model_copy(update={"nics": (one.nics[0], one.nics[0].model_copy(update={"port": -1}))})
         if one.id == node
@@ -46,7 +47,7 @@ def with_nic(job: Job, node: int) -> Job:
 
 
 def serving(job: Job, node: int, groups: int) -> Job:
-    """The job where the node is in no more than so many DP groups."""
+    """Return the job with a node in at most `groups` DP groups."""
     made, left = [], groups
     for index, group in enumerate(job.dp_groups):
         nodes = job.shadow_list(index)
@@ -59,5 +60,5 @@ def serving(job: Job, node: int, groups: int) -> Job:
 
 
 def place(job: Job, node: int) -> tuple[int, ShadowNode]:
-    """Where a shadow node stands in the job's list, and the node."""
+    """Return a shadow node, and its index in the job's list."""
     return next((i, one) for i, one in enumerate(job.shadow_nodes) if one.id == node)

@@ -1,4 +1,4 @@
-"""What a job needs beside what there is; and the smallest change that would make it fit. Pure."""
+"""Checks of a job's demand against available resources, with the smallest change that fits. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
 from checkmate.wording import counted
 
 CORES_MOST: Final = 512
-"""More of a node are not looked for."""
+"""Maximum number of a node's cores to propose."""
 PEAK: Final = "peak rate"
 _ROUNDING: Final = 1 + 1e-9
-"""Channels' parts of a line's rate add up to a little more or less than it."""
+"""Tolerance for sums of channels' shares of a line rate."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is needed of something where it is scarcest, and what there is, in `unit`; `path`: in the YAML.
+    """A resource at its scarcest place: needed and available amount in `unit`, and the path in the YAML.
 
-    Where it doesn't fit: what is `wrong`, and the smallest `change` that would make it fit.
+    If it does not fit, `wrong` describes why, and `change` is the smallest change that fits.
     """
 
     what: str
@@ -42,18 +42,18 @@ class Check:
 
     @property
     def share(self) -> float:
-        """The part of what there is that is needed."""
+        """Needed share of the available amount."""
         return self.needed / self.there
 
     @property
     def misfit(self) -> Fault | None:
-        """As a fault; `None` where it fits."""
+        """The check as a fault, or `None` if it fits."""
         return Fault(self.path, f"{self.wrong}; {self.change}") if self.wrong else None
 
 
 class _Fits(Protocol):
     def __call__(self, job: Job, *, node: int | None = None) -> bool:
-        """Whether all would, or all of one node, in another job."""
+        """Return whether everything, or everything of one node, fits in another job."""
 
 
 T = TypeVar("T", bound=NicDemand | NodeDemand)
@@ -61,17 +61,12 @@ _WithChannels = Callable[[int], Sequence[SwitchUse]]
 
 
 def checks(found: Capacity, with_channels: _WithChannels) -> list[Check]:
-    """All that can be checked; faults are located in the job's YAML.
+    """Return all possible checks, with paths in the job's YAML.
 
-    `with_channels`: what the switches would need with fewer channels.
+    `with_channels` returns the use of switches with another number of channels.
     """
     rules = (_stream_length, _line, _receiving, _stepping, _memory)
     return [*_tables(found, with_channels), *(check for rule in rules if (check := rule(found)))]
-
-
-def misfits(found: Capacity, with_channels: _WithChannels) -> list[Fault]:
-    """What doesn't fit, each with the smallest change that would make it."""
-    return [check.misfit for check in checks(found, with_channels) if check.misfit]
 
 
 def _tables(found: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
@@ -80,13 +75,13 @@ def _tables(found: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
             holds, where = use.holds[what], f"switch {use.switch}"
             check = Check(what, where, needed, holds, "", ("dp_groups",))
             if needed > holds:
-                wrong = f"{needed:,} {what} needed on {where} ({use.target}), which holds {holds:,}"
+                wrong = f"{needed:,} {what} needed on {where} ({use.target}), which has room for {holds:,}"
                 check = replace(check, wrong=wrong, change=_room(found, use, what, with_channels))
             yield check
 
 
 def _room(found: Capacity, use: SwitchUse, what: str, with_channels: _WithChannels) -> str:
-    """What would make a switch's table, or groups, enough."""
+    """Return a change with which a switch's table or groups suffice."""
     fitting = (
         channels
         for channels in range(found.demand.job.channels - 1, 0, -1)
@@ -102,7 +97,7 @@ def _use_of(uses: Sequence[SwitchUse], switch: str, what: str) -> int:
 
 
 def _stream_length(found: Capacity) -> Check:
-    """Positions in a stream have 32 bits: what shadow nodes refuse (`check_lengths`)."""
+    """Check the length of streams, because positions have 32 bits (`check_lengths`)."""
     demand = found.demand
     longest = demand.longest_stream
     check = Check("an iteration of a stream", "the longest", longest, FARTHEST, "bytes", ("channels",))
@@ -133,7 +128,7 @@ def _held(
     wrong: Callable[[T], str],
     changes: Callable[[T, _Fits], Sequence[str]],
 ) -> Check:
-    """NICs or nodes whose loads are held to what there is: the check of the worst."""
+    """Compare the loads of NICs or nodes with the available amount. Return the check of the worst one."""
     loads = [(load(found, thing), thing) for thing in things(found.demand)]
     needed, worst = max(loads, key=lambda pair: pair[0])
     most = there * _ROUNDING
@@ -151,20 +146,20 @@ def _held(
     check = Check(what, where, needed, there, unit, path)
     if not over:
         return check
-    others = f" (the worst of {over} {kind}s that are over)" if over > 1 else ""
+    others = f" (the worst of {over} {kind}s over the limit)" if over > 1 else ""
     return replace(check, wrong=f"{wrong(worst)}{others}", change=_or(changes(worst, fits)))
 
 
 def _line(found: Capacity) -> Check:
-    """More at once than a NIC's line: PFC would hold training back (paper, "Lossless Packet Delivery")."""
+    """Check peak rates: beyond a NIC's line rate, PFC slows training (paper, "Lossless Packet Delivery")."""
     job, line = found.demand.job, found.limits.nic_bits_per_s
 
     def wrong(nic: NicDemand) -> str:
         peak = max(nic.peak_bits_per_s)
         round_ = nic.peak_bits_per_s.index(peak)
         return (
-            f"gets up to {peak / 1e9:g} Gbit/s at once in round {round_} of the ring, and its line has "
-            f"{line / 1e9:g}, so training would be held back"
+            f"receives up to {peak / 1e9:g} Gbit/s in round {round_} of the ring, but its line rate is "
+            f"{line / 1e9:g} Gbit/s, so training would slow down"
         )
 
     def changes(nic: NicDemand, fits: _Fits) -> list[str]:
@@ -223,7 +218,7 @@ def _stepping(found: Capacity) -> Check | None:
         for more in range(cores + 1, CORES_MOST + 1):
             if seconds(replace(found, limits=replace(found.limits, cores=more)), node) <= iteration:
                 return [*changes, f"nodes of {more} cores"]
-        faster = f"faster cores: no {SHADOW_IDS_MAX} nodes of {cores} and no {CORES_MOST} cores will do"
+        faster = f"faster cores: neither {SHADOW_IDS_MAX} nodes of {cores} nor {CORES_MOST} cores suffice"
         return changes or [faster]
 
     return _held(found, "the optimizer's step", iteration, "s", _nodes, seconds, wrong, changes)

@@ -1,4 +1,4 @@
-"""A job's demand beside what there is: switches, lines, cores, memory and time. Pure."""
+"""A job's demand and the available resources: switches, lines, cores, memory and time. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from checkmate.planner.demand import Demand, NicDemand, NodeDemand
 from checkmate.planner.scaling import StepTimes
 
 TRANSCEIVERS: Final = 2
-"""Of a NIC: one at either end of its cable (paper, section "Network Resource Planning")."""
-CORES_MOST: Final = 512
+"""Number per NIC: one at either end of its cable (paper, section "Network Resource Planning")."""
 
 
 @dataclass(frozen=True)
 class SwitchUse:
-    """How much of each thing a switch needs and each target holds; and its ports that the job takes."""
+    """The entities that a switch needs and that each target can hold, and the ports that the job uses."""
 
     switch: str
     target: str
@@ -28,15 +27,15 @@ class SwitchUse:
 
     @property
     def holds(self) -> Mapping[str, int]:
-        """What its own target does."""
+        """Limits of its own target."""
         return self.targets[self.target]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is. `None`: not known, and not checked.
+    """Available resources; `None` if unknown and not checked.
 
-    `receive_bytes_per_s`: what a shadow node was measured to receive, by number of NICs.
+    `receive_bytes_per_s` is the measured rate of a shadow node, by number of NICs.
     """
 
     nic_bits_per_s: float
@@ -49,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Capacity:
-    """A job's demand beside what there is."""
+    """A job's demand and the available resources."""
 
     demand: Demand
     limits: Limits
@@ -57,25 +56,25 @@ class Capacity:
 
     @cached_property
     def streams(self) -> int:
-        """TCP connections between shadow nodes and stubs."""
+        """Number of TCP connections between shadow nodes and stubs."""
         return len(self.demand.streams)
 
     @cached_property
     def shadow_nics(self) -> int:
-        """Shadow NICs in use; each takes a switch port."""
+        """Number of shadow NICs in use; each needs a switch port."""
         return len(self.demand.nics)
 
     @property
     def ports_of_the_rule(self) -> int:
-        """The paper's rule: a line for each of a DP group's two boundaries, and for each replica."""
+        """Ports by the paper's rule: one for each of a DP group's two boundaries and each replica."""
         return 2 * len(self.demand.job.dp_groups) * self.demand.job.replicas
 
     def receive_seconds(self, nic: NicDemand) -> float:
-        """How long a NIC takes at least for an iteration's bytes."""
+        """Return the minimum time in which a NIC receives an iteration."""
         return nic.nbytes / self.receive_rate(nic.node)
 
     def receive_rate(self, node: int) -> float:
-        """Bytes a second into one NIC's buckets: the line, or what was measured."""
+        """Return bytes per second into one NIC's buckets: the line rate, or a lower measured rate."""
         line = self.limits.nic_bits_per_s / 8
         measured = self.limits.receive_bytes_per_s
         if not measured:
@@ -85,7 +84,7 @@ class Capacity:
         return min(line, measured[known] / known)
 
     def step_seconds(self, node: NodeDemand) -> float | None:
-        """The predicted step of all that a node holds; one thread goes through its shards."""
+        """Return the predicted time of a node's steps, which one thread does for all shards in turn."""
         steps, cores = self.limits.steps, self.limits.cores
         if steps is None or cores is None:
             return None
@@ -95,18 +94,18 @@ class Capacity:
         )
 
     def balance(self, group: int) -> float:
-        """A DP group's largest shard over the mean: 1 is perfect."""
+        """Return the ratio of a DP group's largest shard to the mean; 1 is optimal."""
         sizes = [shard.nbytes for shard in self.demand.shards if shard.group == group]
         return max(sizes) * len(sizes) / sum(sizes)
 
     @property
     def unchecked(self) -> list[str]:
-        """What was not checked, and what it would take."""
+        """Resources that were not checked, and the option that is missing."""
         found = []
         if self.limits.iteration_s is None:
-            found.append("whether receiving and stepping fit in an iteration: give --iteration-time")
+            found.append("whether receiving and stepping fit in an iteration: add --iteration-time")
         elif self.limits.steps is None:
-            found.append("the optimizer's step: give --profile with what checkmate profile --json printed")
+            found.append("the optimizer's step: add --profile with the output of checkmate profile --json")
         if self.limits.node_memory is None:
-            found.append("the shadow nodes' memory: give --node-memory")
+            found.append("the shadow nodes' memory: add --node-memory")
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.markup import escape
@@ -14,10 +14,11 @@ from checkmate.planner.capacity.plan import TRANSCEIVERS, Capacity, SwitchUse
 from checkmate.planner.demand import NicDemand
 from checkmate.planner.scaling import dtype_of
 from checkmate.planner.units import show_seconds
+from checkmate.wording import size
 
 
 def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
-    """What `--json` prints. Sizes in bytes, times in seconds, rates in bits a second."""
+    """Return the output of `--json`: sizes in bytes, times in seconds, rates in bits per second."""
     demand = found.demand
     faults = [fault for check in checks if (fault := check.misfit)]
     return {
@@ -64,33 +65,33 @@ def data(found: Capacity, checks: Sequence[Check]) -> dict[str, object]:
 
 
 def verdict(found: Capacity, checks: Sequence[Check]) -> str:
-    """Whether it fits, what is scarcest, and the smallest change of that where it doesn't.
+    """Return whether the job fits, the scarcest resource, and the smallest change if it does not fit.
 
-    Any model fills a line for a while: a peak rate is said only where it is more than that.
+    Any model uses a full line for a while, so a peak rate is mentioned only if it exceeds the line.
     """
     tightest, *others = (c for c in _tightest_first(checks) if c.misfit or c.what != PEAK)
-    says = "doesn't fit" if tightest.misfit else "fits"
-    if says == "fits" and found.unchecked:
-        says = "fits, as far as it was checked"
+    result = "does not fit" if tightest.misfit else "fits"
+    if not tightest.misfit and found.unchecked:
+        result = "fits, as far as it was checked"
     needed, there = (_shown(value, tightest.unit) for value in (tightest.needed, tightest.there))
     change = f"; {tightest.change}" if tightest.change else ""
     if over := list(dict.fromkeys(check.what for check in others if check.misfit)):
-        change = change.replace("; it would fit", "; that would fit")
-        change += f"; {' and '.join(over)} {'does' if len(over) == 1 else 'do'}n't fit either"
+        change = change.replace("; it would fit", "; this would fit")
+        change += f"; {' and '.join(over)} {'does' if len(over) == 1 else 'do'} not fit either"
     return (
-        f"job {found.demand.job.job} {says}. Tightest: {tightest.what} ({tightest.where}), "
+        f"job {found.demand.job.job} {result}. Tightest: {tightest.what} ({tightest.where}), "
         f"{needed} of {there}, {tightest.share:.0%}{change}"
     )
 
 
 def summary(found: Capacity, checks: Sequence[Check]) -> Iterator[Table]:
-    """What was checked, and what there must be, for a terminal."""
+    """Yield tables of checks and of needed hardware, for a terminal."""
     yield _checks(checks)
     yield _needed(found)
 
 
 def details(found: Capacity) -> Iterator[Table]:
-    """Every switch, NIC, node and shard, for a terminal."""
+    """Yield tables of every switch, NIC, node and shard, for a terminal."""
     for use in found.switches:
         yield _switch(use)
     yield _nics(found)
@@ -135,13 +136,13 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def _tightest_first(checks: Sequence[Check]) -> list[Check]:
-    """What doesn't fit before all else."""
+    """Sort checks: first those that do not fit, then by share."""
     return sorted(checks, key=lambda check: (check.misfit is None, -check.share))
 
 
 def _checks(checks: Sequence[Check]) -> Table:
-    """Of what switches hold, all that doesn't fit, or what is scarcest."""
-    made = _table("checked, the tightest first", ("what", "where"), ("needed", "there is", "share"))
+    """Return a table of checks, with only the scarcest entity of switches unless more do not fit."""
+    made = _table("checks, tightest first", ("what", "where"), ("needed", "available", "share"))
     made.add_column("fits")
     held = 0
     for check in _tightest_first(checks):
@@ -177,14 +178,14 @@ def _needed(found: Capacity) -> Table:
     made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
     made.add_row("multicast groups", f"{counts['multicast_groups']:,}")
     made.add_row("switch ports for shadow NICs", f"{counts['switch_ports']:,}")
-    made.add_row("  the paper's rule: 2 a DP group and replica", f"{counts['ports_of_the_rule']:,}")
+    made.add_row("  the paper's rule: 2 per DP group and replica", f"{counts['ports_of_the_rule']:,}")
     made.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
-    made.add_row("transceivers, 2 a NIC", f"{counts['transceivers']:,}")
+    made.add_row("transceivers, 2 per NIC", f"{counts['transceivers']:,}")
     return made
 
 
 def _switch(use: SwitchUse) -> Table:
-    """Targets that hold the same share a column; the switch's own comes first."""
+    """Return a table of a switch, with one column for targets of equal limits, its own target first."""
     alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for target in sorted(use.targets, key=lambda name: (name != use.target, name)):
         alike.setdefault(tuple(sorted(use.targets[target].items())), []).append(target)
@@ -199,9 +200,9 @@ def _switch(use: SwitchUse) -> Table:
 
 
 def _nics(found: Capacity) -> Table:
-    """Rounds after the first differ by a few bytes only, and are shown together."""
+    """Return a table of NICs. Rounds after the first differ only by a few bytes and share columns."""
     made = _table(
-        "shadow NICs: an iteration's bytes, and Gbit/s at most, by round of the ring",
+        "shadow NICs: bytes per iteration, and maximum Gbit/s, by round of the ring",
         ("NIC",),
         ("streams", "bytes", "round 0", "Gbit/s", "later", "Gbit/s", "takes"),
     )
@@ -222,9 +223,9 @@ def _nics(found: Capacity) -> Table:
 
 def _memory(found: Capacity) -> Table:
     made = _table(
-        "shadow nodes: memory, the most while checkpoints are read too; optimizer step",
+        "shadow nodes: maximum memory (while checkpoints are read); optimizer step",
         ("node",),
-        ("params", "state", "gradients", "sockets", "read", "in all", "step"),
+        ("params", "state", "gradients", "sockets", "read", "total", "step"),
     )
     for node in found.demand.nodes:
         memory, step = node.memory, found.step_seconds(node)
@@ -243,9 +244,9 @@ def _memory(found: Capacity) -> Table:
 
 def _shards(found: Capacity) -> Table:
     balances = [found.balance(group) for group in range(len(found.demand.models))]
-    said = ", ".join(dict.fromkeys(f"{balance:.2f}" for balance in balances))
+    ratios = ", ".join(dict.fromkeys(f"{balance:.2f}" for balance in balances))
     made = _table(
-        f"shards, by DP group; the largest has {said} times the mean",
+        f"shards, by DP group; the largest is {ratios} times the mean",
         ("shard", "nodes", "parameters, last to first"),
         ("count", "bytes"),
     )
@@ -259,14 +260,3 @@ def _shards(found: Capacity) -> Table:
             size(shard.nbytes),
         )
     return made
-
-
-def size(nbytes: float) -> str:
-    """`26.2 MB`: three digits, powers of 1,000."""
-    units: Mapping[str, float] = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
-    for unit, scale in units.items():
-        if nbytes >= scale * 0.9995:
-            return (
-                f"{nbytes / scale:,.3g} {unit}" if nbytes < 999.5 * scale else f"{nbytes / scale:,.0f} {unit}"
-            )
-    return f"{nbytes:.0f} B"

@@ -1,1 +1,1 @@
-"""What checkpointing costs: closed form and simulation."""
+"""The cost of checkpointing: closed form and simulation."""

@@ -1,14 +1,14 @@
-"""Failures by simulation: the spread around the closed form, and what that leaves out. Pure and seeded.
+"""Simulation of failures: the spread around the closed form, and effects that it omits. Pure and seeded.
 
-GPUs fail independently at a constant rate (a Poisson process). Between two checkpoints lies a *segment*: its
-iterations and then the stall. A failure anywhere in it, the stall included, loses what the segment had done;
-restarting takes its time, and a failure while restarting starts that again. So a segment takes a geometric
-number of attempts, and each failed one lasts an exponential time cut off at the segment's length: both are
-drawn directly, which is exact, and needs no clock.
+GPUs fail independently at a constant rate (a Poisson process). Between two checkpoints is a *segment*: its
+iterations and then the stall. A failure anywhere in it, stall included, undoes the segment. A restart takes
+time, and a failure during the restart repeats it. A segment therefore takes a geometric number of attempts,
+and each failed attempt takes an exponential time, truncated at the segment's length. Both are drawn directly,
+which is exact and needs no clock.
 
-Checkmate's segment is one iteration without a stall. Its shadow nodes fail too, and are seeded again by
-other holders or by trainers. A GPU failure that finds none of the `replicas` holders of a shard seeded falls
-back to the newest checkpoint on disk.
+Checkmate's segment is one iteration without a stall. Its shadow nodes fail, too, and are reseeded by other
+holders or by trainers. If none of the `replicas` holders of a shard is seeded when a GPU fails, training is
+restored from the newest checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Counts = NDArray[np.int64]
 
 DRAWS_AT_ONCE: Final = 1_000_000
 DRAWS_MAX: Final = 5e8
-"""Failures in all runs: about half a minute."""
+"""Maximum number of failures in all runs, which take about half a minute."""
 
 
 class NeverDone(ValueError):
-    """Failures come faster than training gets ahead, or too many to simulate; the message says which."""
+    """Failures prevent progress, or are too many to simulate; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class ShadowNodes:
-    """Shadow nodes: how many, holders of each shard, how often one fails, how long seeding it takes.
+    """Shadow nodes: their number, holders per shard, failure rate, and time of seeding.
 
-    Shard s is held by nodes s .. s + replicas - 1, in a circle. `disk_every_hours` is the time between the
-    checkpoints on disk.
+    Shard s is held by nodes s .. s + replicas - 1, modulo the number of nodes. `disk_every_hours` is the time
+    between checkpoints on disk.
     """
 
     nodes: int
@@ -51,7 +51,7 @@ class ShadowNodes:
     disk_every_hours: float
 
     def gone_probability(self, recovery_hours: float) -> float:
-        """That a GPU failure finds some shard without a holder, or that its last one fails in recovery."""
+        """Return the probability that a GPU failure loses a shard, then or during recovery."""
         rate = self.failures_per_node_hour
         unseeded = rate * self.seed_hours / (1 + rate * self.seed_hours)
         node = 1 - (1 - unseeded) * math.exp(-rate * recovery_hours)
@@ -60,7 +60,7 @@ class ShadowNodes:
 
 @dataclass(frozen=True)
 class Spread:
-    """Hours of the cluster's time in each run; multiply by GPUs for GPU-hours."""
+    """Hours of the cluster's time in each run. Multiply by GPUs for GPU-hours."""
 
     repeated_hours: Hours
     stalled_hours: Hours
@@ -76,18 +76,18 @@ class Spread:
 
 
 def run_probability(nodes: int, run: int, probability: float) -> float:
-    """That among `nodes` in a circle, some `run` in a row are all down; each is with `probability`.
+    """Return the probability that some `run` neighbours among `nodes` in a circle are all down.
 
-    Cuts the circle: either the run across the cut is long enough, or `around` of it are down, an up node
-    stands at each of its ends, and the run is in the line between those. Sums only what is positive; takes
-    time linear in `nodes`.
+    Each is down with `probability`. The circle is cut: either the run across the cut is long enough, or
+    `around` nodes there are down, between two nodes that are up, and the run is in the remaining line. Sums
+    only positive terms, in time linear in `nodes`.
     """
     if run > nodes:
         return 0.0
     if run == nodes:
         return probability**run
     up, all_down = 1 - probability, probability**run
-    line = [0.0] * run + [all_down]  # by length: that such a run is in a line
+    line = [0.0] * run + [all_down]  # probability of such a run, by length of a line
     for length in range(run + 1, nodes - 1):
         line.append(line[-1] + (1 - line[length - run - 1]) * up * all_down)
     found = all_down * (1 + run * up)
@@ -96,26 +96,12 @@ def run_probability(nodes: int, run: int, probability: float) -> float:
     return min(1.0, found)
 
 
-def expected_hours(training: TrainingRun, stall_s: float, every_iterations: int, restart_s: float) -> float:
-    """Expected time of a run of whole segments: e^(ΛR) · (e^(Λ(τ+ω)) - 1) / Λ for each.
-
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006; `inf`
-    where that is beyond numbers.
-    """
-    rate, segment = training.failures_per_hour, _segment_hours(training, stall_s, every_iterations)
-    exponent = rate * segment
-    if exponent + rate * restart_s / HOUR_S > 700:
-        return math.inf
-    each = math.exp(rate * restart_s / HOUR_S) * math.expm1(exponent) / rate
-    return training.iterations / every_iterations * each
-
-
 def simulate_conventional(
     training: TrainingRun, stall_s: float, every_iterations: int, restart_s: float, runs: int, seed: int
 ) -> Spread:
-    """Runs with a checkpoint every so many iterations that stalls training for `stall_s`.
+    """Simulate runs with a checkpoint every N iterations that stalls training for `stall_s`.
 
-    Raises `NeverDone` where that means more failures than can be simulated.
+    Raises `NeverDone` if there are too many failures to simulate.
     """
     _check(training, stall_s, every_iterations, restart_s, runs)
     generator = np.random.default_rng(seed)
@@ -134,9 +120,9 @@ def simulate_conventional(
 def simulate_checkmate(
     training: TrainingRun, shadow: ShadowNodes, restart_s: float, runs: int, seed: int
 ) -> Spread:
-    """Runs with a checkpoint in each iteration, held by shadow nodes that fail as well.
+    """Simulate runs with a checkpoint in each iteration, on shadow nodes that fail as well.
 
-    Raises `NeverDone` where that means more failures than can be simulated, or falling back for ever.
+    Raises `NeverDone` if there are too many failures to simulate, or runs would repeat work forever.
     """
     _check(training, 0.0, 1, restart_s, runs)
     rate, iteration_hours, restart_hours = (
@@ -145,14 +131,14 @@ def simulate_checkmate(
     gone = shadow.gone_probability(restart_hours)
     if rate * math.exp(rate * restart_hours) * gone * shadow.disk_every_hours / 2 > 0.9:
         raise NeverDone(
-            "shadow nodes fail so often that training would mostly repeat what the disk's checkpoint lacks: "
-            "more replicas, faster seeding or more frequent checkpoints on disk would help"
+            "shadow nodes fail so often that training would mostly repeat work since the last checkpoint on "
+            "disk; use more replicas, faster seeding or more frequent checkpoints on disk"
         )
     generator = np.random.default_rng(seed)
     to_do = np.full(runs, round(training.iterations))
     repeated, restarting = np.zeros(runs), np.zeros(runs)
     failures, fallbacks = np.zeros(runs, np.int64), np.zeros(runs, np.int64)
-    while to_do.any():  # the iterations; then those that a fallback to disk repeats, which may fail too
+    while to_do.any():  # all iterations; then those repeated from disk, which may fail, too
         failed = _failures(generator, to_do, rate * iteration_hours)
         repeated += _attempts(generator, failed, rate, iteration_hours)
         waited, more = _restarts(generator, failed, rate, restart_hours)
@@ -171,7 +157,7 @@ def _segment_hours(training: TrainingRun, stall_s: float, iterations: int) -> fl
 
 
 def _check(training: TrainingRun, stall_s: float, every_iterations: int, restart_s: float, runs: int) -> None:
-    """Refuse what would take for ever, before anything is drawn."""
+    """Raise `NeverDone` if a simulation would take too long."""
     rate = training.failures_per_hour
     segment = _segment_hours(training, stall_s, every_iterations)
     exponents = rate * segment, rate * restart_s / HOUR_S
@@ -182,26 +168,26 @@ def _check(training: TrainingRun, stall_s: float, every_iterations: int, restart
         return
     if failures > DRAWS_MAX / 100:
         raise NeverDone(
-            f"a failure comes every {show_seconds(HOUR_S / rate)}, from one checkpoint to the next takes "
-            f"{show_seconds(segment * HOUR_S)}, and a restart {show_seconds(restart_s)}: "
-            "training would not get ahead"
+            f"a failure every {show_seconds(HOUR_S / rate)}, a checkpoint every "
+            f"{show_seconds(segment * HOUR_S)} and restarts of {show_seconds(restart_s)}: "
+            "training would make no progress"
         )
     raise NeverDone(
-        f"{failures:,.0f} failures a run are too many for {runs:,} runs: "
-        f"simulate {int(DRAWS_MAX / failures):,} at most"
+        f"{failures:,.0f} failures per run are too many for {runs:,} runs: "
+        f"simulate at most {int(DRAWS_MAX / failures):,} runs"
     )
 
 
 def _failures(generator: np.random.Generator, successes: Counts, exponent: float) -> Counts:
-    """Failed attempts before so many succeed; one does with probability e^-exponent.
+    """Draw the number of failed attempts before N successes; each succeeds with probability e^-exponent.
 
-    Negative binomial, drawn as the mixture that it is (which takes 0 successes, too).
+    Negative binomial, drawn as a gamma-Poisson mixture (which allows 0 successes).
     """
     return generator.poisson(generator.gamma(successes, math.expm1(exponent)))
 
 
 def _attempts(generator: np.random.Generator, counts: Counts, rate: float, hours: float) -> Hours:
-    """Time of so many failed attempts in each run: exponential, cut off at `hours`."""
+    """Draw the time of failed attempts in each run: exponential, truncated at `hours`."""
     scale = -math.expm1(-rate * hours)
     return _sums(counts, lambda count: np.log1p(-scale * generator.random(count)) / -rate)
 
@@ -209,13 +195,13 @@ def _attempts(generator: np.random.Generator, counts: Counts, rate: float, hours
 def _restarts(
     generator: np.random.Generator, failures: Counts, rate: float, restart_hours: float
 ) -> tuple[Hours, Counts]:
-    """Time of restarting after so many failures, and how many more come while restarting."""
+    """Draw the time of restarts after failures, and the number of failures during restarts."""
     more = _failures(generator, failures, rate * restart_hours)
     return failures * restart_hours + _attempts(generator, more, rate, restart_hours), more
 
 
 def _sums(counts: Counts, draw: Callable[[int], Hours]) -> Hours:
-    """For each run, the sum of `counts` draws; some runs at a time, to bound the memory."""
+    """Return the sum of `counts` draws for each run; in batches, to limit memory."""
     sums = np.zeros(len(counts))
     batches = np.cumsum(counts) // DRAWS_AT_ONCE
     for part in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(batches)) + 1):

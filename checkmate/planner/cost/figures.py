@@ -1,6 +1,6 @@
-"""The two figures that the paper makes of the cost model, for the user's own numbers.
+"""The paper's two figures of the cost model, for the user's own numbers.
 
-Readable in black and white: lines differ in style and marker, not in colour alone.
+Readable in black and white: lines differ in style and marker, not only in colour.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from checkmate.wording import counted
 LINES: Final = (("-", "o", "0.0"), ("--", "s", "C0"), (":", "^", "C3"))
 """Style, marker and colour of a line."""
 FEWER_FAILURES: Final = 20
-"""The paper compares the rate that was seen with about a twentieth of it."""
+"""The paper compares the observed rate with about a twentieth of it."""
 STALLS_S: Final = (0.01, 2.0)
-"""The paper sweeps stalls from 10 ms on."""
+"""Range of stalls; the paper begins at 10 ms."""
 
 
 def write_figures(file: Path, training: TrainingRun, stall_s: float, every_iterations: int | None) -> None:
-    """Both figures in one picture, PNG or SVG by the name's ending; whole or not at all. Raises `OSError`."""
+    """Write both figures to one PNG or SVG file, atomically. Raise `OSError` if that fails."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 7.6), layout="constrained")
         grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1))
@@ -51,7 +51,7 @@ def write_figures(file: Path, training: TrainingRun, stall_s: float, every_itera
 
 
 def draw_waste(axes: Axes, training: TrainingRun, stall_s: float, every_iterations: int | None) -> None:
-    """Wasted GPU-hours over the checkpoint interval, with its optimum (the paper's first figure)."""
+    """Draw wasted GPU-hours over the checkpoint interval, with its optimum (the paper's first figure)."""
     best = best_every_iterations(training, stall_s)
     last = np.log2(min(training.iterations, max(64, 16 * best, 2 * (every_iterations or 1))))
     _draw_conventional(
@@ -70,10 +70,10 @@ def draw_waste(axes: Axes, training: TrainingRun, stall_s: float, every_iteratio
     _plain(axes.xaxis.set_major_formatter)
     _plain(axes.yaxis.set_major_formatter)
     axes.set(
-        xlabel=f"iterations of {show_seconds(training.iteration_s)} from one checkpoint to the next",
+        xlabel=f"iterations of {show_seconds(training.iteration_s)} between checkpoints",
         ylabel="wasted GPU-hours over the run",
         title=f"{counted(training.gpus, 'GPU')} for {show_seconds(training.duration_hours * HOUR_S)}, "
-        f"{training.failures:,.0f} failures expected, {show_seconds(stall_s)} a checkpoint",
+        f"{training.failures:,.0f} failures expected, {show_seconds(stall_s)} per checkpoint",
     )
     axes.legend(loc="upper center", ncols=2)
 
@@ -81,9 +81,7 @@ def draw_waste(axes: Axes, training: TrainingRun, stall_s: float, every_iteratio
 def _draw_conventional(axes: Axes, training: TrainingRun, stall_s: float, every: NDArray[np.float64]) -> None:
     wastes = [conventional_waste(training, stall_s, one) for one in every]
     total = [one.gpu_hours for one in wastes]
-    axes.plot(
-        every, total, "-o", color="0.0", markersize=4, markevery=40, label="conventional: both together"
-    )
+    axes.plot(every, total, "-o", color="0.0", markersize=4, markevery=40, label="conventional: sum of both")
     repeated = [one.repeated_gpu_hours for one in wastes]
     axes.plot(every, repeated, "--", color="C3", label="repeated after failures")
     if stall_s:
@@ -92,7 +90,7 @@ def _draw_conventional(axes: Axes, training: TrainingRun, stall_s: float, every:
 
 
 def _mark(axes: Axes, training: TrainingRun, stall_s: float, every: int, name: str, **style: Any) -> None:
-    """A point of the conventional curve, with its figures in the legend."""
+    """Mark a point of the conventional curve, with its figures in the legend."""
     gpu_hours = conventional_waste(training, stall_s, every).gpu_hours
     interval = show_seconds(every * training.iteration_s)
     label = f"{name}, every {every:,} ({interval}): {gpu_hours:,.0f} GPU-hours"
@@ -100,7 +98,7 @@ def _mark(axes: Axes, training: TrainingRun, stall_s: float, every: int, name: s
 
 
 def draw_saved(axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, stall_s: float) -> None:
-    """GPU-hours saved per day over the stall, a line for each size of cluster (the paper's last figure)."""
+    """Draw GPU-hours saved per day over the stall, a line per size of cluster (the paper's last figure)."""
     stalls = np.geomspace(min(STALLS_S[0], stall_s or 1), max(STALLS_S[1], stall_s), 9)
     sizes = sorted({max(1, training.gpus // by) for by in (1, 2, 4)}, reverse=True)
     for gpus, (style, marker, color) in zip(sizes, LINES, strict=False):
@@ -127,11 +125,11 @@ def draw_saved(axes: Axes, training: TrainingRun, failures_per_gpu_hour: float, 
 
 
 def _plain(set_formatter: Callable[[FuncFormatter], None]) -> None:
-    """Numbers with separators instead of powers."""
+    """Format numbers with separators instead of powers."""
     set_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
 
 
 def _power(value: float) -> str:
-    """2.0·10⁻⁵"""
+    """Format a value like 2.0·10⁻⁵."""
     digits, exponent = f"{value:.1e}".split("e")
     return rf"${digits}\cdot10^{{{int(exponent)}}}$"

@@ -1,4 +1,4 @@
-"""What the cost follows from: the values that `checkmate cost` takes, with their units and bounds."""
+"""The inputs of `checkmate cost`, with their units and bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from checkmate.planner.cost.model import Prices, TrainingRun
 from checkmate.planner.units import HOUR_S, UnitError
 
 GPUS_PER_NODE: Final = 128
-"""And for each DP group: the paper has 128 of both for 16,384 GPUs."""
+"""Also per DP group: the paper has 128 of both for 16,384 GPUs."""
 
 DEFAULTS: Final[Mapping[str, str]] = {
     "gpus": "16384",
@@ -42,14 +42,14 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "runs": "10000",
     "seed": "0",
 }
-"""The training of LLaMA3-405B as the paper has it. It says nothing of shadow nodes' failures."""
+"""The training of LLaMA3-405B in the paper, which has no failure rate of shadow nodes."""
 
 _NO_ASSUMPTIONS: Final = ("every", "runs", "seed")
-"""Defaults that say nothing of the training, its nodes or their prices."""
+"""Defaults that are not assumptions about the training, its nodes or their prices."""
 
 
 def _read(parse: Callable[[object], Any], least: str, most: str) -> BeforeValidator:
-    """Parses a value and holds it to bounds, which are written as values are."""
+    """Return a validator that parses a value and checks its bounds, which are text like values."""
 
     def read(value: object) -> Any:
         found = parse(value)
@@ -61,7 +61,7 @@ def _read(parse: Callable[[object], Any], least: str, most: str) -> BeforeValida
 
 
 def _every(value: object) -> tuple[float, str] | None:
-    """Iterations, or a time; `None`: the best."""
+    """Parse iterations or a time; `None` is the optimum."""
     if value == "best":
         return None
     for parse, unit in ((units.count, "iterations"), (units.seconds, "seconds")):
@@ -75,7 +75,7 @@ def _every(value: object) -> tuple[float, str] | None:
 
 
 def _share(value: object) -> int | None:
-    """A number of nodes or groups; `None`: in the paper's proportion to GPUs."""
+    """Parse a number of nodes or groups; `None` is the paper's proportion to GPUs."""
     if value == f"gpus / {GPUS_PER_NODE}":
         return None
     found = units.count(value)
@@ -101,7 +101,7 @@ class _Model(BaseModel):
 
 
 class ModelInputs(_Model):
-    """A transformer and its batch, from which an iteration's time is estimated."""
+    """A transformer and its batch, from which the time of an iteration is estimated."""
 
     layers: _Count
     hidden: _Count
@@ -113,7 +113,7 @@ class ModelInputs(_Model):
     batch_tokens: Annotated[float, _read(units.amount, "1", "1e12")]
     sequence: _Count
     achieved: Annotated[float, _read(units.flops, "1GFLOPS", "1000PFLOPS")]
-    """Operations a second that each GPU reaches in practice."""
+    """Operations per second that each GPU reaches in practice."""
 
     @property
     def shape(self) -> Transformer:
@@ -123,15 +123,15 @@ class ModelInputs(_Model):
         )
 
     def iteration_s(self, gpus: int) -> float:
-        """How long an iteration takes; attention's output projection counted in full."""
+        """Return the time of an iteration, with the correct output projection of attention."""
         flops = iteration_flops(self.shape, self.batch_tokens, self.sequence, OutputProjection.HIDDEN)
         return iteration_seconds(flops, self.achieved, gpus)
 
 
 class CostInputs(_Model):
-    """Everything that the cost follows from, in seconds, hours and dollars.
+    """All inputs, in seconds, hours and dollars.
 
-    `model_fields_set` has what was given; the rest is `DEFAULTS`.
+    `model_fields_set` has the specified ones; the others are `DEFAULTS`.
     """
 
     gpus: _Count = _default("gpus")
@@ -157,19 +157,19 @@ class CostInputs(_Model):
 
     @property
     def iteration_s(self) -> float:
-        """Given, or estimated from the model."""
+        """Time of an iteration, specified or estimated from the model."""
         return self.model.iteration_s(self.gpus) if self.model else self.iteration
 
     @property
     def stall_s(self) -> float:
-        """Given, or what writing a checkpoint takes."""
+        """Stall, specified or estimated as the time to write a checkpoint."""
         if self.parameters is None or self.storage is None:
             return self.stall
         return checkpoint_seconds(checkpoint_bytes(self.parameters), self.storage)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Keys of what nobody gave, nor anything in its place; not `every`, `runs` or `seed`."""
+        """Keys of values that were not specified or replaced, without `every`, `runs` and `seed`."""
         replaced = {"iteration": self.model, "stall": self.storage}
         return tuple(
             key
@@ -179,7 +179,7 @@ class CostInputs(_Model):
 
     @property
     def every_iterations(self) -> int | None:
-        """The checkpoint interval asked for, in whole iterations; `None`: the best."""
+        """The user's checkpoint interval in whole iterations, or `None` for the optimum."""
         if self.every is None:
             return None
         number, unit = self.every
@@ -187,26 +187,26 @@ class CostInputs(_Model):
 
     @property
     def node_count(self) -> int:
-        """Shadow nodes."""
+        """Number of shadow nodes."""
         return self.shadow_nodes or max(1, self.gpus // GPUS_PER_NODE)
 
     @property
     def group_count(self) -> int:
-        """DP groups."""
+        """Number of DP groups."""
         return self.dp_groups or max(1, self.gpus // GPUS_PER_NODE)
 
     @property
     def training(self) -> TrainingRun:
-        """As `cost` takes it."""
+        """The training run for `model`."""
         return TrainingRun(self.gpus, self.failure_rate, self.duration / HOUR_S, self.iteration_s)
 
     @property
     def prices(self) -> Prices:
-        """As `cost` takes them."""
+        """The prices for `model`."""
         return Prices(self.price, self.node_price)
 
     @property
     def shadow(self) -> ShadowNodes:
-        """As `failures` takes them."""
+        """The shadow nodes for `failures`."""
         seed_hours, disk_hours = self.seeding / HOUR_S, self.disk_every / HOUR_S
         return ShadowNodes(self.node_count, self.replicas, self.node_failure_rate, seed_hours, disk_hours)

@@ -1,4 +1,4 @@
-"""Reads what `checkmate cost` is told: a YAML, flags over it, defaults under it; each fault has its place."""
+"""Reading the inputs of `checkmate cost`: YAML, overridden by options; faults have a location."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     "iteration": ("model",),
     "stall": ("parameters", "storage"),
 }
-"""What may be given instead of a value, and must then be given in full."""
+"""Values that may be specified instead of another, all together."""
 
 
-_EMPTY: Final = "has no value; give one, or remove the key"
+_EMPTY: Final = "has no value; add one, or remove the key"
 
 
 class InputError(JobError):
-    """Values that can't be used; `faults` has every reason."""
+    """Invalid values; `faults` has all reasons."""
 
     where = "the values"
 
 
 def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
-    """Inputs from a YAML, over which flags go; `InputError` has every fault, with its place."""
+    """Read inputs from YAML, overridden by options. Raise `InputError` with all faults."""
     document = _read_yaml(file) if file else None
     given: dict[str, Any] = {**(document.data if document else {}), **flags}
     for key, instead in _INSTEAD.items():
-        if key in flags:  # goes over what the file has
+        if key in flags:  # overrides the file
             given = {name: value for name, value in given.items() if name not in instead or name in flags}
         elif any(name in flags for name in instead):
             given.pop(key, None)
@@ -71,14 +71,14 @@ def _alternatives(given: Mapping[str, Any]) -> Iterator[Fault]:
     for key, instead in _INSTEAD.items():
         there = [name for name in instead if name in given]
         if there and key in given:
-            yield Fault((there[0],), f"can't be given beside {key}, which it stands in for; remove one")
+            yield Fault((there[0],), f"cannot be combined with {key}, which it replaces; remove one")
         for name in instead:
             if there and name not in given:
-                yield Fault((there[0],), f"needs {name} beside it, to stand in for {key}")
+                yield Fault((there[0],), f"needs {name} as well, to replace {key}")
 
 
 def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
-    """What must hold between values that are each sound."""
+    """Yield faults between values that are each valid."""
 
     def fault(message: str, *keys: str) -> Fault:
         return Fault((next((key for key in keys if key in given), keys[0]),), message)
@@ -99,13 +99,14 @@ def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
         message = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.node_count}"
         yield fault(message, "replicas", "shadow_nodes")
     if inputs.group_count > inputs.gpus:
-        yield fault(f"{inputs.group_count:,} DP groups can't share {inputs.gpus:,} GPUs", "dp_groups", "gpus")
+        message = f"{inputs.group_count:,} DP groups need as many GPUs, not {inputs.gpus:,}"
+        yield fault(message, "dp_groups", "gpus")
 
 
 def _message(error: Any) -> str:
     match error["type"]:
         case "extra_forbidden":
-            return "unknown key; docs/planning.md has those that there are"
+            return "unknown key; docs/planning.md lists all keys"
         case "missing":
             return "is missing"
         case "value_error":
@@ -117,7 +118,7 @@ def _message(error: Any) -> str:
 
 
 def _located(fault: Fault, document: Document | None, flags: Mapping[str, str]) -> Located:
-    """At the flag, or in the file."""
+    """Return a fault with its location: the option, or the file."""
     key = str(fault.path[0])
     if key in flags or document is None:
         return Located(COMMAND_LINE, 0, f"--{key.replace('_', '-')}", fault.message)

@@ -1,4 +1,4 @@
-"""What `checkmate cost` tells, as data: each way to checkpoint, in closed form and simulated. Pure."""
+"""The result of `checkmate cost` as data: each scheme, in closed form and simulated. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERCENTILES: Final = (5, 50, 95)
 
 @dataclass(frozen=True)
 class Simulated:
-    """What many runs came to. GPU-hours and dollars include restarts, and failures in stalls and restarts."""
+    """Statistics of simulated runs, including restarts, and failures during stalls and restarts."""
 
     runs: int
     wasted_gpu_hours_mean: float
@@ -30,18 +30,18 @@ class Simulated:
     dollars_mean: float
     failures_mean: float
     disk_fallbacks_mean: float
-    """Failures after which only the checkpoint on disk was left."""
+    """Number of failures after which only the checkpoint on disk was left."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to checkpoint: its waste and cost over the run."""
+    """A checkpointing scheme: its waste and cost over the run."""
 
     name: str
     every_iterations: int
     interval_s: float
     failures_per_interval: float
-    """Expected; the closed form holds where this is far below 1."""
+    """Expected number; the closed form is valid if it is far below 1."""
     repeated_gpu_hours: float
     stalled_gpu_hours: float
     wasted_gpu_hours: float
@@ -50,17 +50,17 @@ class Scheme:
     node_dollars: float
     dollars: float
     simulated: Simulated | None
-    """`None` where no runs were asked for."""
+    """`None` if no runs were requested."""
 
     @property
     def holds(self) -> bool:
-        """Whether the closed form does: at 1, it has nearly a third too few GPU-hours repeated."""
+        """Whether the closed form is valid: at 1 failure, it misses nearly a third of repeated GPU-hours."""
         return self.failures_per_interval < 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """The answer. `saved` is Checkmate against conventional checkpoints at their best interval."""
+    """The complete result. `saved_*` compare Checkmate with optimal conventional checkpoints."""
 
     gpus: int
     failures_per_gpu_hour: float
@@ -77,7 +77,7 @@ class Report:
     seeding_s: float
     disk_every_s: float
     assumed: tuple[str, ...]
-    """Keys of the values that nobody gave, as in the YAML."""
+    """Keys of assumed values, as in the YAML."""
     failures: float
     best_interval_iterations: float
     schemes: tuple[Scheme, ...]
@@ -85,18 +85,18 @@ class Report:
     saved_dollars: float
     yours_saved_gpu_hours: float | None
     yours_saved_dollars: float | None
-    """The same against the interval asked for; `None` where none was."""
+    """The same for the user's interval, or `None`."""
     break_even_stall_s: float
     extra_ports: int
     extra_ports_share: float
 
     def data(self) -> dict[str, object]:
-        """For `--json`."""
+        """Return the report as data, for `--json`."""
         return asdict(self)
 
 
 def report(inputs: CostInputs) -> Report:
-    """Work everything out; `failures.NeverDone` where the simulation can't be run."""
+    """Compute the report. Raise `failures.NeverDone` if the simulation cannot run."""
     training, stall_s = inputs.training, inputs.stall_s
     best_every = model.best_every_iterations(training, stall_s)
     schemes = [_conventional(inputs, "conventional, best", best_every)]
@@ -165,8 +165,7 @@ def _scheme(
     node_hours: float,
     simulated: Simulated | None,
 ) -> Scheme:
-    gpu_dollars = waste.gpu_hours * inputs.price
-    node_dollars = node_hours * inputs.node_price
+    gpu_dollars, node_dollars = model.dollars(waste, inputs.prices, node_hours)
     return Scheme(
         name=name,
         every_iterations=every,

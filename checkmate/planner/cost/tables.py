@@ -1,4 +1,4 @@
-"""What `checkmate cost` tells, as tables and sentences."""
+"""The result of `checkmate cost` as tables and sentences."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from checkmate.wording import counted
 
 
 def values(report: Report) -> Table:
-    """What it is worked out from, by option; what nobody gave is marked."""
-    table = Table("worked out from", title_justify="left")
+    """Return a table of the inputs, by option; assumed ones are marked."""
+    table = Table("inputs", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("")
     for key, shown in _values(report):
@@ -24,24 +24,24 @@ def values(report: Report) -> Table:
 
 def _values(report: Report) -> Iterator[tuple[str, str]]:
     yield "gpus", f"{report.gpus:,}"
-    yield "failure_rate", f"{report.failures_per_gpu_hour:.3g} a GPU-hour"
+    yield "failure_rate", f"{report.failures_per_gpu_hour:.3g} per GPU-hour"
     yield "duration", show_seconds(report.duration_s)
     yield "iteration", show_seconds(report.iteration_s)
     yield "stall", show_seconds(report.stall_s)
-    yield "price", f"${report.dollars_per_gpu_hour:,.2f} a GPU-hour"
-    yield "node_price", f"${report.dollars_per_node_hour:,.2f} a node-hour"
+    yield "price", f"${report.dollars_per_gpu_hour:,.2f} per GPU-hour"
+    yield "node_price", f"${report.dollars_per_node_hour:,.2f} per node-hour"
     yield "shadow_nodes", f"{report.shadow_nodes:,}"
     yield "dp_groups", f"{report.dp_groups:,}"
     yield "replicas", f"{report.replicas:,}"
     if all(scheme.simulated for scheme in report.schemes):
-        yield "node_failure_rate", f"{report.failures_per_node_hour:.3g} a node-hour"
+        yield "node_failure_rate", f"{report.failures_per_node_hour:.3g} per node-hour"
         yield "seeding", show_seconds(report.seeding_s)
         yield "disk_every", show_seconds(report.disk_every_s)
         yield "restart", show_seconds(report.restart_s)
 
 
 def schemes(report: Report) -> Table:
-    """Each way to checkpoint: the closed form, and the simulation where there is one."""
+    """Return a table of all schemes: the closed form, and the simulation if there is one."""
     table = Table("over the run")
     for scheme in report.schemes:
         table.add_column(scheme.name.replace(", ", ",\n"), justify="right")
@@ -77,25 +77,25 @@ def _simulated_rows(found: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
         ("  95% of runs below", f"{spread['p95']:,.0f}"),
         ("dollars, mean", show_dollars(found.dollars_mean)),
         ("failures, mean", f"{found.failures_mean:,.1f}"),
-        ("  back to the disk", f"{found.disk_fallbacks_mean:,.2f}" if scheme.node_hours else "all"),
+        ("  restored from disk", f"{found.disk_fallbacks_mean:,.2f}" if scheme.node_hours else "all"),
     ]
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """What follows, in closed form."""
+    """Yield conclusions from the closed form."""
     yield f"{report.failures:,.1f} failures are expected in {show_seconds(report.duration_s)}."
     saved = _saved(report.saved_gpu_hours, report.saved_dollars)
     yield (
-        f"Against conventional checkpoints at their best, Checkmate {saved}. "
-        f"It costs less where a checkpoint stalls for more than {show_seconds(report.break_even_stall_s)}."
+        f"Compared with conventional checkpoints at the best interval, Checkmate {saved}. "
+        f"It costs less if a checkpoint stalls for more than {show_seconds(report.break_even_stall_s)}."
     )
     if report.yours_saved_gpu_hours is not None and report.yours_saved_dollars is not None:
         every = counted(report.schemes[1].every_iterations, "iteration")
         saved = _saved(report.yours_saved_gpu_hours, report.yours_saved_dollars)
-        yield f"Against yours, a checkpoint every {every}, Checkmate {saved}."
+        yield f"Compared with yours, a checkpoint every {every}, Checkmate {saved}."
     yield (
-        f"It takes {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports "
-        f"and as many NICs, with their transceivers: {report.extra_ports_share:.2%} of the cluster's."
+        f"It needs {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports "
+        f"and as many NICs, with transceivers: {report.extra_ports_share:.2%} of the cluster's."
     )
 
 

@@ -1,9 +1,9 @@
 """The parameters of four architectures: names, shapes and registration order, without a forward pass.
 
-Built on the meta device they take no memory. Names and order are those of torchvision (ResNet, ViT) and
-transformers (GPT, LLaMA), for the bucket layout follows from the order. Own definitions, since torchvision's
-wheels fit one build of torch only and transformers brings an HTTP client and tokenizers; who has them
-installed may name their models: `--model torchvision.models:resnet18`.
+On the meta device they need no memory. Names and order are those of torchvision (ResNet, ViT) and
+transformers (GPT, LLaMA), because the bucket layout depends on the order. They are defined here because
+torchvision's wheels require one specific build of torch, and transformers depends on an HTTP client and
+tokenizers. If these are installed, their models can be used as well: `--model torchvision.models:resnet18`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 GPT_WORDS = 50257
-"""GPT-2's vocabulary, which GPT-3 has too (Brown et al. 2020, section 2.1)."""
+"""Vocabulary of GPT-2 and GPT-3 (Brown et al. 2020, section 2.1)."""
 
 
 class Bottleneck(nn.Module):
@@ -88,7 +88,7 @@ class VisionTransformer(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear layer whose weight stands as GPT-2 keeps it: inputs x outputs."""
+    """A linear layer with the weight's shape as in GPT-2: inputs x outputs."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class GptBlock(nn.Module):
 
 
 class GptArchitecture(nn.Module):
-    """GPT-2 or GPT-3; the output projection is the word embedding, so it is no parameter of its own."""
+    """GPT-2 or GPT-3. The output projection shares the word embedding's parameter."""
 
     def __init__(self, *, layers: int, width: int, context: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """LLaMA 2 or 3. `keys`: the width of keys and of values, head size times groups."""
+    """LLaMA 2 or 3. `keys` is the width of keys and of values: head size times groups."""
 
     def __init__(self, *, words: int, layers: int, width: int, mlp: int, keys: int) -> None:
         super().__init__()

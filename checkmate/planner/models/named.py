@@ -1,4 +1,4 @@
-"""Models by name, and any `module:function`: their trained parameters, without a byte of their data.
+"""Models by name, and any `module:function`: their trained parameters, without data.
 
 The nine named ones are the paper's (table "Models and configurations used in the evaluation"), each as
 published, in the precision in which the paper trains it (section "Experimental Setup").
@@ -26,14 +26,14 @@ _LAYER = re.compile(r"(?:[^.]*_)?\d+")
 
 
 class ModelError(ValueError):
-    """No such model, or one that can't be built; the message says what would be right."""
+    """A model is unknown or cannot be built; the message has a correction."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of the paper. `parameters`: how many it has, as published in `source`."""
+    """A model of the paper. `parameters` is their number, as published in `source`."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -99,7 +99,7 @@ NAMED: Final = (
         "transformers, Meta-Llama-3-8B's config.json; Llama 3 report, table 3",
     ),
 )
-"""The paper's nine."""
+"""The nine models of the paper."""
 
 _BY_NAME: Final[Mapping[str, NamedModel]] = {model.name.lower(): model for model in NAMED}
 
@@ -113,7 +113,7 @@ class Model:
 
     @property
     def elements(self) -> int:
-        """How many elements all parameters have."""
+        """Number of elements of all parameters."""
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
@@ -123,13 +123,20 @@ class Model:
 
 
 def load_model(name: str, dtype: str | None = None) -> Model:
-    """A model by name (upper or lower case), or `module:function` that returns an `nn.Module`.
+    """Load a model without its data.
 
-    `dtype`: of all parameters, by its name in torch; else a named model has its own, and a function's module
-    what it says. `ModelError` where there is no such model.
+    Args:
+        name: a model's name (upper or lower case), or `module:function` that returns an `nn.Module`.
+        dtype: type of all parameters, by its name in torch; by default the model's own.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: if the model is unknown or cannot be built.
     """
     if dtype is not None and dtype not in ITEMSIZES:
-        raise ModelError(f"no type {dtype} for gradients; there are {', '.join(ITEMSIZES)}")
+        raise ModelError(f"no type {dtype} for gradients; supported: {', '.join(ITEMSIZES)}")
     known = _BY_NAME.get(name.lower())
     said = dtype
     if known is not None:
@@ -137,12 +144,12 @@ def load_model(name: str, dtype: str | None = None) -> Model:
     elif ":" in name:
         found = _from_function(name)
     else:
-        there = ", ".join(model.name for model in NAMED)
-        raise ModelError(f"no model {name}; there are {there}, or give module:function")
+        names = ", ".join(model.name for model in NAMED)
+        raise ModelError(f"no model {name}; use {names}, or module:function")
     for unknown, weights in found.named_parameters():
         if is_lazy(weights):
             raise ModelError(
-                f"{name}: {unknown} has no shape before the first batch; give its module all its sizes "
+                f"{name}: {unknown} has no shape before the first batch; use a module with explicit sizes "
                 "instead of a lazy one"
             )
     parameters = parameters_of(found)
@@ -152,12 +159,12 @@ def load_model(name: str, dtype: str | None = None) -> Model:
         raise ModelError(f"{name} has no parameter that needs a gradient")
     for parameter in parameters:
         if parameter.dtype not in ITEMSIZES:
-            raise ModelError(f"{name}: {parameter.name} has type {parameter.dtype}; give --dtype")
+            raise ModelError(f"{name}: {parameter.name} has type {parameter.dtype}; add --dtype")
     return Model(name, parameters)
 
 
 def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
-    """What training reduces of a module: those that need gradients, each once, in registration order."""
+    """Return the parameters of a module that need gradients, each once, in registration order."""
     return tuple(
         Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
         for name, p in module.named_parameters()
@@ -166,7 +173,7 @@ def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
 
 
 def layers_of(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Parameters of one repeated block together (`layers.0`), any others with those of their module."""
+    """Group parameters by repeated block (`layers.0`), and others by module."""
     layers: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         *modules, _ = parameter.name.split(".")
@@ -176,7 +183,7 @@ def layers_of(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
 
 
 def stages_of(model: Model, stages: int) -> list[Model]:
-    """A model cut into pipeline stages of whole layers, balanced by bytes. `ModelError`: it has too few."""
+    """Cut a model into similar pipeline stages of whole layers. Raise `ModelError` if it has too few."""
     if stages == 1:
         return [model]
     runs: list[list[Parameter]] = [[] for _ in range(stages)]
@@ -188,8 +195,8 @@ def stages_of(model: Model, stages: int) -> list[Model]:
     if not all(runs):
         layers = len(layers_of(model.parameters))
         raise ModelError(
-            f"{model.name} has {layers} layers, which can't be balanced over {stages} DP groups; "
-            "give --model once for each DP group"
+            f"{model.name} has {layers} layers, which cannot be balanced over {stages} DP groups; "
+            "use --model once for each DP group"
         )
     return [Model(f"{model.name}, stage {i}", tuple(run)) for i, run in enumerate(runs)]
 
@@ -208,7 +215,7 @@ def _from_function(name: str) -> nn.Module:
     except (Exception, SystemExit) as error:
         raise ModelError(f"model {name}: importing {module_name} failed: {_said(error)}") from error
     if not callable(target):
-        raise ModelError(f"model {name}: {path} is no function; it must return an nn.Module")
+        raise ModelError(f"model {name}: {path} is not a function; it must return an nn.Module")
     try:
         found = _on_meta(target)
     except (Exception, SystemExit) as error:

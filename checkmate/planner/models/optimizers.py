@@ -1,4 +1,4 @@
-"""An optimizer as a user names it, `adamw` or `sgd,momentum=0.9`: its spec, and what state it keeps."""
+"""Optimizers by name, such as `adamw` or `sgd,momentum=0.9`: their spec and size of state."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from checkmate.state import DTYPES
 _BY_NAME: Final = {kind.__name__.lower(): kind for kind in SUPPORTED.values()}
 _WORDS: Final[Mapping[str, object]] = {"true": True, "false": False, "none": None}
 _PROBED: Final = 64
-"""Elements of a parameter that is stepped to see what state there is."""
+"""Elements of a parameter that is stepped to measure its state."""
 
 
 class OptimizerError(ValueError):
-    """No such optimizer, or options that it does not take."""
+    """An optimizer or its options are unknown."""
 
     exit_code = 2
 
 
 class NamedOptimizer:
-    """One of the optimizers that shadow nodes can follow, with its options."""
+    """An optimizer that shadow nodes support, with its options."""
 
     def __init__(self, said: str) -> None:
-        """`NAME[,OPTION=VALUE...]`, the name in any case. `OptimizerError` for what can't be followed."""
+        """Parse `NAME[,OPTION=VALUE...]`. Raise `OptimizerError` if it is not supported."""
         name, *options = said.split(",")
         kind = _BY_NAME.get(name.strip().lower())
         if kind is None:
             known = ", ".join(_BY_NAME)
-            raise OptimizerError(f"no optimizer {name}; shadow nodes can follow {known}")
+            raise OptimizerError(f"no optimizer {name}; shadow nodes support {known}")
         self._kind = kind
         self._options = dict(_option(option) for option in options)
         _check_kinds(kind, self._options)
@@ -48,13 +48,13 @@ class NamedOptimizer:
             raise OptimizerError(f"optimizer {said}: {error}") from None
 
     def spec(self, parameters: int, threads: int) -> pb.OptimizerSpec:
-        """The spec of so many parameters in one group, as a trainer with so many threads gives it."""
+        """Return the spec of one group of N parameters, as from a trainer with N threads."""
         made = pb.OptimizerSpec(name=self._spec.name, threads=threads)
         made.groups.add(parameters=range(parameters), options=self._spec.groups[0].options)
         return made
 
     def state_bytes(self, dtype: str) -> int:
-        """Bytes of state for each element of a parameter; what is as small as a number is left out."""
+        """Return the bytes of state for each element of a parameter, without scalars."""
         if dtype not in self._of_type:
             parameter = nn.Parameter(torch.zeros(_PROBED, dtype=DTYPES[dtype]))
             parameter.grad = torch.ones_like(parameter)
@@ -77,18 +77,18 @@ class NamedOptimizer:
 def _option(said: str) -> tuple[str, object]:
     key, equals, value = said.partition("=")
     if not equals:
-        raise OptimizerError(f"option {said} has no value; write it as momentum=0.9")
+        raise OptimizerError(f"option {said} has no value; write it like momentum=0.9")
     return key.strip(), _value(value.strip())
 
 
 def _check_kinds(kind: type[torch.optim.Optimizer], options: Mapping[str, object]) -> None:
-    """`OptimizerError` for an option that takes another kind of value than it has."""
+    """Raise `OptimizerError` if an option's value has the wrong type."""
     known = signature(kind).parameters
     for key, value in options.items():
         usual = known[key].default if key in known else None
         if isinstance(usual, tuple):
             raise OptimizerError(
-                f"option {key} takes {len(usual)} numbers, which can't be given here; leave it out: neither "
+                f"option {key} takes {len(usual)} numbers, which is not supported; leave it out: neither "
                 "state nor the time of a step depends on it"
             )
         if type(usual) in (int, float) and not isinstance(value, float):
@@ -101,7 +101,7 @@ def _value(said: str) -> object:
     try:
         number = float(said)
     except ValueError:
-        raise OptimizerError(f"{said} is no number, true, false or none") from None
+        raise OptimizerError(f"{said} is not a number, true, false or none") from None
     if not math.isfinite(number):
-        raise OptimizerError(f"{said} is no finite number")
+        raise OptimizerError(f"{said} is not a finite number")
     return number

@@ -1,1 +1,1 @@
-"""A machine as a shadow node: measured, and how many a model needs."""
+"""Measurements of a machine as a shadow node, and the number of nodes that a model needs."""

@@ -1,7 +1,7 @@
-"""The paper's scaling figure: optimizer step time over cores, a line where a shadow node is added.
+"""The paper's scaling figure: time of an optimizer step over cores, with a line for each added shadow node.
 
 (Section "Optimizer Scaling across Multiple Nodes".) Readable in black and white: lines differ in style and
-marker, and each is named at its end.
+marker, and are labelled at their ends.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from checkmate.planner.models.named import Model
 from checkmate.planner.pictures import STYLE, save
 from checkmate.planner.scaling import StepTimes, curve
 from checkmate.planner.units import show_seconds
+from checkmate.wording import counted
 
 STYLES: Final = (
     ("-", "o", "0.0"),
@@ -32,7 +33,7 @@ STYLES: Final = (
 )
 """Style, marker and colour of a line."""
 _APART: Final = 0.055
-"""Of the axis: names stand at least so far from one another."""
+"""Minimum distance between labels, as a share of the axis."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """Its name; and that it was measured layer by layer."""
+        """Name of the model, and whether it was measured by layer."""
         return f"{self.model.name} (by layer)" if self.times.by_layer else self.model.name
 
 
 def write_figure(
     file: Path, lines: Sequence[Curve], cores: int, nodes: int, iteration_s: float | None
 ) -> None:
-    """Step time on up to `nodes` nodes of `cores` each. Raises `OSError`."""
+    """Plot the step time on up to `nodes` nodes of `cores` cores each. Raise `OSError` if writing fails."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -77,7 +78,7 @@ def _draw(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int) -> None:
 
 
 def _labels(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int, iteration_s: float | None) -> None:
-    """Axes with units; each line's name at its right end, and the iteration's."""
+    """Label the axes, the right end of each line, and the iteration time."""
     most = cores * nodes
     axes.set_yscale("log")
     axes.set_xlim(0, most)
@@ -107,11 +108,11 @@ def _labels(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int, iteratio
 
 
 def _nodes(axes: Axes, cores: int, nodes: int) -> None:
-    """A dotted line where a node is full and the next is added."""
+    """Draw a dotted line between nodes."""
     for node in range(1, nodes):
         axes.axvline(node * cores, color="0.3", ls=":", lw=1)
     for node in range(nodes):
-        words = f"{node + 1} node{'s' if node else ''}"
+        words = counted(node + 1, "node")
         axes.text(
             (node + 0.5) / nodes, 0.975, words, transform=axes.transAxes, ha="center", va="top", color="0.3"
         )

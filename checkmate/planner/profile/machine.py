@@ -1,4 +1,4 @@
-"""This machine: cores, memory, and how busy it is."""
+"""This machine: cores, memory and load."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from pathlib import Path
 from typing import Final
 
 BUSY: Final = 0.25
-"""A machine is busy where other processes keep more than this part of its cores."""
+"""A machine is busy if other processes use more than this share of its cores."""
 _SPARE: Final = 0.7
-"""Of the memory that is free: the rest is for temporaries, and for others."""
+"""Share of free memory to use; the rest is for temporaries and for other processes."""
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """That this process may run on."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0))
 
 
 def busy_cores() -> float:
-    """How many cores were busy over the last minute."""
+    """Return the average number of busy cores over the last minute."""
     return os.getloadavg()[0]
 
 
 def memory() -> int:
-    """Bytes that the machine has, or its cgroup may use."""
+    """Return the memory of the machine, or of its cgroup, in bytes."""
     limit = _number(_CGROUP / "memory.max")
     return min(_meminfo("MemTotal"), limit if limit is not None else 1 << 62)
 
 
 def memory_available() -> int:
-    """Bytes that may be used here: most of what is free, by the machine and by its cgroup's limit."""
+    """Return the bytes to use here: most of what the machine and its cgroup have free."""
     free = _meminfo("MemAvailable")
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None:
@@ -48,4 +48,4 @@ def _number(file: Path) -> int | None:
     try:
         return int(file.read_text())
     except (OSError, ValueError):
-        return None  # no such limit
+        return None  # no limit

@@ -1,6 +1,6 @@
-"""This machine's bandwidth into buckets, as a shadow node: its own readers, real sockets, over loopback.
+"""Measurement of this machine's bandwidth into buckets: a shadow node's readers and sockets, over loopback.
 
-The sender runs on this machine too and takes some of its cores, so a node that only receives does no worse.
+The result is a lower bound, because the sender uses some of the same machine's cores.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from checkmate.wire.schedule import LAST, stream_layout
 from checkmate.wire.tcp import SO_RCVBUFFORCE
 
 NICS: Final = (1, 2)
-"""A shadow node has one or two; each has a thread."""
+"""Numbers of NICs of a shadow node; each has a thread."""
 PARAMETERS: Final = ((3_300_000,),) * 8
-"""105 MB of gradients in four buckets, more than caches hold; two sets of them."""
+"""105 MB of gradients in four buckets, larger than caches; two sets of them."""
 _LOOPBACK: Final = "127.0.0.1"
 _CONNECT_SECONDS: Final = 10.0
 _TICK_SECONDS: Final = 0.1
 
 
 def measure(nics: int, seconds: float) -> Generator[float, None, None]:
-    """Bytes a second so far, ten times a second for so long; the last is the figure."""
+    """Yield the bytes per second so far, ten times a second. The last one is the result."""
     with connections(nics) as socks:
         receiver = Receiver(socks)
         try:
@@ -52,7 +52,7 @@ def measure(nics: int, seconds: float) -> Generator[float, None, None]:
 
 @contextmanager
 def connections(count: int) -> Iterator[list[socket.socket]]:
-    """Connections on which a process sends without end."""
+    """Open connections on which another process sends continuously."""
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(count)]
         for server in servers:
@@ -66,7 +66,7 @@ def connections(count: int) -> Iterator[list[socket.socket]]:
 
 
 def enlarge(sock: socket.socket) -> bool:
-    """A shadow node's receive buffer; whether this process may have it, else it has what it may."""
+    """Set a shadow node's receive buffer. Return whether its full size is permitted."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
     except PermissionError:
@@ -76,16 +76,16 @@ def enlarge(sock: socket.socket) -> bool:
 
 
 def may_force() -> bool:
-    """Whether this process may have a shadow node's receive buffers."""
+    """Return whether this process may use a shadow node's receive buffers."""
     with socket.socket() as sock:
         return enlarge(sock)
 
 
 class Receiver:
-    """A shadow node's readers, one a connection. An iteration is released as soon as it is whole."""
+    """A shadow node's readers, one per connection. Complete iterations are released at once."""
 
     def __init__(self, socks: Sequence[socket.socket], sets: BucketSets | None = None) -> None:
-        """`sets`: an earlier receiver's buckets, whose memory is known to the kernel already."""
+        """Start the readers. `sets` are an earlier receiver's buckets, whose memory is mapped already."""
         channels = len(socks)
         parameters = [Parameter(f"p{i}", shape, "float32") for i, shape in enumerate(PARAMETERS)]
         layout = make_layout(parameters, 1)
@@ -104,19 +104,19 @@ class Receiver:
 
     @property
     def received(self) -> int:
-        """Bytes so far."""
+        """Number of received bytes."""
         return sum(inlet.received for inlet in self._inlets)
 
     def settle(self) -> None:
-        """Until all memory of both sets was written once."""
+        """Wait until all memory of both sets has been written once."""
         deadline = time.monotonic() + _CONNECT_SECONDS
         while self.received < 2 * self._nbytes:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"only {self.received} bytes came over loopback in {_CONNECT_SECONDS:g} s")
+                raise TimeoutError(f"only {self.received} bytes over loopback in {_CONNECT_SECONDS:g} s")
             time.sleep(_TICK_SECONDS)
 
     def close(self) -> None:
-        """End the threads. The connections stay as they are."""
+        """End the threads, without closing the connections."""
         for reader in self._readers:
             reader.stop()
 

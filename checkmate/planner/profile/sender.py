@@ -1,4 +1,4 @@
-"""Sends on connections to this machine's ports until they are closed. A program of its own, of plain Python:
+"""A separate program that sends on connections to local ports until they are closed:
 
 python sender.py IP PORT...
 """
@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def send(ip: str, port: int) -> None:
-    """Until the other side closes, or ends: nobody needs to stop us."""
+    """Send until the other side closes the connection."""
     data = bytes(CHUNK_BYTES)
     with contextlib.suppress(ConnectionError), socket.create_connection((ip, port)) as sock:
         while True:

@@ -1,4 +1,4 @@
-"""How many shadow nodes a model takes: by step, receiving and memory, from a machine's profile. Pure."""
+"""The number of shadow nodes that a model needs, from a profile: step, receiving, memory. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkmate.wire.layout import ITEMSIZES
 
 @dataclass(frozen=True)
 class Sizing:
-    """What the fullest of so many nodes takes. `memory_bytes`: with `socket_bytes`, as a plan has it."""
+    """Demand on the fullest of `nodes` nodes. `memory_bytes` includes `socket_bytes`."""
 
     nodes: int
     cores: int
@@ -24,12 +24,12 @@ class Sizing:
     memory_bytes: int
     socket_bytes: int
     short_of: tuple[str, ...]
-    """What doesn't fit: `step`, `receiving`, `memory`."""
+    """Resources that do not suffice: `step`, `receiving`, `memory`."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A shadow node. `receive_bytes_per_s`: of all its NICs; `receive_buffer`: of a stream."""
+    """A shadow node. `receive_bytes_per_s` is for all NICs, `receive_buffer` per stream."""
 
     cores: int
     memory: int
@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def socket_bytes(self) -> int:
-        """Of one shard's streams: from both boundaries, on each channel."""
+        """Memory of one shard's streams: from both boundaries, on each channel."""
         return socket_bytes(STREAMS_PER_DP_GROUP * self.channels, self.receive_buffer)
 
 
@@ -51,9 +51,9 @@ def sizing(
     nodes: int,
     iteration_s: float | None,
 ) -> Sizing:
-    """A model on so many machines, held against an iteration's time where there is one.
+    """Return the demand of a model on `nodes` machines, compared with the time of an iteration if given.
 
-    While one iteration is stepped the next is received, so each by itself must fit.
+    One iteration is stepped while the next is received, so each of both must fit separately.
     """
     share = largest_share(model, nodes)
     step = predicted(times, model, nodes, machine.cores)
@@ -76,7 +76,7 @@ def sizings(
     iteration_s: float | None,
     least: int = 4,
 ) -> tuple[list[Sizing], Sizing | None]:
-    """From 1 node to the fewest that do, `least` at least; and these, `None` where not even the most do."""
+    """Return sizings from 1 node to at least `least` nodes, and the smallest that suffices, or `None`."""
     found: list[Sizing] = []
     enough: Sizing | None = None
     for nodes in range(1, NODES_MAX + 1):
@@ -90,9 +90,9 @@ def sizings(
 
 
 def memory_of(model: Model, optimizer: KeepsState) -> int:
-    """Bytes of the whole model: parameters and state, twice (a reader may keep a copy), and gradients.
+    """Return a model's memory: parameters and state, twice (readers may keep a copy), and gradients.
 
-    Without the sockets' buffers, which don't depend on it.
+    Without socket buffers, which do not depend on the model.
     """
     return sum(
         p.elements * (2 * (ITEMSIZES[p.dtype] + optimizer.state_bytes(p.dtype)) + SETS * ITEMSIZES[p.dtype])

@@ -1,7 +1,7 @@
-"""This machine's optimizer step of a model, as a shadow node's replica does it, by number of threads.
+"""Measurement of a model's optimizer step in a shadow node's replica, by number of threads.
 
-A model that doesn't fit in memory is stepped layer by layer: of each kind of layer (the same shapes and
-types) as many as fit, times how many the model has.
+A model that does not fit in memory is stepped layer by layer: as many layers of each kind (the same shapes
+and types) as fit, scaled to their number in the model.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wording import counted
 
 STEPS_LEAST: Final = 3
-"""Timed, after one that creates the state; the median counts."""
+"""Minimum number of timed steps, after one that creates the state. The result is their median."""
 SAMPLE_BYTES: Final = 1 << 30
-"""Of a kind's layers, no more than this: well beyond caches."""
+"""Maximum size of a sample, which is much larger than caches."""
 _RANDOM: Final = 1 << 20
 
 
 class TooLittleMemory(RuntimeError):
-    """Not even a part of one layer can be stepped here."""
+    """Memory does not suffice even for part of one layer."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Parameters that are stepped together; the whole model's step takes `weight` times as long as theirs."""
+    """Parameters that are stepped together. The step of their kind takes `weight` times as long."""
 
     parameters: tuple[Parameter, ...]
     weight: float
@@ -76,7 +76,7 @@ def measure(
 
 
 def samples_of(model: Model, optimizer: KeepsState, memory: int) -> list[Sample]:
-    """The whole model where it fits in so many bytes; else layers of each kind."""
+    """Return the whole model if it fits in `memory` bytes, otherwise layers of each kind."""
     if needed(model.parameters, optimizer) <= memory:
         return [Sample(model.parameters, 1.0)]
     kinds: dict[tuple[tuple[tuple[int, ...], str], ...], list[list[Parameter]]] = {}
@@ -86,7 +86,7 @@ def samples_of(model: Model, optimizer: KeepsState, memory: int) -> list[Sample]
 
 
 def needed(parameters: Sequence[Parameter], optimizer: KeepsState) -> int:
-    """Bytes of parameters, one iteration's gradients and state: what a measured step touches."""
+    """Return the bytes that a measured step uses: parameters, one iteration's gradients and state."""
     return sum(2 * p.nbytes + p.elements * optimizer.state_bytes(p.dtype) for p in parameters)
 
 
@@ -99,23 +99,23 @@ def _sample(layers: Sequence[Sequence[Parameter]], optimizer: KeepsState, memory
     elements = sum(parameter.elements for parameter in chosen)
     if needed(chosen, optimizer) > memory or not elements:
         raise TooLittleMemory(
-            f"{counted(memory, 'byte')} of memory: too little to step a part of {chosen[0].name}"
+            f"{counted(memory, 'byte')} of memory: too little to step even part of {chosen[0].name}"
         )
     return Sample(tuple(chosen), sum(p.elements for layer in layers for p in layer) / elements)
 
 
 def _cut(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
-    """The same parameters with fewer elements."""
+    """Return parameters with fewer elements."""
     return [replace(p, shape=(math.floor(p.elements * part),)) for p in parameters]
 
 
 def _measure(
     parameters: Sequence[Parameter], optimizer: NamedOptimizer, threads: int, seconds: float
 ) -> float:
-    """The median of some steps, in seconds."""
+    """Return the median time of some steps, in seconds."""
     layout = make_layout(parameters, 1)
     with _threads(threads):
-        # Not exact: as a node steps for trainers with GPUs.
+        # Not exact, like a node for trainers with GPUs.
         replica = Replica(layout, 0, optimizer.spec(len(parameters), threads), exact=False)
         for number in layout.of_shard(0):
             known = parameters[number]
@@ -136,7 +136,7 @@ def _measure(
 
 
 def _gradients(layout: Layout) -> dict[int, torch.Tensor]:
-    """Random ones; a large bucket repeats itself."""
+    """Return random gradients, which repeat in large buckets."""
     seed = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(0)) * 1e-3
     found = {}
     for index, bucket in enumerate(layout.buckets):

@@ -1,4 +1,4 @@
-"""What `checkmate profile` tells, as tables and sentences."""
+"""The result of `checkmate profile` as tables and sentences."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from checkmate.planner.capacity.report import size
 from checkmate.planner.profile.sizing import Sizing
 from checkmate.planner.scaling import Profile, StepTimes, outliers
 from checkmate.planner.units import show_seconds
-from checkmate.wording import counted
+from checkmate.wording import counted, size
 
 
 @dataclass(frozen=True)
 class ProfileFigure:
-    """What was measured with so many NICs or threads; `outlier`: how the others contradict it, if they do."""
+    """A measurement with some NICs or threads. `outlier` describes a contradiction to others, if any."""
 
     what: str
     parts: str
@@ -26,7 +25,7 @@ class ProfileFigure:
 
 
 def figures(found: Profile) -> list[ProfileFigure]:
-    """All that was measured."""
+    """Return all measurements."""
     rates = found.receive_bytes_per_s
     odd = outliers({nics: 1 / rate for nics, rate in rates.items()})
     what = "receiving into buckets, loopback"
@@ -45,7 +44,7 @@ def figures(found: Profile) -> list[ProfileFigure]:
 
 
 def measured(made: Sequence[ProfileFigure]) -> Table:
-    """Print it without markup: names are the user's."""
+    """Return a table of measurements, to be printed without markup because names are the user's."""
     table = Table(title="this machine, measured", title_justify="left")
     table.add_column("what")
     table.add_column("with")
@@ -59,10 +58,10 @@ def measured(made: Sequence[ProfileFigure]) -> Table:
 
 
 def predicted(name: str, times: StepTimes, sizings: Sequence[Sizing], iteration_s: float | None) -> Table:
-    """A model on 1, 2, ... nodes."""
+    """Return a table of a model on 1, 2, ... nodes."""
     most = max(times.seconds)
     cores = sizings[0].cores
-    beyond = f", from {counted(most, 'core')} to {cores} a node" if cores > most else ""
+    beyond = f", from {counted(most, 'core')} to {cores} per node" if cores > most else ""
     title = Text(f"{name}, {times.dtype}, predicted{beyond}", style="table.title")
     made = Table(title=title, title_justify="left")
     for column in ("nodes", "cores", "step", "receiving", "memory"):
@@ -81,11 +80,11 @@ def predicted(name: str, times: StepTimes, sizings: Sequence[Sizing], iteration_
 
 
 def verdict(name: str, sizings: Sequence[Sizing], enough: Sizing | None) -> str:
-    """How many nodes it takes."""
+    """Return the number of nodes that a model needs, as a sentence."""
     if enough is not None:
         return f"{name}: {counted(enough.nodes, 'shadow node')} needed"
     last = sizings[-1]
     return (
-        f"{name}: not even {last.nodes} nodes, the most of a DP group, are enough "
-        f"({', '.join(last.short_of)}); more cores or NICs a node, or more DP groups"
+        f"{name}: not even {last.nodes} nodes, the maximum of a DP group, suffice "
+        f"({', '.join(last.short_of)}); use more cores or NICs per node, or more DP groups"
     )

@@ -1,1 +1,1 @@
-"""The calls of `shadow.proto`, one module each."""
+"""The RPCs of `shadow.proto`."""

@@ -1,4 +1,4 @@
-"""`Begin`: a DP group starts, or this node has come back to it (design, section 7, *Start* and *Loss*)."""
+"""`Begin`: a DP group starts, or this node rejoins it (design, section 7, *Start* and *Loss*)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ log = logging.getLogger("checkmate")
 
 
 def begin(node: Node, request: pb.BeginRequest) -> list[str]:
-    """Make the group's holds and connect their streams; warnings. `CallRefused` if the request doesn't fit.
+    """Create the group's holds and connect their streams. Return warnings.
 
-    Said again, of a start that has begun, it changes nothing.
+    Does nothing if this start of training has begun already. Raises `CallRefused` if the request is wrong.
     """
     layout = check_begin(node.job, request)
     with node.moving() as state:
         start = start_of(request)
         if start in state.fenced_starts:
             raise CallRefused(
-                f"incarnation {request.incarnation} is fenced: training starts in a new one",
+                f"incarnation {request.incarnation} is fenced: start training in a new one",
                 precondition=True,
             )
         old = state.groups.get(request.group)
@@ -50,7 +50,7 @@ def _same(old: ShadowGroup, request: pb.BeginRequest, layout: Layout) -> bool:
 
 
 def _new_holds(node: Node, request: pb.BeginRequest, layout: Layout, old: ShadowGroup | None) -> list[Hold]:
-    """The group's holds on this node; those that a restart has settled go on with what they have."""
+    """Return the group's holds on this node. Holds that a restart has settled keep their state."""
     kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
     holds = []
     for plan in node.plans:
@@ -94,4 +94,4 @@ def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replic
     try:
         return Replica(layout, plan.shard, request.optimizer, exact=not request.device.startswith("cuda"))
     except ValueError as error:
-        raise CallRefused(f"the optimizer can't be followed: {error}") from None
+        raise CallRefused(f"unsupported optimizer: {error}") from None

@@ -1,4 +1,4 @@
-"""`Fence`, `Copy` and `Settle`: what a restart asks of a node (design, section 7, *Restart*)."""
+"""`Fence`, `Copy`, `Parts` and `Settle`: the RPCs of a restart (design, section 7, *Restart*)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from checkmate.shadow.calls.seed import record
 from checkmate.shadow.calls.status import locked_status, node_status
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start
 from checkmate.shadow.logic.hold_state import HoldState
-from checkmate.shadow.logic.node_state import Due, NodeState, Phase
+from checkmate.shadow.logic.node_state import Due, NodeState
+from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
 
 log = logging.getLogger("checkmate")
@@ -24,20 +25,20 @@ log = logging.getLogger("checkmate")
 _COPY_SECONDS = 10.0
 
 QUIET, QUIET_AGAIN = 0.2, 0.05
-"""A node reads on until nothing has come for so many seconds; the latter if it has waited before."""
+"""Seconds without new data after which a node stops reading; the latter if it has waited before."""
 QUIET_UNDECIDED = 2.0
-"""The same while other nodes have something to say."""
+"""The same while iterations wait for reports of other nodes."""
 
 
 Wanted = Callable[[], bool]
-"""Whether whoever has called still waits for the answer."""
+"""Whether the caller still waits for the answer."""
 
 
 def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
-    """Go on committing until all that is recorded has been stepped or nothing moves; say what there is.
+    """Continue to commit until all recorded iterations are stepped or nothing changes; return the status.
 
-    No start of training that has begun here begins again. At most `timeout` seconds. `CallRefused` if the
-    answer isn't `wanted` any more when its turn comes.
+    Starts of training that have begun here cannot begin again. Takes at most `timeout` seconds. Raises
+    `CallRefused` if the answer is no longer `wanted` when its turn comes.
     """
     check_job(node.job, job)
     with node.moving() as state:
@@ -52,10 +53,10 @@ def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
 
 
 def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
-    """Stop committing in this incarnation for good, read on until it is quiet, and say what there is.
+    """Stop commits in this incarnation for good, read until no more data arrives, and return the status.
 
-    `CallRefused`, and another incarnation is left alone, if the answer isn't `wanted` any more when its turn
-    comes, or training has begun anew meanwhile.
+    Raises `CallRefused`, and does not affect another incarnation, if the answer is no longer `wanted` when
+    its turn comes, or if training has restarted in the meantime.
     """
     check_job(node.job, job)
     deadline = node.now() + timeout
@@ -70,17 +71,17 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
         if state.committee is not committee:
             number = state.committee.incarnation
             raise CallRefused(
-                f"incarnation {number} has begun meanwhile, and is not fenced", precondition=True
+                f"incarnation {number} has begun in the meantime, and is not fenced", precondition=True
             )
         state.phase = Phase.ANSWERED
         if state.groups:
             stands = "; ".join(_stands(hold) for _, hold in state.holds)
-            log.info("fenced: training starts again; %s", stands or "no shard is held")
+            log.info("fenced for a restart; %s", stands or "no shards held")
         return _answer(node)
 
 
 def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
-    """Take parts of step records from other nodes; those that are there already change nothing."""
+    """Copy parts of step records from other nodes. Ignore parts that this node has already."""
     check_job(node.job, request.job)
     reply = pb.CopyReply()
     for wanted in request.wanted:
@@ -96,7 +97,7 @@ def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
 
 
 def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
-    """Return parts of step records, of the start of training that is asked for; `CallRefused` for another."""
+    """Return parts of step records. Raise `CallRefused` if another start of training has begun here."""
     check_job(node.job, request.job)
     asked = request.parts
     with node.changed:
@@ -106,7 +107,7 @@ def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
 
 def _check_wanted(wanted: Wanted) -> None:
     if not wanted():
-        raise CallRefused("who called has gone: nothing is done", precondition=True)
+        raise CallRefused("the caller is gone; nothing was done", precondition=True)
 
 
 def _patience(state: NodeState) -> float:
@@ -114,10 +115,10 @@ def _patience(state: NodeState) -> float:
 
 
 def _read_on(node: Node, deadline: float, patience: float) -> None:
-    """Wait until nothing comes and nothing is stepped for so long.
+    """Wait until nothing arrives and nothing is stepped for `patience` seconds.
 
-    Less if nothing has come in part; more if what has come waits for other nodes to say that they have it.
-    What this machine has received counts as coming, until it is read: a process may have been stopped.
+    Wait less if all data is complete, and longer if complete iterations wait for reports of other nodes. Data
+    that this machine has received but not read counts as arriving, because the process may have been stopped.
     """
     since, seen = node.now(), _seen(node)
     while (now := node.now()) < deadline:
@@ -134,7 +135,7 @@ def _read_on(node: Node, deadline: float, patience: float) -> None:
 
 
 def _answer(node: Node) -> pb.NodeStatus:
-    """What a restart has to know. The caller has the lock."""
+    """Return the status for a restart. The caller holds the lock."""
     answer = locked_status(node)
     answer.drained = node.state.drained
     for group in node.state.groups.values():
@@ -154,7 +155,7 @@ def _stands(hold: HoldState) -> str:
 
 
 def _seen(node: Node) -> tuple[int, ...]:
-    """Moves with every byte and every record that comes, and every step."""
+    """Return numbers that change with every received byte or record, and every step."""
     with node.changed:
         groups = list(node.state.groups.values())
         steps = [hold.released for _, hold in node.state.holds]
@@ -162,7 +163,7 @@ def _seen(node: Node) -> tuple[int, ...]:
 
 
 def settle(node: Node, job: str, iteration: int, run: str, wanted: Wanted = lambda: True) -> pb.NodeStatus:
-    """Step up to the target, then drop streams and gradients. A hold that can't, or of another run, goes."""
+    """Step to the target iteration, then discard streams and gradients. Drop holds that cannot step to it."""
     check_job(node.job, job)
     with node.changed:
         _check_wanted(wanted)
@@ -183,13 +184,13 @@ def _settle(node: Node, group: ShadowGroup, hold: HoldState, iteration: int, run
     while fits and hold.stepped == (before := hold.released) < min(iteration, hold.in_full):
         node.step(Due(group, hold, before + 1))
         if hold.released == before:
-            break  # it can't, or training has begun anew meanwhile
+            break  # it failed, or training has restarted in the meantime
     with node.moving() as state:
         data = node.data.get(hold)
         if data is None:
-            return  # training has begun anew meanwhile
+            return  # training has restarted in the meantime
         if not (fits and hold.stepped == iteration and not hold.doubtful):
-            asked = f"given up when a restart asked for iteration {iteration}"
+            asked = f"dropped when a restart asked for iteration {iteration}"
             state.drop(group, hold, f"{hold}: {asked}: {_why(group, hold, run)}")
             return
         hold.settle()
@@ -197,7 +198,7 @@ def _settle(node: Node, group: ShadowGroup, hold: HoldState, iteration: int, run
 
 
 def _why(group: ShadowGroup, hold: HoldState, run: str) -> str:
-    """Why a hold is of no use to a restart."""
+    """Return why a restart cannot use a hold."""
     if group.begin.run != run:
         return f"it was of run {group.begin.run}, not of {run}"
     stood = f"it had stepped iteration {hold.stepped}" if hold.seeded else "it was not seeded"

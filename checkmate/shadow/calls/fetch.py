@@ -1,4 +1,4 @@
-"""`Reserve`, `Release` and `Fetch`: an iteration's state, read while training goes on or is fenced."""
+"""`Reserve`, `Release` and `Fetch`: reading an iteration's state while training continues or is fenced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkmate.shadow.replica.replica import Replica
 
 
 def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveReply:
-    """Keep an iteration that lies ahead, or the one that is stepped, readable for so long."""
+    """Keep the current iteration or a future one readable for the given seconds."""
     check_job(node.job, job)
     with node.changed:
         live = [hold for _, hold in node.state.holds if hold.live]
@@ -25,7 +25,7 @@ def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveR
 
 
 def _reserve_all(node: Node, holds: Sequence[HoldState], iteration: int) -> bool:
-    """On all of them or on none; a hold that has begun the next step can't, nor one in doubt of it."""
+    """Reserve on all holds or on none. Fails if one has begun the next step or is in doubt."""
     granted: list[Replica] = []
     for hold in holds:
         replica = node.data[hold].replica
@@ -39,14 +39,17 @@ def _reserve_all(node: Node, holds: Sequence[HoldState], iteration: int) -> bool
 
 
 def release(node: Node, job: str, iteration: int) -> None:
-    """An iteration is not needed any more, by one of those who reserved it."""
+    """End one reservation of an iteration."""
     check_job(node.job, job)
     with node.moving() as state:
         state.release(iteration)
 
 
 def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.Seeds]:
-    """A reserved iteration of a shard, or the one at which it is settled; waits until it is stepped."""
+    """Yield a shard's state after an iteration that is reserved, once it is stepped, or is settled at.
+
+    Raises `CallRefused` if the state is not available within `timeout` seconds.
+    """
     check_job(node.job, request.job)
     iteration, reserved = request.iteration, node.state.reserved
     with node.changed:
@@ -63,13 +66,13 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if hold.doubtful:
             raise _refused(hold, hold.trouble)
         if hold.doubt.covers(iteration):
-            raise _refused(hold, f"what it has of iteration {iteration} was found doubtful later")
+            raise _refused(hold, f"its iteration {iteration} was found doubtful later")
         header = _header(node, group, hold, request)
     return state.to_seeds(header, data.read(iteration, request.parameters))
 
 
 def _kept(hold: HoldState, iteration: int) -> bool:
-    """Whether an iteration is stepped, and its record kept."""
+    """Return whether an iteration is stepped and its record is available."""
     return hold.released >= iteration and hold.stepping != iteration
 
 

@@ -1,4 +1,4 @@
-"""Seeds and step records: what trainers send, and what is asked of them (design, section 7, *Loss*)."""
+"""Seeds and step records from trainers, and requests for seeds (design, section 7, *Loss*)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from checkmate.shadow.node import Node
 log = logging.getLogger("checkmate")
 
 ASKED_SECONDS = 5.0
-"""Trainers that have been asked are asked again after so long."""
+"""Interval between requests for seeds."""
 
 
 def seed(node: Node, seeds: state.SeedReader) -> list[int]:
-    """Take parameters; those whose next gradients are gone must come again. `StateError`, `Refused`."""
+    """Load seeds. Return late parameters, which must be sent again. Raise `StateError` or `CallRefused`."""
     header = seeds.header
     with node.changed:
         group = node.state.group(header.shard.group, header)
@@ -29,7 +29,7 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
 
 
 def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
-    """Take a rank's part of a step record; the answer, if one is wanted, says what that rank is to seed."""
+    """Add a rank's part of a step record. Return the reply, with requests for seeds, if one is wanted."""
     with node.moving() as state:
         group = state.group(part.group, part)
         group.records.add(part, node.now())
@@ -55,7 +55,7 @@ def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordRepl
 
 
 def _to_ask(hold: HoldState, now: float) -> list[int]:
-    """What a hold needs of trainers: once it has got an iteration whole, and no other holder gives it."""
+    """Return the parameters to request from trainers, unless another holder provides them."""
     if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
         return []
     hold.asked = now
@@ -63,5 +63,5 @@ def _to_ask(hold: HoldState, now: float) -> list[int]:
 
 
 def _to_tell(hold: HoldState) -> str:
-    """What the group's first rank is to say to its user."""
+    """Return what the group's first rank reports to its user."""
     return f"{hold}: {hold.trouble}" if hold.doubtful else ""

@@ -1,4 +1,4 @@
-"""`Status`: what a node says of itself and of its holds. Changes nothing."""
+"""`Status`: the status of a node and its holds. Changes nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from checkmate.shadow.node import Node
 
 
 def node_status(node: Node, job: str) -> pb.NodeStatus:
-    """What the node is and where it stands; `Refused` for another job."""
+    """Return the node's status. Raise `CallRefused` for another job."""
     check_job(node.job, job)
     with node.changed:
         return locked_status(node)
 
 
 def locked_status(node: Node) -> pb.NodeStatus:
-    """The same, for a caller that has the node's lock."""
+    """Return the node's status. The caller holds the node's lock."""
     state, data = node.state, [node.data[hold] for _, hold in node.state.holds]
     for one in data:
         one.look()
@@ -49,7 +49,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
 
 
 def hold_status(group: ShadowGroup, hold: HoldState) -> pb.HoldStatus:
-    """Where one of a group's holds stands. The caller has the node's lock."""
+    """Return the status of a hold. The caller holds the node's lock."""
     begin, lacks = group.begin, group.records.lacking(hold.stepped)
     return pb.HoldStatus(
         shard=pb.Shard(group=hold.plan.group, shard=hold.plan.shard),
@@ -75,7 +75,7 @@ def hold_status(group: ShadowGroup, hold: HoldState) -> pb.HoldStatus:
 
 
 def pull_seconds(hold: Hold) -> float:
-    """From the first byte to the last of the newest iteration that has come whole; 0 where none has."""
+    """Return the time from first to last byte of the newest complete iteration; 0 if there is none."""
     inlets = [inlet for inlet in hold.inlets if inlet.layout.nbytes]
     times = [{t: (began, ended) for t, began, ended in tuple(inlet.pulls)} for inlet in inlets]
     common = set.intersection(*(set(one) for one in times)) if times else set()

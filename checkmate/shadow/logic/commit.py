@@ -1,12 +1,13 @@
-"""When a step is certain: which iteration all live nodes of a job have in full, and who decides that.
+"""Commit of iterations: which iteration all live nodes of a job have in full, and which node decides that.
 
-Pure: a node's view of the others, moved by what it hears and by the clock (design, section 7, *Commit*).
-The live node with the lowest id decides. Each node tells every node with a lower id what it has, and hears
-from these up to where to step; so a node whose lower ones have all gone knows all it needs to take over.
+Pure: a node's view of the others, driven by messages and the clock (design, section 7, *Commit*).
+The live node with the lowest id decides. Each node reports its progress to every node with a lower id, and
+these answer up to which iteration to step. If all nodes with lower ids are gone, a node therefore has the
+information to take over.
 
-What is stepped can't be taken back. So live holds wait, as long as their buffers have room, if to go on would
-leave a shard behind: one whose only live holder is silent, and may come back; or one without a live holder,
-after a gap, whose state is still whole at the iteration that was committed last.
+A step cannot be undone. Live holds therefore wait, as long as their buffers have room, if a step would leave
+a shard behind. This is a shard whose only live holder is silent and may return; or a shard without a live
+holder, after a gap, whose state is still complete at the last committed iteration.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from typing import Final
 from checkmate.nodes.shards import Shard
 
 NEVER: Final = -2
-"""Before iteration -1, which is the state before the first iteration."""
+"""An iteration before -1, which is the state before the first iteration."""
 
 Kept = tuple[Shard, int]
-"""A hold that isn't live, but whose state is whole, and the iteration that it stepped last."""
+"""The shard of a hold that is not live but has complete state, and its last stepped iteration."""
 
 SILENCE_MIN, SILENCE_MAX = 1.0, 5.0
-"""Bounds, in seconds, of the silence after which a node is not asked any more."""
+"""Bounds, in seconds, of the silence after which a node no longer counts."""
 
 PATIENCE = 600.0
-"""Seconds for which a socket buffer lasts at most, as far as anybody plans with it."""
+"""Upper bound, in seconds, of the time until a socket buffer is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a node has: of all its live holds the least in full and the most stepped, and their shards.
+    """Progress of a node: over all live holds, the oldest iteration in full and the newest stepped.
 
-    `pressed`: a live hold has no room for more than is in full.
+    `pressed` is true if a live hold has no room for further iterations.
     """
 
     incarnation: int
@@ -50,7 +51,7 @@ class Progress:
 
 @dataclass(slots=True)
 class _Higher:
-    """A node with a higher id than ours, as far as it has told us."""
+    """A node with a higher id than ours, as reported by itself."""
 
     heard: float
     progress: Progress | None = None
@@ -59,10 +60,10 @@ class _Higher:
 
 @dataclass(slots=True)
 class _Lower:
-    """A node with a lower id than ours: whether it may decide."""
+    """A node with a lower id than ours, which may decide."""
 
     heard: float
-    active: bool | None = None  # None: not known yet
+    active: bool | None = None  # None: unknown
     gone: bool = False
     kept: tuple[Kept, ...] = ()
     shards: frozenset[Shard] = frozenset()
@@ -71,9 +72,9 @@ class _Lower:
 
 @dataclass
 class Committee:
-    """One incarnation as one node sees it. `committed`: all live holds step up to it.
+    """One incarnation from the view of one node. All live holds step up to `committed`.
 
-    `start` tells it from another of the same number, for these come round.
+    `start` distinguishes incarnations of the same number, because numbers wrap.
     """
 
     me: int
@@ -90,14 +91,14 @@ class Committee:
         self._higher = {node: _Higher(self.began) for node in others if node > self.me}
         self._lower = {node: _Lower(self.began) for node in others if node < self.me}
         self.behind: dict[int, int] = {}
-        """Where we decide: live nodes that are not counted, and how many committed iterations they lack."""
+        """If we decide: live nodes that do not count, and the number of committed iterations they lack."""
 
     def report(self, progress: Progress) -> None:
-        """What we have ourselves."""
+        """Update our own progress."""
         self.mine = progress
 
     def heard(self, node: int, progress: Progress, now: float) -> None:
-        """A node with a higher id says what it has; one that has forgotten this start has lost it."""
+        """Process a report of a node with a higher id. A node of another start has lost this one."""
         other = self._higher.get(node)
         if other is None:
             return
@@ -118,20 +119,20 @@ class Committee:
         shards: frozenset[Shard] = frozenset(),
         patience: float = PATIENCE,
     ) -> None:
-        """A node with a lower id says where to step, whether it may decide, and what it has."""
+        """Process an answer of a node with a lower id."""
         if node in self._lower:
             self._lower[node] = _Lower(now, active, False, kept, shards, patience)
             self.committed = max(self.committed, step_to)
 
     def gone(self, node: int) -> None:
-        """A node's process has ended: what it had is lost until it is heard again."""
+        """Record that a node's process has ended, and its state is lost."""
         if node in self._lower:
             self._lower[node].gone = True
         elif node in self._higher:
             self._higher[node].gone = True
 
     def decider(self, now: float) -> int | None:
-        """Who decides: the lowest live id; `None` where none is known, or a lower one may yet be."""
+        """Return the lowest live id, or `None` if it is not known yet."""
         for node in sorted(self._lower):
             other = self._lower[node]
             if other.gone or now - other.heard > self.silence:
@@ -142,17 +143,17 @@ class Committee:
 
     @property
     def active(self) -> bool:
-        """Whether we may decide: live, and not left behind while others took us for dead."""
+        """Whether we may decide: live, and not left behind while others considered us dead."""
         return self.mine.live and self.mine.in_full >= self.committed
 
     @property
     def silence(self) -> float:
-        """A quarter of the shortest time for which a socket buffer lasts, within bounds."""
+        """Seconds until a silent node no longer counts: a quarter of the shortest patience, within bounds."""
         told = [other.progress.patience for other in self._higher.values() if other.progress]
         return min(SILENCE_MAX, max(SILENCE_MIN, min([self.mine.patience, *told]) / 4))
 
     def nobody_live(self, now: float) -> bool:
-        """Whether no node is live: then there is nothing to agree on. One not heard of yet may be."""
+        """Return whether no node is live, so that no agreement is needed. Unknown nodes may be live."""
         if self.mine.live:
             return False
         known: list[tuple[_Higher | _Lower, bool | None]] = [
@@ -165,9 +166,9 @@ class Committee:
         )
 
     def decide(self, now: float) -> int:
-        """`committed`, moved up if we decide and all live nodes allow it.
+        """Advance `committed` if we decide and all live nodes have more in full. Return it.
 
-        One at a time, and only for want of room, if that would leave a shard behind.
+        If this would leave a shard behind, advance by one, and only if a node has no more room.
         """
         self.behind = {}
         if self.decider(now) != self.me:
@@ -178,11 +179,11 @@ class Committee:
             if other.gone or now - other.heard > self.silence:
                 continue
             if progress is None:
-                return self.committed  # not heard of yet; its silence ends this
+                return self.committed  # unknown until it reports, or has been silent too long
             if not progress.live:
                 continue
             if progress.in_full < self.committed:
-                # It was silent, and others went on without it.
+                # It was silent, and others continued without it.
                 self.behind[node] = self.committed - progress.in_full
                 continue
             live.append(progress)
@@ -195,7 +196,7 @@ class Committee:
         return self.committed
 
     def _silent(self, now: float) -> frozenset[Shard]:
-        """Shards of live nodes that are silent, and whose own buffers may not be full yet."""
+        """Return shards of live nodes that are silent but may still have room in their buffers."""
         found: set[Shard] = set()
         for lower in self._lower.values():
             if lower.active and not lower.gone and self.silence < now - lower.heard <= lower.patience:
@@ -209,7 +210,7 @@ class Committee:
         return frozenset(found)
 
     def _level(self, now: float) -> frozenset[Shard]:
-        """Shards that a hold has, which isn't live, in the state after the iteration committed last."""
+        """Return shards of holds that are not live, but whose state is at the last committed iteration."""
         kept = set(self.mine.kept)
         for lower in self._lower.values():
             if not lower.gone and now - lower.heard <= self.silence:

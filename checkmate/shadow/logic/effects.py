@@ -1,4 +1,4 @@
-"""What a node's state wants done, in the order in which it is to be done. `node.Node` does it."""
+"""Effects: actions that a node's state requests, and that `node.Node` carries out in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Close a hold's streams, and make new ones that take everything from its `joined` on."""
+    """Close a hold's streams, and open new ones that receive from its `joined` on."""
 
     hold: HoldState
     incarnation: int
@@ -25,28 +25,28 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """Forget a hold's parameters and optimizer state."""
+    """Discard a hold's parameters and optimizer state."""
 
     hold: HoldState
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Receive nothing more for a hold."""
+    """Close a hold for good."""
 
     hold: HoldState
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Take one reservation of an iteration back, on all holds."""
+    """End one reservation of an iteration, on all holds."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Say something in the log, at a level of `logging`."""
+    """Log a message, at a level of `logging`."""
 
     level: int
     message: str

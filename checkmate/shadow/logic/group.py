@@ -1,4 +1,4 @@
-"""A DP group as a node takes part in it: what `Begin` said, checked; its records and its holds."""
+"""A DP group on a node: the checked `Begin` request, its step records and its holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkmate.wire.layout import Layout, LayoutError, from_json
 
 
 class CallRefused(Exception):
-    """A call that can't be carried out. `precondition`: it might be, in another state of the node."""
+    """A refused call. If `precondition`, it may succeed in another state of the node."""
 
     def __init__(self, message: str, *, precondition: bool = False) -> None:
         super().__init__(message)
@@ -24,11 +24,11 @@ class CallRefused(Exception):
 
 
 Start = tuple[int, str, int, bytes]
-"""A start of training: incarnation, run, first iteration, and what tells it from others of the same."""
+"""A start of training: incarnation, run, first iteration, and random bytes that make it unique."""
 
 
 def start_of(begin: pb.BeginRequest) -> Start:
-    """The start of training that a `Begin` belongs to."""
+    """Return the start of training to which a `Begin` belongs."""
     return (begin.incarnation, begin.run, begin.first_iteration, begin.start)
 
 
@@ -41,16 +41,16 @@ class ShadowGroup:
     records: Records
     holds: list[HoldState] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
-    """Of shards whose holds a restart had no use for: why. What was held is not forgotten until `Begin`."""
+    """Reasons, by shard, why a restart dropped the hold; kept until the next `Begin`."""
 
     @property
     def newest(self) -> int:
-        """The newest iteration that the trainers are known to be in."""
+        """The newest iteration that the trainers are known to have reached."""
         seen = [hold.receiving for hold in self.holds]
         return max([self.records.newest + 1, self.begin.next_iteration, *seen])
 
     def hold(self, shard: int) -> HoldState:
-        """A shard's hold; `CallRefused` where the node has none."""
+        """Return a shard's hold. Raise `CallRefused` if the node has none."""
         for hold in self.holds:
             if hold.plan.shard == shard:
                 return hold
@@ -58,16 +58,16 @@ class ShadowGroup:
 
 
 def check_begin(job: Job, request: pb.BeginRequest) -> Layout:
-    """The layout of a `Begin` that fits the job; `CallRefused` says what doesn't."""
+    """Return the layout of a `Begin`. Raise `CallRefused` if the request does not fit the job."""
     check_job(job, request.job)
     if request.group >= len(job.dp_groups):
         raise CallRefused(f"no DP group {request.group}: job {job.job} has {len(job.dp_groups)}")
     if request.incarnation > 255:
-        raise CallRefused(f"incarnation {request.incarnation}: it is a number from 0 to 255")
+        raise CallRefused(f"incarnation {request.incarnation}: must be a number from 0 to 255")
     if not 0 <= request.first_iteration <= request.next_iteration:
         raise CallRefused(
-            f"first iteration {request.first_iteration}, next {request.next_iteration}: neither is negative, "
-            "and the next is not below the first"
+            f"first iteration {request.first_iteration}, next {request.next_iteration}: neither may be "
+            "negative, nor the next below the first"
         )
     ranks = len(job.dp_groups[request.group].ranks)
     if request.ranks != ranks:
@@ -77,7 +77,7 @@ def check_begin(job: Job, request: pb.BeginRequest) -> Layout:
     except LayoutError as error:
         raise CallRefused(str(error)) from None
     if request.optimizer.name not in SUPPORTED:
-        raise CallRefused(f"the optimizer can't be followed: {request.optimizer.name or 'none is named'}")
+        raise CallRefused(f"unsupported optimizer: {request.optimizer.name or '(unnamed)'}")
     shards = job.shards(request.group)
     if layout.shards != shards:
         raise CallRefused(
@@ -88,7 +88,7 @@ def check_begin(job: Job, request: pb.BeginRequest) -> Layout:
 
 
 def check_job(job: Job, name: str) -> None:
-    """`CallRefused` where a call is about another job."""
+    """Raise `CallRefused` if a call is for another job."""
     if name != job.job:
         raise CallRefused(f"job {name or '(unnamed)'}: this node belongs to job {job.job}")
 
@@ -96,7 +96,7 @@ def check_job(job: Job, name: str) -> None:
 def in_start(
     group: ShadowGroup | None, number: int, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld
 ) -> ShadowGroup:
-    """Return a group that has begun, in the start of training that is spoken of; else `CallRefused`."""
+    """Return a group that has begun in the same start as `said`. Raise `CallRefused` if it has not."""
     if group is None:
         raise CallRefused(
             f"DP group {number} has not begun incarnation {said.incarnation} here; none has",
@@ -107,9 +107,9 @@ def in_start(
 
 
 def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld) -> None:
-    """`CallRefused` where a record or seeds are of another start of training than their group's `Begin`.
+    """Raise `CallRefused` if a record or seeds belong to another start of training than the group's `Begin`.
 
-    Incarnations come round after 256 starts, and a run goes on over restarts: one alone doesn't tell.
+    Neither number is unique: incarnations wrap after 256 starts, and a run continues over restarts.
     """
     number = begin.group
     if begin.incarnation != said.incarnation:
@@ -127,19 +127,19 @@ def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader | pb
     if begin.start != said.start:
         if not (begin.start and said.start):
             raise CallRefused(
-                f"DP group {number} has trainers of another version of Checkmate: not all of their calls "
-                "name the start of training; install one version on all hosts",
+                f"DP group {number} has trainers of another version of Checkmate: some of their calls "
+                "lack the start of training; install the same version on all hosts",
                 precondition=True,
             )
         raise CallRefused(
-            f"DP group {number} is in another start of training here, of the same incarnation "
+            f"DP group {number} is in another start of training here, with the same incarnation "
             f"{said.incarnation} and run {said.run}",
             precondition=True,
         )
 
 
 def warnings(request: pb.BeginRequest) -> list[str]:
-    """How the trainers' software differs from ours, where that may cost the last bits."""
+    """Return warnings about differences in software that may change the last bits of the state."""
     ours = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
     theirs = {"torch": request.torch, "CPU capability": request.capability}
     found = [
@@ -153,7 +153,7 @@ def warnings(request: pb.BeginRequest) -> list[str]:
 
 
 def reusable(old: ShadowGroup | None, request: pb.BeginRequest, layout: Layout) -> Sequence[HoldState]:
-    """The earlier incarnation's holds that go on where they are: settled, `keep`, same run, layout, step."""
+    """Return settled holds that continue in the new start: of the same run, layout, step and iteration."""
     if old is None or not request.keep:
         return ()
     same = old.layout.fingerprint == layout.fingerprint and old.begin.run == request.run

@@ -1,7 +1,8 @@
-"""Where a hold stands: one shard of one DP group, without its tensors and sockets. Pure.
+"""State of a hold: one shard of one DP group, without its tensors and sockets. Pure.
 
-A hold joins at some iteration: from there on it receives everything. It is seeded, in one go or parameter by
-parameter, steps what it has, and is live once all its parameters are at the same iteration (design, *Loss*).
+A hold joins at some iteration, and receives everything from there on. It is seeded, at once or parameter by
+parameter, and steps the parameters it has. It is live once all of them are at the same iteration (design,
+*Loss*).
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from checkmate.shadow.receive.plans import FARTHEST, HoldPlan, StreamPlan, ahead
 from checkmate.wire.schedule import StreamLayout
 
 AHEAD = 3
-"""A hold joins so many iterations ahead of the trainers, so that it is connected in time."""
+"""Number of iterations ahead of the trainers at which a hold joins, so that it is connected in time."""
 
 HURRY = 0.5
-"""If a socket's buffer lasts for fewer seconds than this, nothing waits in it for another shard;"""
+"""Seconds. If a socket buffer lasts for less, holds do not wait for another shard."""
 FULL = 0.75
-"""nor if it is filled so far."""
+"""Share of a socket buffer. If it is fuller, holds do not wait either."""
 
 LAG_SECONDS = 1.0
-"""A hold that is further behind for so long says so."""
+"""Seconds after which a hold reports that it is behind."""
 
 RECORD_GRACES = 5
-"""A record that newer ones have overtaken is given up after so many times the grace of a stream."""
+"""Multiple of a stream's grace after which an overtaken record counts as lost."""
 
 
 @dataclass(slots=True)
 class StreamState:
-    """Where one stream stands: `position` is its next byte (64 bits), `queued` waits in its socket."""
+    """State of one stream. `position` is its next byte (64 bits), `queued` the bytes in its socket."""
 
     plan: StreamPlan
     layout: StreamLayout
@@ -45,10 +46,10 @@ class StreamState:
     paused: bool = False
     queued: int = 0
     stood: tuple[int, float] = (-1, 0.0)
-    """A position below a recorded end, and since when it has stood there."""
+    """A position below a recorded end, and the time since when it is unchanged."""
 
     def stands_below(self, end: int, now: float) -> float:
-        """Return for how many seconds it has stood where it is, below `end`; our own pauses don't count."""
+        """Return the seconds that it has not moved below `end`, without our own pauses."""
         if self.paused or self.position >= end:
             self.stood = (-1, now)
         elif self.stood[0] != self.position:
@@ -57,7 +58,7 @@ class StreamState:
 
 
 class HoldSnapshot(NamedTuple):
-    """Each seeded parameter's iteration. Of two snapshots, the one with the greater version is newer."""
+    """Iteration of each seeded parameter. The snapshot with the greater version is newer."""
 
     version: int
     at: Mapping[int, int]
@@ -65,10 +66,10 @@ class HoldSnapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What came of a step: the parameters' iterations, and what comparing then found wrong.
+    """Result of a step: the iterations of the parameters, and the differences found by comparison.
 
-    `equal`: the last iteration after which all that is wrong now was found right. `suspects`: what was
-    found wrong and has not been found right since.
+    `equal` is the last iteration after which all that differs now was found equal. `suspects` have been
+    found to differ, and not been found equal since.
     """
 
     snapshot: HoldSnapshot
@@ -105,9 +106,9 @@ class HoldState:
     released: int = field(init=False)
     """The last iteration whose gradients are used up."""
     in_full: int = field(init=False)
-    """The last iteration that it has received whole, record included."""
+    """The last iteration that it has received completely, record included."""
     at: Mapping[int, int] = field(default_factory=dict)
-    """Each seeded parameter's iteration: its state is the one after that step."""
+    """Iteration of the last step of each seeded parameter."""
     _version: int = -1
     _record_since: float = 0.0
 
@@ -131,14 +132,14 @@ class HoldState:
 
     @property
     def stepped(self) -> int:
-        """The iteration after whose step its state is; -1 if there is none."""
+        """Iteration of the last applied step, or -1 if parameters are at different iterations."""
         if not self.parameters:
             return self.released
         return self.at[self.parameters[0]] if self.seeded else -1
 
     @property
     def receiving(self) -> int:
-        """The newest iteration of which a byte has come; -1 none."""
+        """The newest iteration of which data has arrived, or -1."""
         return max(
             (
                 self.first + (stream.position - 1) // stream.layout.nbytes
@@ -150,7 +151,7 @@ class HoldState:
 
     @property
     def doubtful(self) -> bool:
-        """Whether comparing has found it wrong, and not right since."""
+        """Whether a comparison has found a difference that has not been resolved."""
         return self.doubt.active
 
     @property
@@ -160,36 +161,36 @@ class HoldState:
 
     @property
     def has_whole(self) -> bool:
-        """Whether it is live, and has an iteration whole that is not stepped: others may come to have it."""
+        """Whether it is live and has a complete iteration that is not stepped yet."""
         return self.live and self.in_full > self.released
 
     @property
     def holds_something(self) -> bool:
-        """Whether a restart can't simply begin anew."""
+        """Whether a restart loses something if it discards this hold."""
         return bool(self.at) or self.joined > 0 or self.receiving >= 0
 
     @property
     def wants_seeds(self) -> bool:
-        """Whether parameters are to be asked for: an iteration has come whole, so connecting has worked."""
+        """Whether to request seeds: an iteration is complete, so its streams are connected."""
         return not (self.live or self.settled) and self.in_full >= self.joined and bool(self.wanted())
 
     def wanted(self) -> list[int]:
-        """Return the parameters that must be seeded: not there, or their next gradients are gone."""
+        """Return the parameters to seed: those without state, or whose next gradients are gone."""
         at, released = self.at, self.released
         return [number for number in self.parameters if at.get(number, released - 1) < released]
 
     def took(self, snapshot: HoldSnapshot) -> None:
-        """Parameters were loaded, stepped or emptied."""
+        """Update iterations after parameters were loaded, stepped or discarded."""
         if snapshot.version > self._version:
             self._version, self.at = snapshot
 
     def go_live(self, now: float) -> None:
-        """From now on it counts for commits."""
+        """Start to count for commits."""
         self.live, self.ahead, self.trouble = True, AHEAD, self.trouble if self.doubtful else ""
         self.lagging = now
 
     def join(self, iteration: int) -> None:
-        """Take everything from this iteration on; what was received before is dropped."""
+        """Receive from this iteration on; discard what was received before."""
         if self.seeded:
             self.doubt.stood(self.stepped)
         self.live = self.from_holder = self.lag_said = False
@@ -198,24 +199,24 @@ class HoldState:
         self.released = self.in_full = iteration - 1
 
     def settle(self) -> None:
-        """Take nothing more; the state stays, to be read. What came beyond it is dropped."""
+        """Stop receiving, and keep the state for readers. Discard iterations that are not stepped."""
         self.settled, self.in_full = True, self.released
         for stream in self.streams:
             stream.received, stream.connected = 0, False
 
     def joinable(self, newest: int) -> int:
-        """Return the iteration at which to join if `newest` is the newest that trainers may be in."""
+        """Return the iteration at which to join if trainers may be at iteration `newest`."""
         return newest + min(self.ahead, ahead_at_most([stream.layout for stream in self.streams]))
 
     def update(self, records: Records) -> None:
-        """See which iterations have come in full."""
+        """Update the last iteration that is complete."""
         through = [whole_through(s.layout, self.first, s.position) for s in self.streams]
         whole = [iteration for iteration in through if iteration is not None]
         while records.complete(self.in_full + 1) and all(last > self.in_full for last in whole):
             self.in_full += 1
 
     def may_go_live(self, committed: int) -> bool:
-        """Return whether it can count: all connected, all parameters stepped through what is committed."""
+        """Return whether it can be live: all streams connected, all parameters at the last commit."""
         return (
             not (self.live or self.settled or self.busy)
             and self.seeded
@@ -225,10 +226,10 @@ class HoldState:
         )
 
     def due(self, committed: int, *, alone: bool) -> int | None:
-        """Return the iteration to step now, if any. `alone`: no node is live, so nothing is committed.
+        """Return the iteration to step now, if any. If `alone`, no node is live and nothing is committed.
 
-        While parameters are still to come, a step waits until the set of buckets is needed: they then have
-        all the time that two iterations take.
+        While parameters are still missing, a step waits until its set of buckets is needed. Seeds then have
+        the time of two iterations to arrive.
         """
         iteration = self.released + 1
         if self.settled or iteration > self.in_full:
@@ -241,27 +242,27 @@ class HoldState:
         return iteration if hurry else None
 
     def pressed(self, patience: float, receive_buffer: int) -> bool:
-        """Return whether there is hardly any room: both sets are full, and a socket's buffer nearly so."""
+        """Return whether both sets of buckets are full, and a socket buffer is nearly full."""
         if self.in_full < self.released + SETS:
             return False
         return patience < HURRY or any(stream.queued > FULL * receive_buffer for stream in self.streams)
 
     def awaits(self, records: Records) -> bool:
-        """Return whether bytes are to come that are recorded as sent."""
+        """Return whether data that is recorded as sent has not arrived."""
         return any(
             stream.position < records.ends.get((stream.plan.side, stream.plan.channel, self.plan.shard), 0)
             for stream in self.streams
         )
 
     def gap(self, records: Records, now: float, grace: float) -> str | None:
-        """Return what is lost for good, if anything is."""
+        """Return a description of data that is lost for good, if any."""
         for stream in self.streams:
             plan = stream.plan
             begun = max(records.newest, self.receiving) >= self.joined > self.first
             if begun and not (stream.received or stream.connected):
                 return f"{plan}: not connected before iteration {self.joined}"
             end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
-            lost = end - stream.position >= FARTHEST  # connecting again wouldn't bring it
+            lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
             if lost or stream.stands_below(end, now) > grace:
                 return f"{plan}: {end - stream.position} bytes have not come"
         following = self.in_full + 1
@@ -274,18 +275,18 @@ class HoldState:
         return None
 
     def lag(self, newest: int, now: float) -> tuple[int, str] | None:
-        """Return what to log, and at which level: trainers are more than one iteration ahead, or are no more.
+        """Return level and message to log when the hold falls behind the trainers, or has caught up.
 
-        `newest`: of which they have sent a record.
+        `newest` is the newest iteration of which trainers have sent a record.
         """
         behind = newest - self.stepped
         if behind <= 1:
             self.lagging = now
             if self.lag_said:
                 self.lag_said, self.trouble = False, ""
-                return logging.INFO, f"{self}: no more than an iteration behind again"
+                return logging.INFO, f"{self}: caught up, at most one iteration behind"
         elif now - self.lagging > LAG_SECONDS and not self.doubtful:
-            self.trouble = f"{behind} iterations behind the trainers: a restart has to step as many first"
+            self.trouble = f"{behind} iterations behind the trainers: a restart must first step all of them"
             if not self.lag_said:
                 self.lag_said = True
                 return logging.WARNING, f"{self}: {self.trouble}"

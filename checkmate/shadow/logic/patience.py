@@ -1,4 +1,4 @@
-"""For how long the fullest socket buffer lasts at the present rate. Pure."""
+"""Time until the fullest socket buffer overflows at the present rate. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _SECONDS = 1.0
 
 
 class PatienceMeter:
-    """Measures, once a second."""
+    """Measurement of patience, once per second."""
 
     def __init__(self, now: float, receive_buffer: int) -> None:
-        """`receive_buffer`: bytes of a stream's socket."""
+        """Start to measure. `receive_buffer` is the size of a stream's socket buffer in bytes."""
         self.seconds = PATIENCE
         self._receive_buffer = receive_buffer
         self._measured = now
         self._received: dict[int, int] = {}
 
     def measure(self, streams: Iterable[StreamState], now: float) -> None:
-        """See what has come since the last time."""
+        """Measure the rate of each stream since the last call."""
         if now - self._measured < _SECONDS:
             return
         passed, self._measured = now - self._measured, now

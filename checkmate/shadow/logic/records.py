@@ -1,6 +1,6 @@
-"""Step records of a DP group: put together from all ranks' parts, kept as long as an iteration is served.
+"""Step records of a DP group: assembled from all ranks' parts, and kept while an iteration is served.
 
-Bytes are kept as they came, except that buffers are told apart by name (read weights-only: no code can run).
+Data is kept as received, except that buffers are split by name (read weights-only, so that no code can run).
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ StreamKey = tuple[int, int, int]
 """Side, channel, shard."""
 
 SPARE_BYTES, SPARE_ITERATIONS = 16 << 20, 256
-"""So much is kept of parts that no hold here needs, and of so many iterations."""
+"""Limits of parts that are kept although no hold here needs them."""
 
 
 class _Done(NamedTuple):
-    """What is served of an iteration: made into a message when it is, since buffers may be large."""
+    """Data served with an iteration; it becomes a message only on demand, because buffers may be large."""
 
     parts: Sequence[pb.RecordPart]
     buffers: Mapping[str, bytes]
 
 
 class Records:
-    """What the ranks of a group said of each iteration. Not thread-safe; the node's lock covers it."""
+    """The records of a group's ranks. Not thread-safe; the node's lock covers it."""
 
     def __init__(self, ranks: int, first: int, buffers: Iterable[str] = ()) -> None:
-        """`buffers`: the names of all that parts will bring."""
+        """Create records of `ranks` ranks from iteration `first`, with these names of buffers."""
         self._ranks = ranks
         self._expected = frozenset(buffers)
         self._parts: dict[int, dict[int, pb.RecordPart]] = {}
-        self._sizes: dict[int, int] = {}  # of an iteration's parts
+        self._sizes: dict[int, int] = {}  # bytes of an iteration's parts
         self._done: dict[int, _Done] = {}
-        self._buffers: dict[str, bytes] = {}  # replaced, never changed: what is served shares it
+        self._buffers: dict[str, bytes] = {}  # replaced, never changed, because served data shares it
         self._said: dict[str, int] = {}
-        """Of each buffer, the iteration whose record has said it last."""
+        """The last iteration whose record had each buffer."""
         self._merged = first - 1
         self._oldest = first - 1
-        """Parts of iterations before this one are spare."""
+        """Parts of earlier iterations are spare."""
         self._passed_over: set[int] = set()
-        """Iterations of which the first rank's part never comes: buffers may have changed in them."""
+        """Iterations whose part from the first rank is lost, in which buffers may have changed."""
         self._forgotten = first - 1
-        """The newest of those after which all buffers that were known before have been forgotten."""
+        """The newest iteration at which all earlier buffers were discarded."""
         self._wants_buffers = False
         self._taken: set[int] = set()
-        """Iterations whose buffers are among them."""
+        """Iterations whose buffers were merged."""
         self.trouble = ""
-        """What can't be read."""
+        """Description of data that cannot be read."""
         self.first = first
         self.ends: dict[StreamKey, int] = {}
-        """Each stream's newest end."""
+        """Newest recorded end of each stream."""
         self.newest = first - 1
-        """The newest iteration of which a part has come."""
+        """The newest iteration with a part."""
         self.missing: dict[int, float] = {}
-        """Iterations that a rank passed over, and when that was noticed."""
+        """Iterations that a rank skipped, with the time when this was noticed."""
         self.count = 0
-        """Parts that have come."""
+        """Number of received parts."""
         self._last_of: dict[int, int] = {}
 
     def add(self, part: pb.RecordPart, now: float) -> None:
-        """Take a rank's part; a second one of the same iteration changes nothing."""
+        """Add a rank's part. Ignore duplicates."""
         parts = self._parts.setdefault(part.iteration, {})
         if part.position in parts:
             return
@@ -87,17 +87,17 @@ class Records:
             self._merge(part.iteration)
 
     def complete(self, iteration: int) -> bool:
-        """Whether all ranks' parts of an iteration are there."""
+        """Return whether the parts of all ranks of an iteration are present."""
         return len(self._parts.get(iteration, ())) == self._ranks
 
     def step(self, iteration: int) -> pb.Step:
-        """What the group's first rank said of the step. `KeyError` where it isn't there."""
+        """Return the first rank's record of the step. Raise `KeyError` if it is missing."""
         return self._parts[iteration][0].step
 
     def stepped(self, iteration: int) -> None:
-        """A hold has stepped a complete iteration: keep what is served with its state.
+        """Keep the data to serve with an iteration that a hold has stepped.
 
-        Those before it are kept, too: another hold may be behind, and has the buffers as they were then.
+        Earlier iterations are kept, too, because another hold may be behind and need their buffers.
         """
         for t in sorted(self._parts):
             if self._oldest <= t <= iteration and t not in self._done:
@@ -107,22 +107,22 @@ class Records:
                     self._done[t] = _Done(ordered, self._buffers)
 
     def served(self, iteration: int) -> pb.IterationRecord:
-        """The record that goes with the state after an iteration; without parts where none is known."""
+        """Return the record to serve with the state after an iteration; without parts if unknown."""
         parts, buffers = self._done.get(iteration, _Done((), {}))
         return pb.IterationRecord(iteration=iteration, parts=parts, buffers=buffers)
 
     def lacking(self, iteration: int) -> int:
-        """How many buffers are not known after an iteration."""
+        """Return the number of unknown buffers after an iteration."""
         done = self._done.get(iteration)
         return len(self._expected - (self._buffers if done is None else done.buffers).keys())
 
     def take_wants_buffers(self) -> bool:
-        """Whether the first rank is to say all buffers again; asked once for each time."""
+        """Return, once, whether the first rank must send all buffers again."""
         wants, self._wants_buffers = self._wants_buffers, False
         return wants
 
     def adopt(self, record: pb.IterationRecord) -> None:
-        """Take over what is known of an iteration from before these records began, or from another holder."""
+        """Take over the record of an iteration before these records, or from another holder."""
         if record.parts:
             self._done.setdefault(record.iteration, _Done(record.parts, dict(record.buffers)))
         self._forget_buffers(record.iteration)
@@ -130,7 +130,7 @@ class Records:
             self._take(record.buffers, record.iteration)
 
     def _forget_buffers(self, iteration: int) -> None:
-        """What is to be said of an iteration follows on those that were passed over: drop older buffers."""
+        """Discard buffers that are older than a skipped iteration."""
         if passed := {one for one in self._passed_over if one <= iteration}:
             self._passed_over -= passed
             self._forgotten = max(passed)
@@ -138,23 +138,23 @@ class Records:
             self._buffers = {name: self._buffers[name] for name in self._said}
 
     def _take(self, found: Mapping[str, bytes], iteration: int) -> None:
-        """Buffers as they are after an iteration, unless newer ones are known."""
+        """Update buffers to their state after an iteration, unless newer ones are known."""
         newer = {name: data for name, data in found.items() if self._said.get(name, iteration) <= iteration}
         self._said.update(dict.fromkeys(newer, iteration))
         self._buffers = {**self._buffers, **newer}
 
     def forget(self, stepped: Iterable[int], reserved: Collection[int]) -> None:
-        """Drop what is before the oldest hold's last step, and served records that nobody can ask for.
+        """Drop parts before the oldest hold's last step, and served records that can no longer be requested.
 
-        The parts of that last step stay: `stepped` may not have been told of it yet. Some before it stay,
-        too: another node may lack them.
+        The parts of that last step stay, because `stepped` may not have been called for it yet. Some earlier
+        parts stay, too, because another node may lack them.
         """
         held = set(stepped)
         oldest = min(held, default=self.first - 1)
         self._oldest = oldest
         spare = sorted(t for t in self._parts if t < oldest)
         for done in spare:
-            self._merge(done)  # nobody steps it, but its buffers may never be sent again
+            self._merge(done)  # no hold steps it, but its buffers may never be sent again
         nbytes = sum(self._sizes[t] for t in spare)
         while spare and (nbytes > SPARE_BYTES or len(spare) > SPARE_ITERATIONS):
             done = spare.pop(0)
@@ -167,7 +167,7 @@ class Records:
             del self.missing[done]
 
     def held(self) -> list[pb.PartRange]:
-        """Return which parts there are, by rank."""
+        """Return the present parts, as ranges by rank."""
         found: list[pb.PartRange] = []
         for position in range(self._ranks):
             for t in sorted(t for t, parts in self._parts.items() if position in parts):
@@ -179,7 +179,7 @@ class Records:
         return found
 
     def parts_of(self, ranges: Iterable[pb.PartRange]) -> list[pb.RecordPart]:
-        """Return those parts of some ranges that there are, in order."""
+        """Return the present parts of some ranges, in order."""
         return [
             part
             for one in ranges
@@ -188,7 +188,7 @@ class Records:
         ]
 
     def _merge(self, iteration: int) -> None:
-        """Take an iteration's buffers, unless newer ones are known."""
+        """Merge an iteration's buffers, unless newer ones are known."""
         self._merged = max(self._merged, iteration)
         self._forget_buffers(iteration)
         first = self._parts[iteration].get(0)
@@ -198,7 +198,7 @@ class Records:
         try:
             found = _by_name(first.buffers)
         except state.StateError as error:
-            self.trouble = f"buffers of iteration {iteration} can't be read, older ones are kept: {error}"
+            self.trouble = f"cannot read buffers of iteration {iteration}, older ones are kept: {error}"
             return
         if iteration > self._forgotten:
             self._take(found, iteration)

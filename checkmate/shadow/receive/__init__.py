@@ -1,1 +1,1 @@
-"""From streams to buckets of gradients."""
+"""Reception of streams into buckets of gradients."""

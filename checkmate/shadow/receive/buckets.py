@@ -1,6 +1,6 @@
-"""Where gradients are received: two sets of a shard's buckets, of which one fills while the other is stepped.
+"""Buckets of received gradients: two sets per shard, so that one fills while the other is stepped.
 
-Iteration t goes into set t % 2.
+Iteration t uses set t % 2.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SETS = 2
 
 
 class BucketSets:
-    """Two sets of a shard's buckets, flat, and the iteration through which they are free again.
+    """Two sets of a shard's buckets, as flat tensors.
 
-    `released` is the newest iteration whose gradients are no longer needed; `released + SETS` is the newest
-    that may be written.
+    `released` is the newest iteration whose gradients are no longer needed. `released + SETS` is the newest
+    iteration that may be written.
     """
 
     def __init__(self, layout: Layout, shard: int, released: int) -> None:
@@ -32,18 +32,18 @@ class BucketSets:
         self.released = released
 
     def gradients(self, iteration: int) -> Mapping[int, torch.Tensor]:
-        """Where an iteration's gradients are: bucket index to flat tensor."""
+        """Return an iteration's gradients, as flat tensors by index of bucket."""
         return self.tensors[iteration % SETS]
 
     def free_for(self, iteration: int) -> bool:
-        """Whether an iteration's bytes may be written."""
+        """Return whether an iteration's bytes may be written."""
         return iteration <= self.released + SETS
 
     def room(self, iteration: int, bucket: int, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a bucket."""
+        """Return writable bytes [start, stop) of a bucket."""
         return self._bytes[iteration % SETS][bucket][start:stop]
 
     @property
     def nbytes(self) -> int:
-        """Memory that both sets take."""
+        """Memory of both sets, in bytes."""
         return sum(len(view) for views in self._bytes for view in views.values())

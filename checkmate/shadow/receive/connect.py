@@ -1,4 +1,4 @@
-"""Connects a stream: an ordinary TCP connection to the switch's stub, and one hello (design, section 4)."""
+"""Connecting a stream: a TCP connection to the switch's stub, and one hello (design, section 4)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from checkmate.wire import tcp
 from checkmate.wire.tag import Hello
 
 RECEIVE_BUFFER = 64 << 20
-"""Bytes a stream: covers the shadow node's longest pause."""
+"""Bytes per stream; enough for the longest pause of a shadow node."""
 
 _TCP_MEM = Path("/proc/sys/net/ipv4/tcp_mem")
 
 
 class StreamError(RuntimeError):
-    """A stream can't be connected, and why."""
+    """A stream cannot be connected; the message has the reason."""
 
     exit_code = 1
 
@@ -31,11 +31,21 @@ def connect_stream(
     receive_buffer: int = RECEIVE_BUFFER,
     timeout: float = 10,
 ) -> socket.socket:
-    """A connected stream from one of our NICs (`device` where its address alone doesn't say which).
+    """Connect a stream from one of our NICs.
 
-    Returns a blocking socket once the controller has acknowledged the hello, from when on the switch sends
-    copies. `StreamError` where it refuses, doesn't answer in `timeout` seconds, or this process may not
-    have so large a buffer.
+    Args:
+        nic_ip: the NIC's address.
+        stub: address and port of the switch's stub.
+        hello: the hello to send.
+        device: the NIC's interface, if its address alone is ambiguous.
+        receive_buffer: bytes of the socket's buffer; needs CAP_NET_ADMIN.
+        timeout: seconds to wait for the connection, and for the acknowledgement of the hello.
+
+    Returns:
+        A blocking socket whose hello is acknowledged: from then on the switch sends copies.
+
+    Raises:
+        StreamError: if the controller refuses or does not answer, or the buffer is not permitted.
     """
     where = f"stream (boundary {hello.boundary}, channel {hello.channel}, shadow id {hello.shadow_id})"
     way = f"from {nic_ip} to the stub {stub[0]}:{stub[1]}"
@@ -50,12 +60,12 @@ def connect_stream(
             tcp.check_alive(sock)
         except ConnectionError:
             raise StreamError(
-                f"{where} {way}: the controller refused the hello; its log says why "
+                f"{where} {way}: the controller refused the hello; its log has the reason "
                 "(another node's or NIC's stream, or an unknown boundary)"
             ) from None
         except TimeoutError:
             raise StreamError(
-                f"{where} {way}: the controller has not acknowledged the hello in {timeout:g} s"
+                f"{where} {way}: the controller did not acknowledge the hello within {timeout:g} s"
             ) from None
         sock.settimeout(None)
         return sock
@@ -65,23 +75,23 @@ def connect_stream(
 
 
 def check_host(nic_ips: Sequence[str], receive_buffer: int = RECEIVE_BUFFER) -> None:
-    """`StreamError` where this machine can't have streams: not its addresses, no right to buffers."""
+    """Raise `StreamError` if this machine lacks one of the addresses, or the right to such buffers."""
     for ip in nic_ips:
         with socket.socket() as sock:
             _prepare(sock, ip, None, receive_buffer)
 
 
 def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> str | None:
-    """What is wrong with the kernel's memory for so many streams, and the sysctl that mends it; else `None`.
+    """Return a warning, with a sysctl command, if the kernel has too little memory for N streams.
 
     Above tcp_mem's second value the kernel shrinks windows, which would cost gradients.
     """
-    # The kernel takes twice what SO_RCVBUFFORCE says, for its own overhead (man 7 socket).
+    # The kernel doubles the value of SO_RCVBUFFORCE for its own overhead (man 7 socket).
     needed = -(-2 * receive_buffer * streams // resource.getpagesize())
     try:
         pressure = int(_TCP_MEM.read_text().split()[1])
     except FileNotFoundError:
-        return "net.ipv4.tcp_mem is not shown in this network namespace, and was not checked"
+        return "net.ipv4.tcp_mem is not visible in this network namespace, and was not checked"
     if needed <= pressure:
         return None
     megabytes = needed * resource.getpagesize() >> 20
@@ -92,7 +102,7 @@ def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> 
 
 
 def _prepare(sock: socket.socket, nic_ip: str, device: str | None, receive_buffer: int) -> None:
-    """Buffer and NIC; the buffer before connect, for the handshake fixes the window's scale."""
+    """Set buffer and NIC. The buffer must be set before the handshake, which fixes the window scale."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, tcp.SO_RCVBUFFORCE, receive_buffer)
         if device is not None:
@@ -106,7 +116,7 @@ def _prepare(sock: socket.socket, nic_ip: str, device: str | None, receive_buffe
     try:
         sock.bind((nic_ip, 0))
     except OSError as error:
-        raise StreamError(f"{nic_ip} is no address of this machine ({error.strerror})") from None
+        raise StreamError(f"{nic_ip} is not an address of this machine ({error.strerror})") from None
 
 
 def _open(sock: socket.socket, stub: tuple[str, int], way: str) -> None:

@@ -1,4 +1,4 @@
-"""Connects a node's streams in the background: a thread a stream, until it is connected or closed."""
+"""Connecting a node's streams in the background: one thread per stream until it is connected or closed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger("checkmate")
 _TIMEOUT = 5.0
 _BACKOFF = (0.1, 2.0)
 _STEADY = 10.0
-"""A connection that has lasted so many seconds was a good one: the next is tried at once."""
+"""A stream whose connection lasted this many seconds is reconnected without a pause."""
 
 
 class Connector:
-    """Connects inlets and hands them to their NIC's reader; `on_change` is called when one is connected."""
+    """Connects inlets and adds them to their NIC's reader. Calls `on_change` after each connection."""
 
     def __init__(
         self,
@@ -41,28 +41,28 @@ class Connector:
         self._stopping = threading.Event()
         self._turns: defaultdict[StreamPlan, OrderedLock] = defaultdict(lambda: OrderedLock("attempt"))
         self._attached: dict[StreamPlan, float] = {}
-        """When a stream was last connected,"""
+        """Time at which each stream was last connected."""
         self._pauses: dict[StreamPlan, float] = {}
-        """and for how long to wait before the next attempt."""
+        """Seconds to wait before the next attempt."""
 
     def connect(self, inlet: Inlet, incarnation: int) -> None:
-        """Connect a stream at the inlet's position; returns at once. One thread calls it at a time."""
+        """Start to connect a stream at the inlet's position. Not thread-safe."""
         self._pauses.pop(inlet.plan, None)
         self._start(inlet, incarnation)
 
     def connect_again(self, inlet: Inlet, incarnation: int) -> None:
-        """The same for one that broke: after a pause, which grows, where it breaks soon again and again."""
+        """Start to reconnect a broken stream, after a growing pause if it breaks often. Not thread-safe."""
         if time.monotonic() - self._attached.get(inlet.plan, 0.0) > _STEADY:
             self._pauses.pop(inlet.plan, None)
         self._start(inlet, incarnation)
 
     def _start(self, inlet: Inlet, incarnation: int) -> None:
-        self._turns[inlet.plan]  # made here, so that threads only find it
+        self._turns[inlet.plan]  # creates it, so that threads need not
         name = f"connect {inlet.plan}"
         threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """No more attempts."""
+        """Stop all attempts."""
         self._stopping.set()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
@@ -77,17 +77,17 @@ class Connector:
                 inlet.broken = str(error)
                 if inlet.broken != said:
                     said = inlet.broken
-                    log.warning("%s; trying on", said)
+                    log.warning("%s; retrying", said)
                 self._pause(inlet.plan)
 
     def _pause(self, plan: StreamPlan) -> None:
-        """Wait before an attempt: not at first, then longer each time."""
+        """Wait before an attempt: not at all before the first, then longer each time."""
         pause = self._pauses.get(plan, 0.0)
         self._pauses[plan] = min(max(2 * pause, _BACKOFF[0]), _BACKOFF[1])
         self._stopping.wait(pause)
 
     def _try(self, inlet: Inlet, incarnation: int) -> None:
-        """One attempt. Two at a time, and the late hello of a closed inlet might replace its heir."""
+        """Try once. Attempts take turns, or a late hello of a closed inlet could replace its successor."""
         plan = inlet.plan
         if inlet.closed:
             return
@@ -108,7 +108,7 @@ class Connector:
 
 
 def device_of(ip: str) -> str | None:
-    """The interface that has this very address; `None` where none lists it, as within 127.0.0.0/8."""
+    """Return the interface with this address, or `None` if none lists it, as within 127.0.0.0/8."""
     with IPRoute() as route:
         for message in route.get_addr(address=ip):
             index = message["index"]

@@ -1,7 +1,7 @@
-"""One stream's receiving end: reads a non-blocking socket straight into the buckets, no copy between.
+"""The receiving end of one stream, which reads a non-blocking socket directly into the buckets.
 
-A stream that reaches an iteration whose set of buckets is still in use is paused, and its socket's buffer
-holds what comes; it goes on when the set is released.
+A stream is paused if it reaches an iteration whose set of buckets is still in use. Its socket then buffers
+the data. The stream continues when the set is released.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from checkmate.shadow.receive.plans import StreamPlan, start_of, whole_through
 from checkmate.wire.schedule import StreamLayout
 
 _CLOSED = "the switch's side closed the connection"
-_TURN_BYTES = 8 << 20  # of one stream, before the others of its NIC have their turn
+_TURN_BYTES = 8 << 20  # read from one stream before the NIC's other streams have their turn
 
 
 class Took(enum.Enum):
-    """How a turn of reading ended."""
+    """Result of a turn of reading."""
 
     MORE = enum.auto()  # call again when the socket is readable
     PAUSED = enum.auto()  # no set of buckets is free
@@ -33,7 +33,7 @@ class Took(enum.Enum):
 
 
 class Inlet:
-    """One stream's receiving end. Its reader alone moves `position`, the stream's next byte (64 bits)."""
+    """The receiving end of one stream. `position` is its next byte (64 bits); only the reader changes it."""
 
     def __init__(
         self,
@@ -57,27 +57,27 @@ class Inlet:
         self._room: memoryview | None = None
         self._began: float | None = None  # when the first byte of `iteration` came
         self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
-        """Of the last iterations: which, and when its first and its last byte came."""
+        """The last iterations, each with the arrival times of its first and last byte."""
         self._lock = OrderedLock("inlet")
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed by us: nothing is written into the buckets any more."""
+        """Whether we have closed it, so that nothing more is written into the buckets."""
         return self._closed
 
     @property
     def connected(self) -> bool:
-        """Whether the switch sends it copies, as far as we know."""
+        """Whether the switch sends it copies, as far as is known."""
         return self.socket is not None and self.broken is None and not self._closed
 
     @property
     def whole(self) -> int | None:
-        """The last iteration that it has brought whole; `None`: it never brings anything."""
+        """The last iteration received completely; `None` if the stream never has data."""
         return whole_through(self.layout, self.first, self.position)
 
     def attach(self, sock: socket.socket) -> bool:
-        """Take a socket connected at `position`; False where it was closed meanwhile."""
+        """Take over a socket connected at `position`. Return false if the inlet is closed."""
         sock.setblocking(False)
         with self._lock:
             if self._closed:
@@ -86,19 +86,19 @@ class Inlet:
             return True
 
     def close(self) -> None:
-        """Nothing is written into the buckets once this returns; the reader closes the socket."""
+        """Stop writing into the buckets before this returns. The reader closes the socket."""
         with self._lock:
             self._closed = True
             if self.socket is not None:
-                with contextlib.suppress(OSError):  # not connected any more
+                with contextlib.suppress(OSError):  # no longer connected
                     self.socket.shutdown(socket.SHUT_RDWR)
 
     def queued(self) -> int:
-        """Bytes that wait in the socket's buffer."""
+        """Return the number of bytes in the socket's buffer."""
         return waiting(self.socket) if self.connected else 0
 
     def take(self) -> Took:
-        """Read what is there, a turn's worth at most."""
+        """Read available data, for one turn at most."""
         with self._lock:
             if self._closed or self.socket is None:
                 return Took.ENDED
@@ -127,7 +127,7 @@ class Inlet:
                 self._filled()
             else:
                 self._room = room[count:]
-                return Took.MORE  # it had no more
+                return Took.MORE  # the socket is empty
         return Took.MORE
 
     def _break(self, reason: str) -> Took:
@@ -135,7 +135,7 @@ class Inlet:
         return Took.ENDED
 
     def _next_room(self) -> memoryview | None:
-        """What is left of the piece at `position`; `None` where its set isn't free."""
+        """Return the rest of the piece at `position`, or `None` if its set is not free."""
         if not self.layout.nbytes or not self._sets.free_for(self.iteration):
             return None
         piece = self.layout.pieces[self._piece]
@@ -155,7 +155,7 @@ class Inlet:
 
 
 def at_its_end(sock: socket.socket) -> bool:
-    """Whether a non-blocking socket has no more to give, and never will."""
+    """Return whether a non-blocking socket is at its end or broken."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -165,7 +165,7 @@ def at_its_end(sock: socket.socket) -> bool:
 
 
 def waiting(sock: socket.socket | None) -> int:
-    """Bytes in a socket's receive buffer (SIOCINQ); 0 where it is closed."""
+    """Return the number of bytes in a socket's receive buffer (SIOCINQ); 0 if it is closed."""
     if sock is None or sock.fileno() < 0:
         return 0
     try:

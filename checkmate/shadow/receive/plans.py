@@ -1,4 +1,4 @@
-"""What a shadow node holds, and the streams that bring it: from the job and the node's own id.
+"""A shadow node's holds and their streams, derived from the job and the node's id.
 
 Pure (design, sections 1, 3 and 4).
 """
@@ -14,12 +14,12 @@ from checkmate.wire.schedule import StreamLayout
 from checkmate.wire.tag import MODULUS, Hello
 
 FARTHEST = MODULUS // 2
-"""Positions so many bytes apart or more can't be told by 32 bits: what is missing is lost."""
+"""Positions at least this many bytes apart are ambiguous in 32 bits: missing bytes are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """One stream of a hold. `nic` is the index of our NIC that connects it, `stub` its address and port."""
+    """One stream of a hold. `nic` is the index of our NIC; `stub` is the stub's address and port."""
 
     group: int
     shard: int
@@ -35,7 +35,7 @@ class StreamPlan:
         return 2 * self.group + self.side
 
     def hello(self, position: int, incarnation: int) -> Hello:
-        """What opens it at byte `position` (64 bits) of the stream."""
+        """Return the hello that opens the stream at byte `position` (64 bits)."""
         return Hello(position % MODULUS, self.boundary, self.shard, self.channel, incarnation)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class StreamPlan:
 
 @dataclass(frozen=True, slots=True)
 class HoldPlan:
-    """One shard of one DP group that the node holds; `others` are its other holders' ids."""
+    """One shard of one DP group that the node holds. `others` are the ids of its other holders."""
 
     group: int
     shard: int
@@ -54,7 +54,7 @@ class HoldPlan:
 
 
 def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
-    """All holds of a node, by group and shard. `KeyError` where the job has no such node."""
+    """Return all holds of a node, by group and shard. Raise `KeyError` if the job has no such node."""
     node = job.node(node_id)
     nics = [nic.ip for nic in node.nics]
     stubs = {s.name: (str(s.stub.ip), s.stub.port) for s in job.fabric.switches}
@@ -85,26 +85,26 @@ class StreamTooLong(ValueError):
 
 
 def check_lengths(layouts: Sequence[StreamLayout]) -> None:
-    """`StreamTooLong` where a receiver couldn't tell what is missing from what has come."""
+    """Raise `StreamTooLong` if a receiver could not tell missing bytes from received ones."""
     longest = max((layout.nbytes for layout in layouts), default=0)
     if longest >= FARTHEST:
         raise StreamTooLong(
-            f"an iteration of one stream has {longest} bytes; it must have less than {FARTHEST}: "
+            f"an iteration of one stream has {longest} bytes, but must have less than {FARTHEST}: "
             "use more channels, or more shards"
         )
 
 
 def start_of(layout: StreamLayout, first: int, iteration: int) -> int:
-    """The byte of a stream at which `iteration` starts; byte 0 belongs to iteration `first`."""
+    """Return the byte of a stream at which `iteration` starts. Byte 0 belongs to iteration `first`."""
     return layout.nbytes * (iteration - first)
 
 
 def whole_through(layout: StreamLayout, first: int, position: int) -> int | None:
-    """The last iteration whose bytes all stand before `position`; `None` where the stream never has any."""
+    """Return the last iteration that ends before `position`, or `None` if the stream never has data."""
     return first + position // layout.nbytes - 1 if layout.nbytes else None
 
 
 def ahead_at_most(layouts: Sequence[StreamLayout]) -> int:
-    """How many iterations ahead streams may be joined: bytes less than 2 GB before the base are dropped."""
+    """Return how many iterations ahead streams may be joined; the 2 GB before the base are dropped."""
     longest = max((layout.nbytes for layout in layouts), default=0)
     return max(1, (FARTHEST - 1) // longest) if longest else MODULUS

@@ -1,4 +1,4 @@
-"""Reads streams, each into its inlet: one thread a NIC, epoll, non-blocking sockets."""
+"""Reading streams into their inlets: one thread per NIC, epoll, non-blocking sockets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from checkmate.shadow.receive.inlet import Inlet, Took
 class Reader:
     """A thread that reads the streams of one NIC.
 
-    `on_iteration` is called when a stream has brought an iteration's last byte, `on_broken` when its
-    connection broke; both from that thread, which holds no lock then.
+    It calls `on_iteration` after the last byte of an iteration of a stream, and `on_broken` when a connection
+    breaks. The thread holds no lock during these calls.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class Reader:
         self._thread.start()
 
     def add(self, inlet: Inlet) -> None:
-        """Read this stream from now on; it has its socket."""
+        """Start to read a stream, which has its socket already."""
         with self._lock:
             self._new.append(inlet)
         self.wake()
 
     def wake(self) -> None:
-        """A set of buckets was released, or a stream closed: look at all of them."""
+        """Look at all streams, because a set of buckets was released or a stream was closed."""
         with self._lock:
             if not self._ended:
                 os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """End, and close all sockets."""
+        """End the thread and close all sockets."""
         self._stopping = True
         self.wake()
         self._thread.join()
@@ -96,7 +96,7 @@ class Reader:
                 self._pause(inlet, False)
 
     def _pause(self, inlet: Inlet, paused: bool) -> None:
-        """Edge-triggered while it is paused: a broken connection would wake us over and over."""
+        """Pause or resume a stream. A paused one is edge-triggered, or a broken connection would spin."""
         if inlet.paused == paused or inlet.socket is None:
             return
         self._epoll.modify(inlet.socket, select.EPOLLET | select.EPOLLRDHUP if paused else select.EPOLLIN)
@@ -107,7 +107,7 @@ class Reader:
         if sock is None:
             return
         self._inlets.pop(sock.fileno(), None)
-        with contextlib.suppress(OSError):  # a socket that was never registered
+        with contextlib.suppress(OSError):  # never registered
             self._epoll.unregister(sock)
         sock.close()
         inlet.socket, inlet.paused = None, False

@@ -1,1 +1,1 @@
-"""Parameters and optimizer state, stepped as training steps its own."""
+"""Replicas of parameters and optimizer state, stepped like those of training."""

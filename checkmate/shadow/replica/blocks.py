@@ -1,10 +1,10 @@
-"""A shard's parameters and optimizer state, cut into blocks that are stepped one after another.
+"""A shard's parameters and optimizer state, cut into blocks that are stepped in turn.
 
-A step works element by element, so a large parameter may be stepped in pieces and small ones together; each
-block has a torch optimizer of its own. Temporaries then need memory for a block alone, where torch's own step
-may need as much as all parameters.
+A step works element by element. A large parameter may therefore be stepped in pieces, and small ones
+together; each block has its own torch optimizer. Temporaries then need memory for one block only, whereas
+torch's own step may need as much memory as all parameters.
 
-Bits don't depend on the cut where it stands at whole vectors.
+Results are bit-identical wherever the cut is, as long as it falls on a vector boundary.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from checkmate.state import DTYPES
 from checkmate.wire.layout import Parameter
 
 BLOCKS: Final = 8
-"""A shard has about so many blocks: few cost less time, many less memory."""
+"""Approximate number of blocks of a shard. Fewer take less time, more take less memory."""
 BLOCK_ELEMENTS: Final = (1 << 16, 1 << 22)
-"""A block has at least and at most so many, unless small parameters together go a little beyond."""
+"""Minimum and maximum size of a block; small parameters together may exceed it a little."""
 CUT: Final = 64
-"""Whole vectors of every kind: cuts stand at multiples of it."""
+"""Cuts are at multiples of this number of elements, which are whole vectors on every CPU."""
 
 Gradients = Mapping[int, tuple[torch.Tensor, int]]
-"""Of some parameters: the bucket, flat, and where in it the gradient begins."""
+"""Gradients by parameter: the flat bucket, and the gradient's first element in it."""
 
 
 @dataclass
 class Block:
-    """Pieces that one optimizer steps together."""
+    """Pieces of parameters that one optimizer steps together."""
 
     optimizer: torch.optim.Optimizer
     pieces: list[tuple[int, HeldPiece]]
 
     def step(self, gradients: Gradients, step: pb.Step, beside: Iterable[torch.dtype] = ()) -> None:
-        """Scale, in place, and step those whose parameter's gradient is given.
+        """Scale gradients in place, and step the pieces of parameters that have one.
 
-        `beside`: as if together with parameters of these types that have no state yet.
+        Step as if together with parameters of the types `beside` that have no state yet.
         """
         chosen = [(n, piece) for n, piece in self.pieces if n in gradients]
         if not chosen:
@@ -55,7 +55,7 @@ class Block:
         for n, piece in chosen:
             bucket, start = gradients[n]
             run = bucket[start + piece.start : start + piece.stop]
-            # As a scalar where the trainers' is one: torch promotes types by the number of dimensions too.
+            # A scalar if the trainers' is one, because torch's type promotion depends on dimensions.
             piece.tensor.grad = run if piece.tensor.dim() else run.view(())
             named.append((n, piece.tensor.grad))
         try:
@@ -71,7 +71,7 @@ class Block:
 
     @contextmanager
     def _beside(self, types: Iterable[torch.dtype]) -> Iterator[None]:
-        """With an empty parameter of each type that has a gradient and no state."""
+        """Add an empty parameter of each type, with a gradient and without state."""
         group = self.optimizer.param_groups[0]
         own, others = group["params"], [torch.empty(0, dtype=dtype) for dtype in types]
         for other in others:
@@ -87,20 +87,20 @@ class Block:
 
 @dataclass
 class Batch:
-    """Parameters that go to the next iteration together: one large one, or several small ones."""
+    """Parameters that advance together: one large one, or several small ones."""
 
     group: int | None
     numbers: list[int]
     blocks: list[Block] = field(default_factory=list)
     threads: int = 0
-    """With so many it is stepped; 0: with any number."""
+    """Number of threads of its step; 0 for any number."""
     default: torch.dtype = torch.float32
-    """The trainers' default type, which some optimizers give to their numbers."""
+    """The trainers' default type, which some optimizers use for numbers in their state."""
 
     def step(self, gradients: Gradients, step: pb.Step) -> None:
-        """Scale, in place, and step the parameters whose gradient is given.
+        """Scale gradients in place, and step the parameters that have one.
 
-        A fused optimizer that a GradScaler has told to skip makes its state even so; others are not called.
+        If a GradScaler skips the step, fused optimizers still create their state; others are not called.
         """
         beside = [DTYPES[one.dtype] for one in step.beginnings if one.group == self.group]
         with _torch_set(self.threads, self.default):
@@ -109,28 +109,28 @@ class Batch:
                     block.step(gradients, step, beside)
 
     def put_options(self, options: Mapping[str, Any]) -> None:
-        """Hyperparameters for the next step."""
+        """Set hyperparameters for the next step."""
         for block in self.blocks:
             block.optimizer.param_groups[0].update(options)
 
 
 def block_elements(parameters: Iterable[Parameter]) -> int:
-    """How large the blocks of these parameters are."""
+    """Return the size of these parameters' blocks, in elements."""
     least, most = BLOCK_ELEMENTS
     share = sum(parameter.elements for parameter in parameters) // BLOCKS
     return max(least, min(share, most)) // CUT * CUT
 
 
 def uncut(spec: pb.OptimizerSpec) -> set[int]:
-    """Parameters that need no cutting: torch's fused steps have no temporaries."""
+    """Return parameters that are not cut, because torch's fused steps have no temporaries."""
     fused = [group for group in spec.groups if parse_options(group.options).get("fused")]
     return {number for group in fused for number in group.parameters}
 
 
 def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Batch]:
-    """The batches of a shard's parameters, with their blocks' optimizers; those that none steps come last.
+    """Return the batches of a shard's parameters; parameters that no optimizer steps come last.
 
-    `block`: elements that `foreach` steps together, for it has temporaries of all of them at once.
+    `block` limits the elements that `foreach` steps together, because it has temporaries of all of them.
     """
     batches: list[Batch] = []
     stepped: set[int] = set()
@@ -150,7 +150,7 @@ def cut(spec: pb.OptimizerSpec, held: Mapping[int, Held], block: int) -> list[Ba
 
 
 def _batches(numbers: Sequence[int], held: Mapping[int, Held], together: int | None) -> Iterator[list[int]]:
-    """Parameters in several pieces each by itself; the others `together` up to so many elements."""
+    """Yield cut parameters separately, and others together up to `together` elements."""
     open_: list[int] = []
     for number in numbers:
         if len(held[number].pieces) > 1:
@@ -165,7 +165,7 @@ def _batches(numbers: Sequence[int], held: Mapping[int, Held], together: int | N
 
 
 def _blocks(name: str, options: str, numbers: list[int], held: Mapping[int, Held]) -> Iterator[Block]:
-    """One block of all pieces of several parameters, or one of each piece of a single one."""
+    """Yield one block of all pieces of several parameters, or a block for each piece of a single one."""
     pieces = [[(number, piece) for piece in held[number].pieces] for number in numbers]
     runs = [[one] for one in pieces[0]] if len(numbers) == 1 else [list(itertools.chain(*pieces))]
     for run in runs:
@@ -179,7 +179,7 @@ def _blocks(name: str, options: str, numbers: list[int], held: Mapping[int, Held
 
 @contextmanager
 def _torch_set(threads: int, default: torch.dtype) -> Iterator[None]:
-    """With so many of torch's threads (0: as it is) and this default type."""
+    """Set torch's number of threads (0: unchanged) and default type within the context."""
     before = torch.get_num_threads(), torch.get_default_dtype()
     if threads not in (0, before[0]):
         torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
-"""Compares a replica's state with slices of the trainers': the check that decides (design, section 7).
+"""Comparison of a replica's state with slices of the trainers' state (design, section 7).
 
-What was found to differ is suspect, also once it is seeded anew, until it is found equal after steps of ours.
+Whatever differs is suspect, even after it has been reseeded, until it is found equal after steps of our own.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.bfloat16: (4e-2, 1e-4),
     torch.float16: (5e-3, 1e-5),
 }
-"""Relative and absolute tolerance of a comparison with parameters that another kind of device stepped."""
+"""Relative and absolute tolerance if the trainers step on another kind of device."""
 
 STEPS_TO_TRUST: Final = 2
-"""Of our own since it was seeded: what is changed behind our back in each iteration shows by then."""
+"""Number of our own steps since seeding after which changes outside the optimizer's step show."""
 
 
 Compared = tuple[int, str]
-"""A parameter, and an entry of its optimizer state; empty: the parameter itself."""
+"""A parameter and an entry of its optimizer state; an empty entry is the parameter itself."""
 
 
 class Holding(Protocol):
-    """A parameter as it is held."""
+    """A parameter as a replica holds it."""
 
     parameter: Parameter
 
     def entry(self, name: str) -> object:
-        """The parameter (an empty name) or an entry of its state. `KeyError` if there is no such entry."""
+        """Return the parameter (empty name) or an entry of its state. Raise `KeyError` if there is none."""
         ...
 
 
 class Comparison:
-    """What comparing has found so far. For the thread that steps."""
+    """Results of all comparisons so far. Only the stepping thread uses it."""
 
     def __init__(self, *, exact: bool) -> None:
-        """`exact`: the trainers' own step gives the same bits."""
+        """Compare bits if `exact`, because the trainers' own step gives the same bits."""
         self.exact = exact
         self.doubtful: dict[int, int] = {}
-        """Parameters that were found wrong, and not seeded since: after which iteration they are in doubt."""
+        """Parameters found wrong and not reseeded since, with the iteration after which they are in doubt."""
         self.suspects: dict[Compared, range] = {}
-        """What was found wrong: the bytes that have not been found right since."""
-        self._equal: dict[Compared, int] = {}  # when it was last found right, if that was since it was seeded
+        """Bytes that were found wrong and have not been found right since."""
+        self._equal: dict[Compared, int] = {}  # last iteration found right since seeding
         self._seeded: dict[int, int] = {}
 
     def to_messages(self) -> list[pb.Suspect]:
-        """Return the suspects as replies to trainers name them."""
+        """Return the suspects as messages for replies to trainers."""
         return [
             pb.Suspect(parameter=number, state=entry, start=run.start, stop=run.stop)
             for (number, entry), run in self.suspects.items()
         ]
 
     def seeded(self, number: int, iteration: int, entries: Collection[str]) -> None:
-        """A parameter was seeded, with these entries of optimizer state."""
+        """Record that a parameter was seeded, with these entries of optimizer state."""
         self._seeded[number] = iteration
         self._equal = {what: at for what, at in self._equal.items() if what[0] != number}
         self.doubtful.pop(number, None)
         for what in [(n, entry) for n, entry in self.suspects if n == number and entry not in ("", *entries)]:
-            del self.suspects[what]  # the trainers don't have it any longer
+            del self.suspects[what]  # the trainers no longer have it
 
     def compare(
         self, iteration: int, slices: Sequence[pb.Slice], held: Mapping[int, Holding]
     ) -> Iterator[str]:
-        """What of `held`, all of it as after `iteration`, differs from what the trainers have."""
+        """Compare `held`, at `iteration`, with the trainers' slices. Yield a message per difference."""
         for one in slices:
             ours, what = held.get(one.parameter), (one.parameter, one.state)
             if ours is None:
@@ -88,13 +88,13 @@ class Comparison:
             yield (
                 f"{of} {ours.parameter.name} differs from the trainers' after iteration {iteration}. "
                 f"It was last found equal after iteration {since}; checkpoints after that one are doubtful. "
-                "A gradient that is changed between backward and optimizer.step() does this, and a parameter "
-                "that is changed outside of that step: clip with checkmate.clip_grad_norm_, unscale with the "
-                "GradScaler that protect was given, and leave parameters to the optimizer"
+                "Possible causes: a gradient was changed between backward and optimizer.step(), a parameter "
+                "outside optimizer.step(). Clip with checkmate.clip_grad_norm_, unscale with the GradScaler "
+                "that protect was given, and let only the optimizer change parameters"
             )
 
     def _right(self, what: Compared, iteration: int, run: range) -> None:
-        """A run was found right: it is no suspect any longer, if that follows on steps of our own."""
+        """Record that a run was found right. It is no longer suspect if enough of our own steps preceded."""
         self._equal[what] = iteration
         suspect = self.suspects.get(what)
         if suspect is None or iteration < self._seeded[what[0]] + STEPS_TO_TRUST:
@@ -116,10 +116,10 @@ class Comparison:
         return not one.HasField("number") and self._same_run(value, one)
 
     def _same_run(self, tensor: torch.Tensor, one: pb.Slice) -> bool:
-        """Whether a tensor has this run; if not `exact`, with a tolerance.
+        """Return whether a tensor has this run, within a tolerance unless `exact`.
 
-        Of state the tolerance is relative to the run's largest: a sum of what cancels out keeps the errors of
-        its terms.
+        For state the tolerance is relative to the run's largest value, because sums of values that cancel out
+        keep the errors of their terms.
         """
         ours = bytes_of(tensor)[one.offset : one.offset + len(one.data)]
         if len(ours) != len(one.data) or len(ours) % tensor.element_size():

@@ -1,7 +1,7 @@
-"""A parameter with its optimizer state as a shadow node holds it: whole, and in the pieces that are stepped.
+"""A parameter and its optimizer state in a shadow node: whole, and in the pieces that are stepped.
 
-On 16-bit types torch's bits depend on where its own threads' shares end. These are stepped with as many
-threads as in training, and whole if there are several.
+With 16-bit types, torch's results depend on how it divides work among its threads. Such parameters are
+stepped with as many threads as in training, and are not cut if there are several threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from checkmate.state import DTYPES
 from checkmate.wire.layout import Parameter
 
 SURE_ITEMSIZE: Final = 4
-"""From this size on, an element's bits don't depend on the number of threads."""
+"""Size of elements from which results do not depend on the number of threads."""
 
 State = Mapping[str, object]
 
@@ -30,13 +30,13 @@ class HeldPiece:
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The runs of the whole state's tensors that the optimizer was given."""
+    """Views of the whole state's tensors that the optimizer uses."""
     gathered: int = -1
-    """Entries that its state had after a step: the optimizer changes them in place from then on."""
+    """Number of entries of its state after the last step; the optimizer changes those in place."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's own, of this piece."""
+        """The optimizer's own state of this piece."""
         if self.optimizer is None:
             return {}
         found: dict[str, Any] = self.optimizer.state[self.tensor]
@@ -44,16 +44,16 @@ class HeldPiece:
 
 
 class Held:
-    """A parameter with its optimizer state: whole, as it is read, and in the pieces that are stepped."""
+    """A parameter and its optimizer state: whole for readers, and in pieces for steps."""
 
     def __init__(self, parameter: Parameter, block: int, threads: int = 1) -> None:
-        """`block`: elements of a piece at most, or 0. `threads`: of training, where its bits are wanted."""
+        """Cut into pieces of at most `block` elements (0: uncut). `threads`: as many as in training."""
         self.parameter = parameter
         self.dtype = DTYPES[parameter.dtype]
         self.tensor = torch.empty(0, dtype=self.dtype)
         self.whole: dict[str, torch.Tensor] = {}
         self.rest: dict[str, object] = {}
-        """Of a parameter that no optimizer steps: state as it came."""
+        """State as seeded, for a parameter that no optimizer steps."""
         short = self.dtype.itemsize < SURE_ITEMSIZE
         self.threads = threads if short else 0
         elements = parameter.elements
@@ -65,11 +65,11 @@ class Held:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer steps it at all."""
+        """Whether an optimizer steps it."""
         return self.pieces[0].optimizer is not None
 
     def put(self, tensor: torch.Tensor, state: State) -> None:
-        """Take a parameter and its state over; nothing that was given out before changes."""
+        """Take over a parameter and its state. Earlier snapshots do not change."""
         self.tensor = tensor
         self.whole = {name: value for name, value in state.items() if self._by_element(value)}  # type: ignore[misc]
         self.rest = dict(state)
@@ -84,14 +84,14 @@ class Held:
             }
 
     def snapshot(self) -> tuple[torch.Tensor, dict[str, object]]:
-        """The parameter and its state as they are. The large tensors are the live ones, not copies."""
+        """Return the parameter and its state. Large tensors are shared, not copied."""
         if not self.stepped:
             return self.tensor, dict(self.rest)
         state = self.pieces[0].state
         return self.tensor, {name: self.whole.get(name, _own(value)) for name, value in state.items()}
 
     def entry(self, name: str) -> object:
-        """The parameter (an empty name) or an entry of its state, live. `KeyError` if there is none such."""
+        """Return the live parameter (empty name) or entry of its state. Raise `KeyError` if there is none."""
         if not name:
             return self.tensor
         if not self.stepped:
@@ -99,12 +99,12 @@ class Held:
         return self.whole[name] if name in self.whole else self.pieces[0].state[name]
 
     def move(self) -> None:
-        """Go on with a copy, and leave what was given out to those who read it."""
+        """Continue with a copy, and leave shared tensors to their readers."""
         tensor, state = self.snapshot()
         self.put(tensor.clone(), {name: _own(value) for name, value in state.items()})
 
     def gather(self) -> None:
-        """After a step: state that the optimizer has only now created becomes part of the whole."""
+        """Add state that the optimizer has created in a step to the whole."""
         for piece in self.pieces:
             state = piece.state
             if len(state) == piece.gathered:
@@ -124,14 +124,14 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Of the parameter and its state, without what is as small as a number."""
+        """Bytes of the parameter and its state, without scalars."""
         return sum(tensor.nbytes for tensor in (self.tensor, *self.whole.values()))
 
     def _by_element(self, value: object) -> bool:
         return bool(self.parameter.shape) and _like(value, self.tensor)
 
     def _run(self, whole: torch.Tensor, piece: HeldPiece) -> torch.Tensor:
-        """A piece's elements. A parameter without dimensions stays so, for its state looks like its step."""
+        """Return a piece's elements. Scalars stay scalars, because their state looks like a step count."""
         return whole.view(-1)[piece.start : piece.stop] if self.parameter.shape else whole.view(())
 
 

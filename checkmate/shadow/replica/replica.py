@@ -1,8 +1,8 @@
-"""A shard's replica: parameters and optimizer state in memory order, stepped as training steps its own.
+"""A shard's replica: parameters and optimizer state in memory order, stepped like those of training.
 
-No sockets, no gRPC. One thread steps and loads; any number of threads read at the same time. A reader never
-waits for a step, nor a step for a reader: what a step would overwrite before it was read stays with its
-readers, and the replica goes on with a copy.
+No sockets, no gRPC. One thread steps and loads, while any number of threads read. Readers and steps never
+wait for each other: if a step would overwrite data that is still to be read, readers keep it and the replica
+continues with a copy.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from checkmate.wire.layout import Layout
 
 
 class ReplicaError(ValueError):
-    """What was asked can't be done; the replica is as it was."""
+    """A request cannot be carried out; the replica is unchanged."""
 
 
 class NotStepped(ReplicaError, LookupError):
-    """An iteration is to be read that isn't stepped yet, or a parameter that isn't seeded."""
+    """The iteration to read is not stepped yet, or the parameter is not seeded."""
 
 
 class Gone(ReplicaError, LookupError):
-    """An iteration is to be read that newer ones have overwritten."""
+    """Newer iterations have overwritten the iteration to read."""
 
 
 @dataclass
@@ -55,15 +55,18 @@ class _Kept:
 
 
 class Replica:
-    """Parameters and optimizer state of one shard. `exact`: the trainers' own step gives the same bits."""
+    """Parameters and optimizer state of one shard."""
 
     def __init__(self, layout: Layout, shard: int, spec: pb.OptimizerSpec, *, exact: bool) -> None:
-        """Empty until `load`. `UnsupportedOptimizer` or `OptionsError` for a spec that can't be followed."""
+        """Create an empty replica. `exact`: the trainers' own step gives the same bits.
+
+        Raises `UnsupportedOptimizer` or `OptionsError` if the optimizer or its options are not supported.
+        """
         self.layout, self.shard = layout, shard
         self.comparison = Comparison(exact=exact)
         self.numbers = tuple(layout.of_shard(shard))
         self.at: dict[int, int] = {}
-        """Each parameter's iteration: its state is the one after that step. Absent: not seeded."""
+        """Iteration of each parameter's last step; absent if it is not seeded."""
         threads = (spec.threads or torch.get_num_threads()) if exact else 0
         known = [layout.parameters[number] for number in self.numbers]
         block = block_elements(known)
@@ -79,7 +82,7 @@ class Replica:
 
     @property
     def iteration(self) -> int | None:
-        """The iteration at which all parameters are; `None` where they differ or some are not seeded."""
+        """Iteration of all parameters, or `None` if they differ or some are not seeded."""
         found = {self.at.get(number) for number in self.numbers}
         return found.pop() if len(found) == 1 else None
 
@@ -97,9 +100,9 @@ class Replica:
         )
 
     def load(self, parameter: int, tensor: torch.Tensor, state: State, iteration: int) -> None:
-        """Seed a parameter with its state after `iteration`. Both are taken over, not copied.
+        """Seed a parameter with its state after `iteration`. Takes over both, without a copy.
 
-        `ReplicaError` where the shard has no such parameter, or it has another shape or type.
+        Raises `ReplicaError` if the shard has no such parameter, or its shape or type differs.
         """
         held = self._held.get(parameter)
         if held is None:
@@ -107,7 +110,7 @@ class Replica:
         known = held.parameter
         if (tuple(tensor.shape), tensor.dtype) != (known.memory_shape, held.dtype):
             raise ReplicaError(
-                f"{known.name} has shape {known.memory_shape} and type {known.dtype}, and what came has "
+                f"{known.name} has shape {known.memory_shape} and type {known.dtype}, but its seed has "
                 f"{tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
             )
         ours = {name: _plain(value) for name, value in state.items()}
@@ -118,17 +121,24 @@ class Replica:
             self.comparison.seeded(parameter, iteration, ours)
 
     def clear(self) -> None:
-        """What there is is worth nothing: nothing counts as seeded. Whoever reads goes on with what was."""
+        """Discard all state. Readers in progress keep the old copy."""
         with self._lock:
             for number, held in self._held.items():
                 self._keep(number, held)
             self.at.clear()
 
     def step(self, iteration: int, gradients: Mapping[int, torch.Tensor], step: pb.Step) -> list[str]:
-        """Step the parameters that are at `iteration - 1`; return what comparing then found wrong.
+        """Step parameters from `iteration - 1` to `iteration`, and compare them with the trainers' slices.
 
-        `gradients` has each bucket of the shard, flat, by its index in the layout; they are scaled in place.
-        `ValueError`, with nothing stepped, where the record or the gradients don't fit the shard.
+        Args:
+            gradients: the shard's buckets, as flat tensors by index in the layout; scaled in place.
+            step: the first rank's record.
+
+        Returns:
+            A message for each difference.
+
+        Raises:
+            ValueError: if the record or the gradients do not fit the shard; nothing is stepped then.
         """
         due = {number for number in self.numbers if self.at.get(number) == iteration - 1}
         options = self._options(step)
@@ -142,9 +152,9 @@ class Replica:
         return list(self.comparison.compare(iteration, step.slices, stepped))
 
     def reserve(self, iteration: int) -> bool:
-        """Keep `iteration` readable, once for each parameter, until `release`; `False` where it is gone.
+        """Keep a present or future iteration readable, once for each parameter, until `release`.
 
-        It may lie ahead. Reservations of one iteration add up.
+        Reservations add up. Returns false if the iteration is gone.
         """
         with self._lock:
             if any(self._beyond(number, iteration) for number in self.numbers):
@@ -153,7 +163,7 @@ class Replica:
             return True
 
     def release(self, iteration: int) -> None:
-        """Take one `reserve` back; nothing happens where there is none."""
+        """End one reservation of an iteration, if there is one."""
         with self._lock:
             kept = self._kept.get(iteration)
             if kept is not None and kept.reserved:
@@ -163,10 +173,10 @@ class Replica:
     def read(
         self, iteration: int, parameters: Sequence[int] = ()
     ) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
-        """Parameters and state after `iteration`, of all parameters or those named, in that order.
+        """Return an iterator over parameters (all if empty) after `iteration`, without waiting.
 
-        Never waits: `NotStepped` or `Gone` at once where it can't be read. A tensor is valid until the next
-        one is taken, and must not be changed.
+        A tensor is valid until the next one is read, and must not be changed. Raises `NotStepped` if the
+        iteration is not stepped yet, and `Gone` if newer ones have overwritten it.
         """
         wanted = tuple(parameters) or self.numbers
         with self._lock:
@@ -198,7 +208,7 @@ class Replica:
                 self._drop(iteration)
 
     def _options(self, step: pb.Step) -> list[dict[str, Any]]:
-        """Each parameter group's, as the trainers were about to use them; none: as before."""
+        """Return each parameter group's options for the step; empty if they are unchanged."""
         if step.options and len(step.options) != self._groups:
             raise ReplicaError(
                 f"the record has {len(step.options)} parameter groups, the optimizer has {self._groups}"
@@ -209,7 +219,7 @@ class Replica:
         return [parse_options(text) for text in step.options]
 
     def _gradients(self, numbers: set[int], buckets: Mapping[int, torch.Tensor]) -> Gradients:
-        """Each parameter's gradient, in its bucket; one without elements stands in none."""
+        """Return each parameter's gradient in its bucket. Empty parameters are not in any bucket."""
         where = {number: self.layout.where[number] for number in numbers.difference(self.layout.empty)}
         for index in {index for index, _ in where.values()}:
             bucket, known = buckets.get(index), self.layout.buckets[index]
@@ -230,7 +240,7 @@ class Replica:
         gradients: Gradients,
         step: pb.Step,
     ) -> None:
-        """Take a batch's parameters to `iteration`. Where that fails half-way, they count as not seeded."""
+        """Advance a batch's parameters to `iteration`. If that fails, they count as not seeded."""
         with self._lock:
             self._moving.update(numbers)
             unread = [number for number in numbers if self._keep(number, self._held[number])]
@@ -255,7 +265,7 @@ class Replica:
             self._moving.difference_update(numbers)
 
     def _keep(self, number: int, held: Held) -> bool:
-        """Before a parameter changes, leave it to those who still read its iteration; whether any do."""
+        """Leave a parameter that will change to its remaining readers. Return whether there are any."""
         kept = self._kept.get(self.at.get(number, -2))
         if kept is None or number in kept.copies or not kept.wants(number):
             return False

@@ -1,4 +1,4 @@
-"""Multiplies gradients as trainers said that they did: by the same kernels, as scalars where theirs were."""
+"""Scaling of gradients as recorded by trainers, with the same kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from checkmate.state import DTYPES
 
 
 def check_scalings(scalings: Iterable[pb.Scaling]) -> None:
-    """`ValueError` if one is of no kind or type that is known."""
+    """Raise `ValueError` if the kind or type of a scaling is unknown."""
     for one in scalings:
         dtype = DTYPES.get(one.dtype or "float32")
         if one.kind not in _KINDS or dtype is None or not dtype.is_floating_point:
-            raise ValueError(f"gradients scaled in an unknown way: {one.kind} {one.dtype}")
+            raise ValueError(f"unknown scaling of gradients: {one.kind} {one.dtype}")
 
 
 def scale(
@@ -25,7 +25,7 @@ def scale(
     gradients: Sequence[tuple[int, torch.Tensor]],
     scalings: Iterable[pb.Scaling],
 ) -> None:
-    """Scale gradients in place, each given with its parameter's number: all, or those named, as often."""
+    """Scale gradients in place, given with their parameters' numbers. A scaling may list parameters."""
     for one in scalings:
         times = Counter(one.parameters)
         chosen = [gradient for number, gradient in gradients for _ in range(times[number] if times else 1)]
@@ -34,12 +34,12 @@ def scale(
 
 
 def skip(optimizer: torch.optim.Optimizer) -> None:
-    """Have a fused optimizer skip its next step, as a GradScaler does: it makes its state all the same."""
+    """Make a fused optimizer skip its next step, as a GradScaler does. It still creates its state."""
     vars(optimizer).update(found_inf=torch.ones((), dtype=torch.float32))
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Take back what `scale` and `skip` have left for the step."""
+    """Remove the attributes that `scale` and `skip` have set for the step."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
 
@@ -50,20 +50,20 @@ def _by_type(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _clip(_: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """As `torch.nn.utils.clip_grad_norm_` multiplies."""
+    """Multiply like `torch.nn.utils.clip_grad_norm_`."""
     for group in _by_type(gradients):
         torch._foreach_mul_(group, factor)
 
 
 def _unscale(_: torch.optim.Optimizer, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """As `torch.amp.GradScaler.unscale_` multiplies."""
+    """Multiply like `torch.amp.GradScaler.unscale_`."""
     for group in _by_type(gradients):
         found = torch.zeros(1, dtype=torch.float32)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor.reshape(1))
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, _: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """As `torch.amp.GradScaler.step` hands the loss scale to a fused optimizer."""
+    """Pass the loss scale to a fused optimizer like `torch.amp.GradScaler.step`."""
     vars(optimizer).update(grad_scale=factor, found_inf=torch.zeros((), dtype=torch.float32))
 
 
@@ -72,4 +72,4 @@ _KINDS: Final[dict[int, Callable[[torch.optim.Optimizer, Sequence[torch.Tensor],
     pb.Scaling.UNSCALE: _unscale,
     pb.Scaling.FUSED: _hand_over,
 }
-"""How each kind of scaling is done, in place."""
+"""In-place implementation of each kind of scaling."""

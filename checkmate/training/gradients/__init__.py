@@ -1,1 +1,1 @@
-"""Backward: gradients over the ring, tagged."""
+"""The backward pass: reduces gradients over the tagged ring."""

@@ -1,11 +1,11 @@
-"""The DDP communication hook: gradients are reduced in our layout, over our ring.
+"""The DDP communication hook: reduces gradients in our layout, over our ring.
 
-DDP's own buckets change after the first iteration and after a restart, and only say which parameters are
-ready. A bucket of the layout is reduced when all of its parameters are, in order of index, so that neither
-the order of summation nor the bits depend on DDP's (design, section 7).
+DDP's own buckets change after the first iteration and after a restart, so they only tell which parameters are
+ready. A bucket of the layout is reduced when all of its parameters are ready, in order of index. Therefore
+the order of summation, and so the bits, do not depend on DDP's buckets (design, section 7).
 """
 
-# No `from __future__ import annotations`: DDP compares the hook's own with the classes.
+# No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
 import logging
 import queue
@@ -27,12 +27,12 @@ from checkmate.wire.layout import Layout
 _log = logging.getLogger("checkmate")
 
 _KEPT = 8
-"""Iterations whose streams' ends are kept."""
+"""The number of iterations whose stream ends are kept."""
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A bucket of DDP's, which wants `left` parameters back."""
+    """One of DDP's buckets, of which `left` parameters are not reduced yet."""
 
     future: Gradients
     buffer: torch.Tensor
@@ -42,24 +42,25 @@ class _Pending:
 
 @dataclass(frozen=True, eq=False)
 class _Lent:
-    """A gradient that DDP waits for, and the bucket of DDP's in which it stands."""
+    """A gradient that DDP waits for, and DDP's bucket that contains it."""
 
     gradient: torch.Tensor
     pending: _Pending
 
 
 class GradientHook:
-    """Of `ddp`, whose trained parameters are `parameters`, in the layout's order, once it is registered.
+    """The communication hook of one DDP, in use from `register` on.
 
-    An iteration is one synchronising backward. `close` ends the threads; backward fails from then on.
+    `parameters` are the trained parameters in the layout's order. An iteration is one synchronising backward.
+    `close` ends the threads; backward fails from then on.
     """
 
     iteration: int
-    """Of the last synchronising backward that began; `first_iteration` - 1 before the first."""
+    """Number of the last synchronising backward that began; `first_iteration` - 1 before the first."""
     on_reduced: Callable[[int], None]
-    """Called at the end of an iteration's backward, by its thread: every `.grad` is reduced."""
+    """Called by backward's thread at the end of an iteration's backward, when every `.grad` is reduced."""
     error: RingError | None
-    """Why the ring broke. Backward raises a RuntimeError: DDP loses the type."""
+    """Why the ring broke. Backward raises a RuntimeError, because DDP does not keep the type."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class GradientHook:
         self._first_iteration = first_iteration
         self.on_reduced = lambda iteration: None
         self.error = None
-        self._told = False
+        self._logged = False
         self._ddp = ddp
         self._layout = layout
         self._parameters = parameters
@@ -91,9 +92,9 @@ class GradientHook:
         }
         self._lock = threading.RLock()
         self._lent: dict[int, _Lent] = {}  # by parameter
-        self._missing = 0  # parameters that this iteration's backward has not handed over
+        self._missing = 0  # parameters that this iteration's backward has not passed to `run`
         self._unready = [len(bucket.places) for bucket in layout.buckets]
-        self._next = 0  # to be submitted
+        self._next = 0  # bucket to submit
         self._ends: dict[int, dict[tuple[int, int], int]] = {}
         self._reduced: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._stagings: dict[torch.device, Staging] = {}
@@ -109,12 +110,12 @@ class GradientHook:
             self._undo = undo.pop_all()
 
     def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
-        """Have DDP call it from now on, for good. RuntimeError where DDP has another hook."""
+        """Have DDP call the hook from now on, for good. DDP raises RuntimeError if it has another hook."""
         self.on_reduced = on_reduced
         self._ddp.register_comm_hook(self, GradientHook.run)
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take one of DDP's buckets; the future has it back, reduced. On the thread that runs backward."""
+        """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
         gradients = self._gradients_of(bucket)
         buffer = bucket.buffer()
         staging = self._stagings[buffer.device]
@@ -130,7 +131,7 @@ class GradientHook:
         with self._lock:
             if twice := gradients.keys() & self._lent.keys():
                 name = self._layout.parameters[min(twice)].name
-                raise RuntimeError(f"{name} came twice in one backward; did an earlier backward fail?")
+                raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
             self._lent |= {number: _Lent(gradient, pending) for number, gradient in gradients.items()}
             self._missing -= len(gradients)
         if self.error is not None:
@@ -141,18 +142,18 @@ class GradientHook:
         return pending.future
 
     def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
-        """Each stream's tagged bytes, by channel and shard, when this iteration was reduced.
+        """Return each stream's tagged bytes, by channel and shard, at the end of this iteration.
 
-        Empty unless this rank tags. Kept for the last few iterations; `KeyError` for others.
+        It is empty on ranks that do not tag. Raise `KeyError` for all but the last few iterations.
         """
         return self._ends[iteration]
 
     def passed(self, ends: Mapping[tuple[int, int], int]) -> bool:
-        """Whether the next rank has acknowledged all bytes up to these ends, so that the switch had them."""
+        """Return whether the next rank has acknowledged all bytes up to these ends."""
         return self._allreduce.passed(ends)
 
     def close(self) -> None:
-        """End the threads; a reduction under way fails, and breaks the ring. The ring stays the caller's."""
+        """End the threads. A reduction in progress fails and breaks the ring, which the caller closes."""
         self._undo.close()
 
     def _end_finisher(self) -> None:
@@ -160,9 +161,9 @@ class GradientHook:
         self._finisher.join()
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
-        """The bucket's gradients by parameter, in place and in memory order, without those of empty ones.
+        """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.
 
-        DDP lays a gradient into its bucket by the parameter's strides, but gives it with the shape alone.
+        DDP stores a gradient in its bucket with the parameter's strides, but its views have only the shape.
         """
         if bucket.buffer().layout != torch.strided:
             raise RuntimeError("sparse gradients can't be protected; build the Embedding with sparse=False")
@@ -176,8 +177,10 @@ class GradientHook:
             if not gradient.numel():
                 continue
             if gradient.dtype != self._flats[number].dtype:
-                told = f"{self._layout.parameters[number].name} has gradients of {gradient.dtype}"
-                raise RuntimeError(f"{told}, not of {self._flats[number].dtype}, which was protected")
+                raise RuntimeError(
+                    f"{self._layout.parameters[number].name} has gradients of {gradient.dtype}, but was "
+                    f"protected with {self._flats[number].dtype}"
+                )
             gradients[number] = gradient.view(-1)
         return gradients
 
@@ -189,11 +192,11 @@ class GradientHook:
         for staging in self._stagings.values():
             staging.begin()
         iteration, queue_callback = self.iteration, torch.autograd.Variable._execution_engine.queue_callback
-        # DDP queues its own last step later than this, and we must come after it.
+        # DDP queues its own last callback later than this one, and ours must follow it.
         queue_callback(lambda: queue_callback(lambda: self.on_reduced(iteration)))
 
     def _ready(self, numbers: Iterable[int]) -> None:
-        """Gradients are in our buckets: let go those that are full, in order of index."""
+        """Submit the buckets that are complete now that these gradients are there, in order of index."""
         with self._lock:
             for number in numbers:
                 self._unready[self._layout.where[number][0]] -= 1
@@ -205,11 +208,11 @@ class GradientHook:
                 self._fail(error)
 
     def _finish(self) -> None:
-        """The finisher's thread: gives back what is reduced."""
+        """Return reduced buckets to DDP, in the finisher's thread."""
         while (index := self._reduced.get()) is not None:
             try:
                 self._give_back(index)
-            except Exception as error:  # noqa: BLE001 - backward must not wait for this thread for ever
+            except Exception as error:  # noqa: BLE001 - otherwise backward would wait for ever
                 self._staging_failed(error)
 
     def _give_back(self, index: int) -> None:
@@ -241,13 +244,13 @@ class GradientHook:
         self._fail(broken)
 
     def _fail(self, error: RingError) -> None:
-        """Have backward end, now and from now on."""
+        """Have backward fail, now and from now on."""
         with self._lock:
             self.error = self.error or error
             left = {one.pending for one in self._lent.values()}
             self._lent.clear()
-        if left and not self._told:  # what backward raises is wrapped in words of PyTorch's
-            self._told = True
-            _log.error("%s. Backward ends with an error; torchrun starts the job again", self.error)
+        if left and not self._logged:  # PyTorch wraps backward's exception in a message of its own
+            self._logged = True
+            _log.error("%s. Backward fails with an error; torchrun restarts the job", self.error)
         for pending in left:
             pending.future.set_exception(self.error)  # type: ignore[arg-type]

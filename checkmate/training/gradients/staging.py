@@ -1,4 +1,4 @@
-"""Moves gradients between DDP's buckets, on their device, and our flat ones, in host memory."""
+"""Moves gradients between DDP's buckets, on their device, and our flat buckets in host memory."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Gradients = torch.futures.Future[torch.Tensor]
 
 
 class Staging(Protocol):
-    """One device's way."""
+    """How gradients of one device are moved."""
 
     def begin(self) -> None:
-        """An iteration begins; from the thread that runs backward."""
+        """Prepare for an iteration. Called in backward's thread."""
 
     def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
-        """Copy gradients into our buckets, and call `ready` once they are there, on whatever thread."""
+        """Copy gradients into our buckets, and call `ready` afterwards, in any thread."""
 
     def give(self, gradients: Tensors, flats: Tensors) -> None:
-        """Copy reduced gradients back, for whoever waits for a future that is completed afterwards."""
+        """Copy reduced gradients back. They have arrived for those who wait for a future completed later."""
 
     def future(self) -> Gradients:
-        """For a bucket of this device."""
+        """Return a future for a bucket on this device."""
         ...
 
     def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
-        """Everything of this bucket of DDP's was given back."""
+        """Complete a future after all gradients of its bucket were given back."""
 
     def close(self) -> None:
-        """End what it has begun."""
+        """End the threads."""
 
 
 def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
-    """The staging of a device; `on_error` is for what fails on a thread of its own."""
+    """Return the staging for a device. `on_error` is called if a background thread fails."""
     return CudaStaging(device, on_error) if device.type == "cuda" else HostStaging()
 
 
@@ -45,33 +45,34 @@ class HostStaging:
     """Plain copies, for gradients on the CPU."""
 
     def begin(self) -> None:
-        """Nothing is under way."""
+        """Do nothing."""
 
     def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
-        """Copied when it returns."""
+        """Copy synchronously, then call `ready`."""
         torch._foreach_copy_(flats, gradients)
         ready()
 
     def give(self, gradients: Tensors, flats: Tensors) -> None:
-        """Copied when it returns."""
+        """Copy synchronously."""
         torch._foreach_copy_(gradients, flats)
 
     def future(self) -> Gradients:
-        """Of no device."""
+        """Return a plain future."""
         return torch.futures.Future()
 
     def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
-        """At once."""
+        """Set the future's result."""
         future.set_result(buffer)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class CudaStaging:
-    """Copies by way of pinned memory, on a stream for each direction, so that computing goes on meanwhile.
+    """Copies through pinned memory, on one stream per direction, in parallel to computation.
 
-    `flats` must be pinned. A thread of its own waits for the copies, for the ring's are no CUDA threads.
+    `flats` must be pinned. A thread of its own waits for the copies, so that the ring's threads never wait
+    for CUDA.
     """
 
     def __init__(self, device: torch.device, on_error: Callable[[Exception], None]) -> None:
@@ -86,12 +87,12 @@ class CudaStaging:
         self._thread.start()
 
     def begin(self) -> None:
-        """Our buckets are overwritten only after the last iteration's have left them."""
+        """Do not overwrite our buckets before the last iteration's gradients were copied back."""
         self._down.wait_stream(self._up)
 
     def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
-        """`ready` is called from a thread of this class."""
-        self._down.wait_stream(torch.cuda.current_stream(self._device))  # which has computed the gradients
+        """Copy in the background; this object's thread calls `ready`."""
+        self._down.wait_stream(torch.cuda.current_stream(self._device))  # it computes the gradients
         with torch.cuda.stream(self._down):
             torch._foreach_copy_(flats, gradients, non_blocking=True)
             for gradient in gradients:
@@ -101,18 +102,18 @@ class CudaStaging:
         self._taken.put((event, ready))
 
     def give(self, gradients: Tensors, flats: Tensors) -> None:
-        """Under way when it returns."""
+        """Start copying in the background."""
         with torch.cuda.stream(self._up):
             torch._foreach_copy_(gradients, flats, non_blocking=True)
             for gradient in gradients:
                 gradient.record_stream(self._up)
 
     def future(self) -> Gradients:
-        """Whoever waits for it has its own stream wait for the one that copies."""
+        """Return a future that makes the waiting stream wait for the copying one."""
         return torch.futures.Future(devices=[self._device])
 
     def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
-        """The future notes where the current stream is."""
+        """Set the future's result, with the copying stream as the current one."""
         with torch.cuda.stream(self._up):
             future.set_result(buffer)
 
@@ -127,5 +128,5 @@ class CudaStaging:
                 event, ready = taken
                 event.synchronize()
                 ready()
-        except Exception as error:  # noqa: BLE001 - backward must not wait for this thread for ever
+        except Exception as error:  # noqa: BLE001 - otherwise backward would wait for ever
             self._on_error(error)

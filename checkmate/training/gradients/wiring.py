@@ -1,4 +1,4 @@
-"""A rank's tagger and its ring, made by all ranks together."""
+"""Creates a rank's tagger and ring, on all ranks together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from checkmate.wire.layout import Layout
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:
-    """The ring, with the tagger on boundary ranks; both are closed with `undo`.
+    """Connect the ring, with a tagger on boundary ranks; `undo` closes both.
 
-    `TaggerUnavailable` on all ranks where one can't tag, `RingError`.
+    Raises:
+        TaggerUnavailable: On all ranks, if one of them can't tag.
+        RingError: The ring could not be connected.
     """
     common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}".encode()
     where = RingPlace(

@@ -1,8 +1,9 @@
-"""A trainer's line to one shadow node: records go out in the background, whatever becomes of the node.
+"""A trainer's connection to one shadow node: sends step records in the background and survives node failures.
 
-One thread a node. Records wait in a bounded queue until they are answered, so that a connection that broke
-costs none; if a node is away for long, the oldest are dropped. If a node wants nothing, few answers are asked
-for. The node's socket holds what it has not read (`rpc.frames`), also once this process has died.
+There is one thread per node. Records stay in a bounded queue until the node has answered them, so that a
+broken connection loses none; if a node is away for long, the oldest are dropped. Answers are requested rarely
+while a node needs nothing. The node's socket holds records that it has not read (`rpc.frames`), even after
+this process has died.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from checkmate.wire import tcp
 _log: Final = logging.getLogger("checkmate")
 
 QUEUED_BYTES: Final = 64 << 20
-"""Of records that a node has not answered."""
+"""Upper limit of records that a node has not answered."""
 BEGIN_SECONDS: Final = 20.0
 CONNECT_SECONDS: Final = 5.0
 ANSWERED_EVERY: Final = 4
-"""Every so many records, one asks for an answer;"""
+"""One record in this many requests an answer."""
 ATTENTIVE: Final = 16
-"""and each of the first so many after a connect, or after a node has asked for something."""
+"""After a connect, or after a request of the node, this many records in a row request an answer."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 1.0
-_AT_ONCE: Final = 1 << 20  # bytes that are taken from the queue before they are written
+_AT_ONCE: Final = 1 << 20  # bytes taken from the queue before they are written
 _VANISHED_SECONDS: Final = 15
 _WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -50,7 +51,7 @@ class _Queued(NamedTuple):
 
 
 class Line:
-    """Talks to one shadow node until `close`. `begin`: what the group's first rank says at each connect."""
+    """The connection to one shadow node, until `close`."""
 
     def __init__(
         self,
@@ -62,11 +63,20 @@ class Line:
         *,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`on_begun` is told what the node has accepted, before it is sent records."""
+        """Create it; `start` connects.
+
+        Args:
+            node: The node's addresses.
+            stub: A stub for the node.
+            begin: Returns the group's first rank's request at each connect; `None` on other ranks.
+            on_reply: Called with the node's id and each answer to a record.
+            on_begun: Called with a request that the node has accepted, before it is sent records.
+            tls: Use TLS with this context.
+        """
         self.node = node
         self.stub = stub
         self.begun = threading.Event()
-        """Set once the node has accepted `begin`, or need not."""
+        """Set once the node has accepted `begin`, or if there is none."""
         self._begin = begin
         self._on_reply = on_reply
         self._on_begun = on_begun
@@ -74,8 +84,8 @@ class Line:
         self._parts: deque[_Queued] = deque()
         self._nbytes = 0  # of them
         self._sent = 0  # of them, on the present connection
-        self._taken = self._written = -1  # on the present connection: from the queue, and by the kernel
-        self._calm = 0  # records since the node wanted something
+        self._taken = self._written = -1  # iterations on the present connection: dequeued, and in the kernel
+        self._calm = 0  # records since the node requested something
         self._finishing = self._flushed = False
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -86,11 +96,11 @@ class Line:
         self._thread = threading.Thread(target=self._run, name=f"shadow node {node.id}", daemon=True)
 
     def start(self) -> None:
-        """Connect, and stay connected."""
+        """Connect, and reconnect after failures."""
         self._thread.start()
 
     def send(self, iteration: int, data: bytes) -> None:
-        """Queue an iteration's part, serialized; never waits."""
+        """Queue an iteration's serialized part without blocking."""
         if self._closing.is_set():
             return
         with self._changed:
@@ -101,12 +111,8 @@ class Line:
         os.eventfd_write(self._wake, 1)
 
     def departed(self, iteration: int) -> bool:
-        """Whether an iteration's record is in the kernel's hands; true also if the node is away."""
+        """Return whether an iteration's record was passed to the kernel; also true if the node is away."""
         return self._written >= iteration or not self.connected
-
-    def unanswered(self) -> int:
-        """Return how many records the node has not answered."""
-        return len(self._parts)
 
     @property
     def connected(self) -> bool:
@@ -114,21 +120,21 @@ class Line:
         return self.begun.is_set() and not self._complaint
 
     def finish(self, timeout: float) -> bool:
-        """Nothing follows: wait until the node has every record, as far as `timeout` seconds allow."""
+        """Wait up to `timeout` seconds until the node has every record. Return whether it has."""
         self._finishing = True
         os.eventfd_write(self._wake, 1)
         with self._changed:
             return self._changed.wait_for(lambda: not self._parts, timeout)
 
     def end(self) -> None:
-        """Have the thread end, without waiting for it."""
+        """Tell the thread to end, without waiting for it."""
         self._closing.set()
         os.eventfd_write(self._wake, 1)
         if self._call is not None:
             self._call.cancel()
 
     def close(self) -> None:
-        """End the thread, if it was started; what is still queued is lost."""
+        """End the thread. Queued records are lost."""
         self.end()
         if self._thread.ident is not None:
             self._thread.join()
@@ -139,7 +145,7 @@ class Line:
         while not self._closing.is_set():
             try:
                 if self._begin is not None:
-                    self._say_begin(self._begin)
+                    self._send_begin(self._begin)
                 self.begun.set()
                 with closing(self._connect()) as sock:
                     why = self._exchange(sock)
@@ -155,7 +161,7 @@ class Line:
             self._lost(why)
             self._closing.wait(pause)
 
-    def _say_begin(self, begin: Callable[[], pb.BeginRequest]) -> None:
+    def _send_begin(self, begin: Callable[[], pb.BeginRequest]) -> None:
         request = begin()
         self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
         if self._closing.is_set():
@@ -178,7 +184,7 @@ class Line:
         return sock
 
     def _exchange(self, sock: socket.socket) -> str:
-        """Send records, take replies. Return why it ended; empty: nothing follows, and the node has all."""
+        """Send records and read replies. Return why it ended; empty if all is sent or the line is closed."""
         outgoing, unpacker = bytearray(GREETING), Unpacker()
         with self._changed:
             self._sent = self._calm = 0
@@ -207,7 +213,7 @@ class Line:
                     self._answered(reply)
 
     def _next(self, room: int) -> Iterator[bytes]:
-        """Frames to send now: first of the parts that an earlier connection has left unanswered."""
+        """Yield frames to send now, beginning with those that an earlier connection left unanswered."""
         with self._changed:
             while room > 0 and self._sent < len(self._parts):
                 self._calm += 1
@@ -242,19 +248,19 @@ class Line:
         if not self._dropped:
             self._dropped = True
             _log.warning(
-                "shadow node %d has left %d MiB of step records unanswered: the oldest are dropped",
+                "shadow node %d has not answered %d MiB of step records: the oldest are dropped",
                 self.node.id,
                 QUEUED_BYTES >> 20,
             )
 
     def _lost(self, why: str) -> None:
         if not self._complaint and not self._closing.is_set():
-            _log.warning("shadow node %d (%s): %s; training goes on", self.node.id, self.node.mgmt, why)
+            _log.warning("shadow node %d (%s): %s; training continues", self.node.id, self.node.mgmt, why)
         self._complaint = why
 
 
 def _write(sock: socket.socket, outgoing: bytearray) -> None:
-    """Send what can be sent now."""
+    """Send as much as the socket accepts now."""
     while outgoing:
         try:
             count = sock.send(outgoing)
@@ -264,13 +270,13 @@ def _write(sock: socket.socket, outgoing: bytearray) -> None:
 
 
 def _read(sock: socket.socket, unpacker: Unpacker) -> Iterator[bytes]:
-    """Yield the messages that have come. `ConnectionError` once the node has ended the connection."""
+    """Yield the messages received. Raise `ConnectionResetError` if the node has closed the connection."""
     while True:
         try:
             data = sock.recv(1 << 16)
         except _WAIT:
             return
         if not data:
-            raise ConnectionResetError("it ended the connection")
+            raise ConnectionResetError("it closed the connection")
         for frame in unpacker.feed(data):
             yield frame.data

@@ -1,4 +1,4 @@
-"""Gives shadow nodes parameters and optimizer state, in the background and a few MiB at a time."""
+"""Sends parameters and optimizer state to shadow nodes, in the background and a few MiB at a time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from checkmate.wire.layout import Layout
 _log: Final = logging.getLogger("checkmate")
 
 BATCH_BYTES: Final = 16 << 20
-"""A stream of seeds has about so much: it is copied first, and then sent while training goes on."""
+"""Approximate size of a stream of seeds. It is copied first, then sent while training continues."""
 SEED_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True)
 class SeedSource:
-    """Where seeds come from: this rank's parameters by number, and its optimizer's state of them."""
+    """The source of seeds: this rank's parameters by number, and their optimizer state."""
 
     layout: Layout
     parameters: Sequence[nn.Parameter]
@@ -40,10 +40,11 @@ class SeedSource:
     def copy(
         self, wanted: Sequence[int], ended: threading.Event
     ) -> tuple[int, list[tuple[int, torch.Tensor, Mapping[str, object]]]] | None:
-        """The iteration, and copies of the first of `wanted` as after it; `None` once `ended` is set.
+        """Copy parameters between two steps, all of one iteration and in memory order.
 
-        Each is copied between two steps; where a step comes between two of them, only those before it count.
-        They stand in memory order.
+        Returns:
+            The iteration, and copies of the first parameters of `wanted`: about `BATCH_BYTES`, or less if an
+            optimizer step came between. `None` if `ended` is set.
         """
         copies: list[tuple[int, torch.Tensor, Mapping[str, object]]] = []
         at: int | None = None
@@ -74,7 +75,7 @@ def _copy(value: object) -> object:
 
 
 class Seeder:
-    """A thread that seeds one shadow node. What it lacks is asked for by `want`, as often as it says so."""
+    """A thread that seeds one shadow node. `want` and `give` queue what the node lacks."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Seeder:
         source: SeedSource,
         header: Callable[[int, int], pb.SeedHeader],
     ) -> None:
-        """`header`: what a stream of seeds of (shard, iteration) begins with, but for its parameters."""
+        """Start the thread. `header` returns the header of a stream of seeds, by shard and iteration."""
         self._node = node
         self._stub = stub
         self._source = source
@@ -91,11 +92,11 @@ class Seeder:
         self._wanted: dict[int, dict[int, None]] = {}  # by shard: parameters in order
         self._records: deque[tuple[int, pb.IterationRecord]] = deque()  # each with the shard of its header
         self.given = threading.Event()
-        """Set, under the lock, while no record of `give` is left: all are sent, or given up."""
+        """Set, under the lock, while no record of `give` is left: all were sent, or given up."""
         self.given.set()
         self.given_up = ""
-        """Why records of `give` were given up; empty where none was."""
-        self._failure = ""  # the last stream's
+        """Why records of `give` were given up; empty if none were."""
+        self._failure = ""  # of the last stream
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._call: Any = None
@@ -103,16 +104,16 @@ class Seeder:
         self._thread.start()
 
     def want(self, shard: int, parameters: Iterable[int]) -> None:
-        """Send these, unless they are about to be sent."""
+        """Queue parameters of a shard, unless they are queued already."""
         with self._changed:
             self._wanted.setdefault(shard, {}).update(dict.fromkeys(parameters))
             self._changed.notify_all()
 
     def give(self, shard: int, records: Sequence[pb.IterationRecord]) -> None:
-        """Send these once, each with a header of `shard`, while no parameters are left to be sent.
+        """Queue records to be sent once, each with a header of `shard`, after all queued parameters.
 
-        Parameters go first: without them a node follows nothing. From the first that fails on, records are
-        given up.
+        Parameters come first because a node can't follow without them. If a record fails, it and all that
+        follow are given up.
         """
         if not records:
             return
@@ -123,11 +124,11 @@ class Seeder:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to be sent."""
+        """Whether nothing is queued."""
         return self.given.is_set() and not any(self._wanted.values())
 
     def close(self) -> None:
-        """End the thread, whatever is left."""
+        """End the thread without sending the rest."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
@@ -146,7 +147,7 @@ class Seeder:
                 self._give_one()
 
     def _give_one(self) -> None:
-        """The next record of `give`, if there is one."""
+        """Send the next record of `give`, if there is one."""
         with self._changed:
             if not self._records:
                 return
@@ -162,7 +163,7 @@ class Seeder:
                 self.given.set()
 
     def _send_some(self, shard: int, numbers: Sequence[int]) -> None:
-        """One stream of seeds: as many parameters as a batch has."""
+        """Send one stream of seeds, with a batch of these parameters."""
         copied = self._source.copy(numbers, self._ended)
         if copied is None:
             return
@@ -172,7 +173,7 @@ class Seeder:
         header.parameters.extend(sent)
         again = self._send(header, copies)
         if again is None:
-            self._forget(shard, numbers)  # it asks again when it is back
+            self._forget(shard, numbers)  # the node requests them again when it is back
         else:
             self._forget(shard, [number for number in sent if number not in again])
         if again is None or again:
@@ -181,7 +182,7 @@ class Seeder:
     def _send(
         self, header: pb.SeedHeader, copies: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
     ) -> Sequence[int] | None:
-        """One stream of seeds: what is to come again, or `None` where it failed or the thread is to end."""
+        """Send one stream of seeds. Return the parameters to send again, or `None` on failure."""
         try:
             self._call = self._stub.Seed.future(state.to_seeds(header, copies), timeout=SEED_SECONDS)
             if self._ended.is_set():

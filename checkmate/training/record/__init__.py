@@ -1,1 +1,1 @@
-"""What a rank records of each iteration."""
+"""Builds the step record of each iteration."""

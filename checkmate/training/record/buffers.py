@@ -1,4 +1,4 @@
-"""Copies of what a trainer has beside trained parameters, for the step record: buffers, as they change."""
+"""Copies of buffers and frozen parameters for the step record, as they change."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from checkmate.state import is_frozen_state, name_frozen
 _log: Final = logging.getLogger("checkmate")
 
 EXACT_BYTES: Final = 1 << 20
-"""Buffers up to this size are compared byte by byte: BatchNorm changes its own without counting a version."""
+"""Buffers up to this size are compared by content: BatchNorm changes its own without raising the version."""
 FIRST_BYTES: Final = 4 << 20
-"""So much of what has never been sent goes with one record."""
+"""A record carries about this much of buffers that were never sent."""
 ALL_BYTES: Final = 200 << 20
-"""Buffers and frozen parameters of more than this don't fit into a record: the largest are left out."""
+"""The total that fits into a record; beyond it, the largest buffers and frozen parameters are left out."""
 
 Later = Callable[[], torch.Tensor]
-"""A CPU copy, once it has arrived."""
+"""Returns a CPU copy, once it has arrived."""
 
 
 def copied(tensor: torch.Tensor) -> Later:
-    """A copy of a tensor as it is now; from a CUDA device without waiting for it."""
+    """Copy a tensor as it is now, without waiting for a CUDA device."""
     now = tensor.detach()
     if not now.is_cuda:
         clone = now.clone()
@@ -44,7 +44,7 @@ def copied(tensor: torch.Tensor) -> Later:
 
 
 def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """What a model has beside trained parameters: buffers, and parameters that need no gradient."""
+    """Return a model's buffers and frozen parameters, by name."""
     ignored = ddp.parameters_to_ignore
     frozen = {name: p for name, p in ddp.module.named_parameters() if not p.requires_grad}
     every: dict[str, torch.Tensor] = {**frozen, **dict(ddp.module.named_buffers())}
@@ -54,7 +54,7 @@ def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
 def frozen_state(
     optimizer: torch.optim.Optimizer, trained: Collection[nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's state of parameters that training doesn't reduce, by names of its own."""
+    """Return the optimizer's state of parameters whose gradients are not reduced, named by `name_frozen`."""
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
         name: tensor
@@ -65,7 +65,7 @@ def frozen_state(
 
 
 def state_names(ddp: DistributedDataParallel) -> dict[str, str]:
-    """Each key of the model's `state_dict()`, and the name of its tensor among parameters and buffers."""
+    """Return, by key of the model's `state_dict()`, the name of its tensor among parameters and buffers."""
     tensors = [*ddp.module.named_parameters(), *ddp.module.named_buffers()]
     names = {id(tensor): name for name, tensor in tensors}
     stored = ddp.module.state_dict(keep_vars=True)
@@ -73,7 +73,7 @@ def state_names(ddp: DistributedDataParallel) -> dict[str, str]:
 
 
 def synchronised(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP gives all ranks the first one's buffers."""
+    """Return whether DDP broadcasts the first rank's buffers to all ranks."""
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
 
 
@@ -81,7 +81,7 @@ Find = Callable[[], Mapping[str, torch.Tensor]]
 
 
 def fitting(find: Find, most: int = ALL_BYTES) -> Find:
-    """`find` without the largest, where all would have more than `most` bytes; those are named in the log."""
+    """Return `find`, without the largest tensors if all exceed `most` bytes, and log what is left out."""
     sizes = {name: tensor.nbytes for name, tensor in find().items()}
     without: set[str] = set()
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
@@ -91,8 +91,8 @@ def fitting(find: Find, most: int = ALL_BYTES) -> Find:
     if not without:
         return find
     _log.warning(
-        "buffers and frozen parameters have more than %d MiB: shadow nodes don't keep these, the script has "
-        "to make them itself: %s",
+        "buffers and frozen parameters exceed %d MiB: shadow nodes don't keep these, so the script has to "
+        "restore them itself: %s",
         most >> 20,
         ", ".join(sorted(without)),
     )
@@ -100,11 +100,7 @@ def fitting(find: Find, most: int = ALL_BYTES) -> Find:
 
 
 class Buffers:
-    """Which buffers have changed since they were last sent.
-
-    `everything`: begin with those that never were, a few MiB at a time. Else this rank's buffers are its own,
-    and each record has the small ones, and all that ever changed, `changed` before now among them.
-    """
+    """Finds the buffers that have changed since they were last sent."""
 
     def __init__(
         self,
@@ -113,6 +109,14 @@ class Buffers:
         everything: bool,
         changed: Sequence[str] = (),
     ) -> None:
+        """Look at the buffers for the first time.
+
+        Args:
+            find: Returns the buffers by name.
+            everything: Send all buffers once, a few MiB per record, and then those that change. Otherwise the
+                buffers differ between ranks, and each record has the small ones and all that ever changed.
+            changed: Names of buffers that changed before a restart.
+        """
         self._find = fitting(find)
         self._everything = everything
         self._seen = {name: _seen(name, tensor) for name, tensor in self._find().items()}
@@ -121,18 +125,18 @@ class Buffers:
 
     @property
     def names(self) -> set[str]:
-        """All that are kept: what the model had when the last record was made."""
+        """Names of all buffers kept, as of the last record."""
         return set(self._seen)
 
     def again(self) -> None:
-        """A node has come without them: those that are sent once are sent once more. From any thread."""
+        """Send again those that are sent once: a node joined without them. Callable from any thread."""
         if self._everything:
             self._unsent = list(self._seen)
 
     def all(self, most: int = FIRST_BYTES) -> Iterator[dict[str, Later]]:
-        """Copies of all as they are now, a few at a time: each lot but the last has `most` bytes or more.
+        """Yield copies of all buffers in lots of at least `most` bytes, except for the last.
 
-        `take` gives them all the same: who comes, or is started again, before the first record needs them.
+        `take` returns them nevertheless, because nodes that join before the first record need them.
         """
         lot: dict[str, Later] = {}
         nbytes = 0
@@ -146,7 +150,7 @@ class Buffers:
             yield lot
 
     def take(self) -> dict[str, Later]:
-        """Copies of those that the record has to say."""
+        """Return copies of the buffers that the record must contain."""
         now = self._find()
         changed = self._look(now)
         if self._everything:
@@ -157,14 +161,14 @@ class Buffers:
         return {name: copied(now[name]) for name in sorted(changed)}
 
     def changes(self) -> dict[str, Later]:
-        """Copies of those that have changed since the last look, and of all small ones on a CUDA device."""
+        """Return copies of buffers changed since the last look, and of all small ones on a CUDA device."""
         now = self._find()
         changed = self._look(now)
         self._ever |= changed
         return {name: copied(now[name]) for name in sorted(changed)}
 
     def _look(self, now: Mapping[str, torch.Tensor]) -> set[str]:
-        """The names of those that have changed since the last look."""
+        """Return the names of buffers that have changed since the last look."""
         for gone in self._seen.keys() - now.keys():
             del self._seen[gone]
         changed = set()
@@ -176,7 +180,7 @@ class Buffers:
         return changed
 
     def _first(self, now: Mapping[str, torch.Tensor]) -> set[str]:
-        """Some of those that were never sent."""
+        """Return the names of some buffers that were never sent."""
         chosen: set[str] = set()
         left = FIRST_BYTES
         unsent = self._unsent
@@ -194,12 +198,12 @@ def _seen(name: str, tensor: torch.Tensor) -> _Seen:
 
 
 class _Seen:
-    """A buffer as it was: its bytes if it is `small` and on the CPU, else only its version."""
+    """A buffer's earlier state: its bytes if it is `small` and on the CPU, else only its version."""
 
     def __init__(self, tensor: torch.Tensor, *, small: bool) -> None:
         self._place = (tensor.data_ptr(), tensor._version, tensor.shape)
         self.small = small
-        # To compare on a CUDA device would wait for it: there a small one is always sent.
+        # Comparing would wait for a CUDA device, so a small buffer there is always sent.
         self._copy = tensor.detach().clone() if self.small and not tensor.is_cuda else None
 
     def differs(self, tensor: torch.Tensor) -> bool:

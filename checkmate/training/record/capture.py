@@ -1,4 +1,4 @@
-"""Takes all that a resumed run needs beside parameters and optimizer state, at one moment."""
+"""Copies, at one moment, the state that a resumed run needs besides parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkmate.training.record.scheduler import class_of
 
 @dataclass(frozen=True)
 class Watched:
-    """The objects of a training script that a rank's records are about."""
+    """The objects of a training script that a rank's records describe."""
 
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
@@ -29,7 +29,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class IterationEnd:
-    """What a rank had as an iteration ended. What only the group's first rank says is empty on others."""
+    """A rank's state at the end of an iteration. Fields of the group's first rank are empty on others."""
 
     rng: dict[str, Any]
     extra: Any
@@ -40,7 +40,7 @@ class IterationEnd:
 
 
 class Capture:
-    """Of the objects of a script. `first`: the group's first rank, which speaks for the others."""
+    """Copies the state of a script's objects. `first`: on the group's first rank, with shared state."""
 
     def __init__(self, watched: Watched, buffers: Buffers | None, *, first: bool) -> None:
         self._watched = watched
@@ -48,7 +48,7 @@ class Capture:
         self._first = first
 
     def take(self, *, in_loop: bool = False) -> IterationEnd:
-        """Copies of all but buffers, as they are now. `in_loop`: between two batches of one iterator."""
+        """Copy the current state without buffers. `in_loop`: between two batches of one iterator."""
         watched, first = self._watched, self._first
         return IterationEnd(
             rng=rng.capture(in_loop=in_loop),
@@ -60,10 +60,9 @@ class Capture:
         )
 
     def buffers(self, before: Mapping[str, Later] | None) -> dict[str, Later]:
-        """Copies of the buffers that the iteration's record has to say.
+        """Return copies of the buffers that the iteration's record must contain.
 
-        `before`: what was taken at an earlier moment of the same iteration; only what has changed since then
-        is copied again.
+        `before`: the result of an earlier call in the same iteration; only later changes are copied again.
         """
         if self._buffers is None:
             return {}
@@ -74,5 +73,4 @@ class Capture:
 
 
 def _state_of(thing: Any) -> dict[str, Any] | None:
-    """A scheduler's or scaler's state as it is now."""
     return None if thing is None else copy.deepcopy(thing.state_dict())

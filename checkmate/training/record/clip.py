@@ -1,4 +1,4 @@
-"""Clipping that shadow nodes can repeat: torch's, with the coefficient noted in the step record."""
+"""Gradient clipping that shadow nodes can repeat: torch's, with its coefficient in the step record."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from checkmate.training.attached import AttachedData, attach, attached, detach
 
 Noted = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-"""Told which parameters' gradients were multiplied, and by what."""
+"""Called with the parameters whose gradients were multiplied, and with the factor."""
 
 
 class ClipListener(AttachedData):
-    """Kept at parameters until `close`. `before` is called ahead of each clipping, `noted` after it."""
+    """Attached to parameters until `close`. `before` is called before each clipping, `noted` after it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], before: Callable[[], None], noted: Noted) -> None:
         self.before = before
@@ -24,7 +24,7 @@ class ClipListener(AttachedData):
             attach(parameter, self)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Detach from the parameters."""
         for parameter in self._parameters:
             detach(parameter, self)
 
@@ -36,9 +36,23 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, and the step record says by what gradients were multiplied.
+    """Clip gradients with `torch.nn.utils.clip_grad_norm_`, and note the coefficient in the step record.
 
-    The same arguments, result and bits; without `checkmate.protect` it is torch's and nothing else.
+    The result is the same, bit for bit. Without `checkmate.protect` this is torch's function alone.
+
+    Args:
+        parameters: The parameters whose gradients are clipped, together.
+        max_norm: The largest total norm.
+        norm_type: The order of the norm; `inf` for the maximum norm.
+        error_if_nonfinite: Raise an error if the total norm is not finite.
+        foreach: Use torch's foreach implementation; by default torch decides.
+
+    Returns:
+        The total norm of the gradients before clipping: a scalar tensor.
+
+    Raises:
+        RefusedError: A gradient was changed since DDP's reduction in a way that shadow nodes can't repeat.
+        RuntimeError: The total norm is not finite, with `error_if_nonfinite`.
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     found = {id(listener): listener for p in chosen if (listener := attached(p, ClipListener))}

@@ -1,6 +1,6 @@
-"""Looks, as a run begins, whether what was captured of an iteration changes before the next forward.
+"""Checks at the beginning of a run whether captured state changes before the next forward.
 
-Nobody says where such an iteration ends, so a change may belong to it, and a resumed run would lack it.
+Without marks, such a change may belong to the iteration before it, and a resumed run would lack it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from checkmate.training.record.capture import IterationEnd, Watched
 _log: Final = logging.getLogger("checkmate")
 
 CHECKED: Final = 4
-"""So many iterations are looked at: it costs a copy of the state, and waits for a CUDA device."""
+"""The number of iterations checked. Each check copies the state and waits for a CUDA device."""
 SAMPLED: Final = 4096
-"""Of a buffer or frozen parameter, so many elements are looked at, evenly spread."""
+"""The number of elements compared per buffer or frozen parameter, evenly spread."""
 
 
 class DriftWatch:
-    """Of the group's first rank: the other ranks run the same script. Warns once."""
+    """Warns once. Only the group's first rank has one, because all ranks run the same script."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -33,7 +33,7 @@ class DriftWatch:
         self._captured: dict[str, Any] | None = None
 
     def note(self, end: IterationEnd) -> None:
-        """This was captured now; an earlier capture of the same iteration counts no more."""
+        """Note a capture, in place of an earlier one of the same iteration."""
         if self._left:
             self._captured = {
                 "extra()": end.extra,
@@ -43,11 +43,11 @@ class DriftWatch:
             }
 
     def forget(self) -> None:
-        """The script says itself where its iterations end."""
+        """Stop checking: the script marks where its iterations end."""
         self._captured, self._left = None, 0
 
     def check(self, iteration: int) -> None:
-        """The next forward begins: warn if something has changed since the capture."""
+        """Warn, as the next forward begins, if something has changed since the capture."""
         captured, self._captured = self._captured, None
         if captured is None:
             return
@@ -57,9 +57,9 @@ class DriftWatch:
         if changed:
             self._left = 0
             _log.warning(
-                "iteration %d: %s changed between the optimizer's or scheduler's step, where it was "
+                "iteration %d: %s changed between the optimizer's or scheduler's step, when it was "
                 "captured, and the next forward. If that change belongs to the iteration, a resumed run "
-                "lacks it. Name the end of iterations by `for batch in protection.steps(loader)`, or by "
+                "lacks it. Mark the end of iterations with `for batch in protection.steps(loader)`, or with "
                 "protection.mark() as the last statement of the loop (docs/training.md)",
                 iteration,
                 _listed(changed),
@@ -79,13 +79,13 @@ class DriftWatch:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements of a tensor, copied to the CPU."""
+    """Copy some elements of a tensor to the CPU."""
     flat = tensor.detach().resolve_conj().reshape(-1)
     return flat[:: max(flat.numel() // SAMPLED, 1)].to("cpu", copy=True).contiguous()
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two plain states (see `checkmate.state.dumps`) are equal, tensors to the last bit."""
+    """Return whether two plain states (see `checkmate.state.dumps`) are equal, tensors bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

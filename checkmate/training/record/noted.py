@@ -1,4 +1,4 @@
-"""One iteration as a rank has noted it, until it is a message."""
+"""One iteration as a rank has noted it, before it becomes a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkmate.training.record.windows import Copy, Window
 
 @dataclass
 class Scaled:
-    """Gradients were multiplied (or divided, by a fused optimizer) by a factor."""
+    """A multiplication of gradients by a factor (or a division, by a fused optimizer)."""
 
     kind: pb.Scaling.Kind.ValueType
     factor: torch.Tensor
@@ -25,18 +25,18 @@ class Scaled:
 
 @dataclass
 class Noted:
-    """One iteration of one rank. What only the group's first rank says is empty on others."""
+    """One iteration of one rank. Fields that only the group's first rank records are empty on others."""
 
     iteration: int
     ends: Mapping[tuple[int, int], int]
     rng: dict[str, Any]
     extra: Any
     stepped: bool = False
-    marked: bool = False  # the script has said where it ends,
-    settled: bool = False  # and come there
-    left: bool = False  # by leaving its loop over batches
+    marked: bool = False  # the script has marked its end
+    settled: bool = False  # ... and has reached it
+    left: bool = False  # ... by leaving its loop over batches
     last: bool = False
-    infinite: Sequence[torch.Tensor] = ()  # not zero: the scaler made the optimizer skip
+    infinite: Sequence[torch.Tensor] = ()  # if one is not zero, the scaler made the optimizer skip
     options: list[str] = field(default_factory=list)
     next_options: list[str] = field(default_factory=list)
     without_gradient: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Noted:
     buffers: dict[str, Later] | None = None  # not captured yet
 
     def ends_with(self, end: IterationEnd) -> None:
-        """This is what there was when it ended, for all that is known by now."""
+        """Set the state at the iteration's end, in place of an earlier one."""
         self.rng, self.extra = end.rng, end.extra
         self.next_options = end.next_options
         self.scheduler, self.scaler = end.scheduler, end.scaler
@@ -57,9 +57,9 @@ class Noted:
 
     @property
     def over(self) -> bool:
-        """Whether its optimizer has stepped, or was kept from it by a scaler."""
+        """Whether its optimizer has stepped, or was made to skip by a scaler."""
         return self.stepped or bool(self.infinite)
 
     def skipped(self) -> bool:
-        """Whether parameters are what they were; waits for a CUDA device."""
+        """Return whether parameters did not change. Waits for a CUDA device."""
         return not self.stepped or any(bool(found.item()) for found in self.infinite)

@@ -1,4 +1,4 @@
-"""Makes messages of what a rank has noted, and hands them to its lines to shadow nodes: in the background."""
+"""Turns noted iterations into messages and passes them to the lines to shadow nodes, in the background."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001
 _DEPARTED_POLL_SECONDS: Final = 0.0002
 DEPARTURE_SECONDS: Final = 0.25
-"""How long a step waits until the record before it has left this process."""
+"""How long a step waits for the record before it to leave this process."""
 
 
 class RecordSink(Protocol):
-    """Where records go."""
+    """A destination of records."""
 
     def send(self, iteration: int, data: bytes) -> None:
-        """Queue an iteration's part, serialized."""
+        """Queue an iteration's serialized part."""
 
     def departed(self, iteration: int) -> bool:
-        """Whether it has left this process, or can't for now: the node is away."""
+        """Return whether it has left this process, or can't for now because the node is away."""
         ...
 
 
 @dataclass(frozen=True)
 class Author:
-    """Whose records they are: the fields that all parts have, and the boundary's side."""
+    """The author of records: the fields that all parts share, and the boundary's side."""
 
     job: str
     incarnation: int
@@ -48,7 +48,7 @@ class Author:
 
 
 def to_part(author: Author, noted: Noted) -> pb.RecordPart:
-    """A rank's part of an iteration's record. `StateError` where `extra` can't be kept."""
+    """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored."""
     part = pb.RecordPart(
         job=author.job,
         incarnation=author.incarnation,
@@ -94,7 +94,7 @@ def _step(noted: Noted) -> pb.Step:
 
 
 class Publisher:
-    """A thread that publishes iterations in order, each once the switch has had all of its bytes."""
+    """A thread that publishes iterations in order, each once the switch has seen all of its bytes."""
 
     def __init__(
         self,
@@ -108,25 +108,24 @@ class Publisher:
         self._passed = passed
         self._on_fault = on_fault
         self.newest: int | None = None
-        """The last iteration that was published."""
+        """The last iteration published."""
         self._put = -1
-        self._slow: list[RecordSink] = []
-        """Nodes for which nothing is waited for."""
+        self._slow: list[RecordSink] = []  # nodes for which steps do not wait
         self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
     def put(self, noted: Noted) -> None:
-        """Publish this; never waits."""
+        """Publish an iteration, without blocking."""
         self._put = noted.iteration
         self._queue.put(noted)
 
     def await_departed(self) -> None:
-        """Wait until all that was put has left this process, so that its death loses none of it.
+        """Wait until all iterations put have left this process, so that its death does not lose any.
 
-        That has long been so, unless iterations take a few milliseconds. For a node that takes nothing,
-        `DEPARTURE_SECONDS` are waited once.
+        This blocks only if iterations take just a few milliseconds. For a node that does not accept records
+        it waits `DEPARTURE_SECONDS` once.
         """
         deadline = time.monotonic() + DEPARTURE_SECONDS
         while self._behind(self._put):
@@ -138,7 +137,7 @@ class Publisher:
             time.sleep(_DEPARTED_POLL_SECONDS)
 
     def _behind(self, iteration: int) -> bool:
-        """Whether an iteration has not left for all nodes that take what they are sent."""
+        """Return whether some node that accepts records has not been sent an iteration."""
         if iteration < 0:
             return False
         self._slow = [sink for sink in self._slow if not sink.departed(iteration)]
@@ -146,7 +145,7 @@ class Publisher:
         return self.newest != iteration or not all(sink.departed(iteration) for sink in swift)
 
     def close(self, timeout: float) -> None:
-        """Publish what is queued, as far as `timeout` seconds allow, and end the thread."""
+        """Publish queued iterations for up to `timeout` seconds, and end the thread."""
         self._queue.put(None)
         self._thread.join(timeout)
         self._ended.set()
@@ -158,12 +157,12 @@ class Publisher:
                 data = to_part(self._author, noted).SerializeToString()
                 if len(data) > MESSAGE_BYTES:
                     raise state.StateError(
-                        f"the step record of iteration {noted.iteration} has {len(data) >> 20} MiB, and may "
-                        f"have {MESSAGE_BYTES >> 20}: let extra() give less"
+                        f"the step record of iteration {noted.iteration} has {len(data) >> 20} MiB, but the "
+                        f"limit is {MESSAGE_BYTES >> 20} MiB: have extra() return less"
                     )
                 if not self._await_passed(noted):
                     return
-            except Exception as error:  # noqa: BLE001 - training has to learn of it, whatever it is
+            except Exception as error:  # noqa: BLE001 - the training thread raises it
                 self._on_fault(error)
                 return
             for sink in self._sinks:
@@ -171,10 +170,10 @@ class Publisher:
             self.newest = noted.iteration
 
     def _await_passed(self, noted: Noted) -> bool:
-        """Wait until the next rank has acknowledged what was tagged: then the switch has had it."""
+        """Wait until the next rank has acknowledged all tagged bytes, so that the switch has seen them."""
         while not self._passed(noted.ends):
             if self._ended.is_set():
-                _log.warning("iteration %d: not all of it had left when training ended", noted.iteration)
+                _log.warning("iteration %d was not sent completely when training ended", noted.iteration)
                 return False
             time.sleep(_POLL_SECONDS)
         return True

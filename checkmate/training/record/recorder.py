@@ -1,6 +1,6 @@
-"""What a rank notes of each iteration: what its optimizer was about to do, and all that a resumed run needs.
+"""Notes each iteration of a rank: the optimizer's step, and the state that a resumed run needs.
 
-Hooks on DDP, the optimizer and the scaler only note; a thread of `publish` makes a message of it.
+Hooks on DDP, the optimizer and the scaler only take notes; a thread of `publisher` turns them into messages.
 """
 
 from __future__ import annotations
@@ -33,28 +33,26 @@ _log: Final = logging.getLogger("checkmate")
 
 
 class PendingFault:
-    """What a background thread has found; the script's next step raises it."""
+    """An error in a background thread, which the script's next step raises."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
     def set(self, error: Exception) -> None:
-        """From any thread."""
+        """Store the error. Callable from any thread."""
         self.error = error
 
     def check(self) -> None:
-        """Raise what was found."""
+        """Raise the error, if there is one."""
         if self.error is not None:
             raise self.error
 
 
 class Recorder:
-    """Notes iterations, from hooks that it registers; `emit` gets each once the next forward has begun.
+    """Notes iterations through hooks that it registers.
 
-    All that an iteration ends with is captured at one moment: where the script says so, by `mark`. If it
-    never does, at the end of the optimizer's step, and again of what scaler and scheduler do after that.
-
-    `slices`: the group's first rank's, which also says what the optimizer does; `None` on others.
+    The state at the end of an iteration is captured at one moment: when the script calls `mark`. If it never
+    does, the state is captured after the optimizer's step, and again after steps of scaler and scheduler.
     """
 
     def __init__(
@@ -69,7 +67,20 @@ class Recorder:
         buffers: Buffers | None = None,
         await_departed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`await_departed` returns once what was emitted before can't be lost with this process."""
+        """Register the hooks.
+
+        Args:
+            watched: The script's objects.
+            names: The trained parameters by name, in the layout's order.
+            steps: Locks parameters during the optimizer's step.
+            emit: Called with each iteration once the next forward has begun.
+            stream_ends: Returns the ends of the streams at the end of an iteration.
+            fault: Errors of background threads.
+            slices: Selects slices to compare, on the group's first rank, which also records the optimizer's
+                step; `None` on other ranks.
+            buffers: The buffers to record, if any.
+            await_departed: Returns once this process's death can't lose iterations emitted before.
+        """
         self._await_departed = await_departed
         self._watched = watched
         self._steps = steps
@@ -90,7 +101,7 @@ class Recorder:
             self._undo = undo.pop_all()
 
     def _register(self, undo: ExitStack) -> None:
-        """Have the script's objects tell us what becomes of them; `undo` takes that back."""
+        """Register hooks on the script's objects; `undo` removes them."""
         watched = self._watched
         if watched.scaler is not None:
             undo.callback(ScalerWatch(watched.scaler, watched.optimizer, self).remove)
@@ -105,22 +116,22 @@ class Recorder:
         undo.callback(clip.ClipListener(self._parameters, self.check_gradients, self._clipped).close)
 
     def reduced(self, iteration: int) -> None:
-        """DDP has finished an iteration's backward: gradients are what shadow nodes get."""
+        """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         if self._open is not None:
             self._finish(self._open)
-        end = self._capture.take()  # of an iteration that gets neither step nor mark
+        end = self._capture.take()  # in case the iteration gets neither a step nor a mark
         self._open = Noted(iteration, self._stream_ends(iteration), end.rng, end.extra)
         self._open.ends_with(end)
         self._checks.gradients.start()
 
     def marks(self) -> None:
-        """The script says from now on, by `mark`, where its iterations end."""
+        """Expect a `mark` at the end of each iteration from now on."""
         self._marking = True
         if self._drift is not None:
             self._drift.forget()
 
     def mark(self, *, in_loop: bool = False, left: bool = False) -> None:
-        """The open iteration ends here, if there is one; a later mark before the next forward counts instead.
+        """End the open iteration here, if there is one. A later mark before the next forward replaces it.
 
         `in_loop`: as in `Capture.take`. `left`: the script has left its loop, and may have left the iteration
         half-way.
@@ -132,10 +143,10 @@ class Recorder:
             self._end_here(noted, in_loop=in_loop)
 
     def close(self, last: bool) -> None:
-        """Note no more. `last`: the iteration that is open is over, if its optimizer has stepped or skipped.
+        """Remove the hooks. `last`: the open iteration is complete if its optimizer has stepped or skipped.
 
-        After an error it may lack its step, or what follows that: then nobody may resume from it, unless the
-        script had come to its end. Calling it again does nothing.
+        After an error it may lack its step or later changes. Then it is not emitted, unless the script had
+        marked its end. Calling it again has no effect.
         """
         noted = self._open
         if noted is not None and (last or noted.settled) and not self._lacks_step(noted):
@@ -150,24 +161,24 @@ class Recorder:
         self._undo.close()
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
-        """The scaler has unscaled all gradients."""
+        """Note that the scaler has unscaled all gradients."""
         if self._open is not None:
             self._open.scaled.append(Scaled(kind, factor))
             self._checks.gradients.note()
 
     def scaler_stepped(self, infinite: Sequence[torch.Tensor]) -> None:
-        """`scaler.step()` has returned; where it found an infinity, the optimizer has skipped."""
+        """Note that `scaler.step()` has returned; if it found an infinity, the optimizer has skipped."""
         if self._open is not None:
             self._open.infinite = infinite
         self.moved_on()
 
     def moved_on(self) -> None:
-        """Scaler or scheduler have done something that may be the last of the open iteration."""
+        """Capture again: scaler or scheduler have changed, and the open iteration may end here."""
         if self._open is not None and not self._marking:
             self._end_here(self._open)
 
     def check_gradients(self) -> None:
-        """`RefusedError` where gradients were changed by what the record can't say."""
+        """Raise `RefusedError` if gradients were changed in a way that the record can't express."""
         if self._open is not None:
             self._checks.check_gradients()
 
@@ -177,12 +188,12 @@ class Recorder:
         ids = {id(p) for p in parameters}
         chosen = sorted(self._numbers[id(p)] for p in parameters if id(p) in self._numbers)
         if ids >= self._stepped_ids and len(chosen) == len(set(chosen)):
-            chosen = []  # all; who is named twice, as tied weights may be, is multiplied twice
+            chosen = []  # all; parameters named twice, such as tied weights, are multiplied twice
         self._open.scaled.append(Scaled(pb.Scaling.CLIP, coefficient, chosen))
         self._checks.gradients.note()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        """A forward that trains ends the iteration before it, unless a mark may come still."""
+        """End the iteration before a training forward, unless a mark may still follow."""
         if not (module.training and torch.is_grad_enabled()):
             return
         check_even(self._watched.ddp)
@@ -203,8 +214,8 @@ class Recorder:
         noted = self._open
         if noted is None or noted.stepped:
             raise RefusedError(
-                "optimizer.step() without a backward of its own: each step comes after one synchronising "
-                "backward (of those accumulated with no_sync, the last) and before the next forward"
+                "optimizer.step() without a backward of its own: each step must follow one synchronising "
+                "backward (the last of those accumulated with no_sync) and precede the next forward"
             )
         self._checks.check(arguments, keywords)
         if self._slices is not None:
@@ -230,7 +241,7 @@ class Recorder:
             self._steps.end(noted.iteration)
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
-        """Capture what the iteration ends with, in place of what was captured earlier."""
+        """Capture the state at the iteration's end, in place of an earlier capture."""
         end = self._capture.take(in_loop=in_loop)
         noted.ends_with(end)
         noted.buffers = self._capture.buffers(noted.buffers)
@@ -249,21 +260,21 @@ class Recorder:
         self._emit(noted)
 
     def _mark_missed(self, noted: Noted) -> None:
-        """What there was at the forward that followed counts; until the next mark, the optimizer's step."""
+        """Use the state at the next forward; until the next mark, capture after the optimizer's step."""
         if noted.buffers is None:
             self._end_here(noted)
         self._marking = False
         if not self._missed:
             self._missed = True
             _log.warning(
-                "iteration %d ended without protection.mark(), though an earlier one had it: a run resumed "
-                "here may differ. Call it at the end of every iteration, or use protection.steps(loader) "
-                "around the loop of which each pass is an iteration",
+                "iteration %d ended without protection.mark(), although an earlier one had it: a run resumed "
+                "here may differ. Call it at the end of every iteration, or use protection.steps(loader) in "
+                "the loop over batches",
                 noted.iteration,
             )
 
     def _passed_over(self, noted: Noted) -> None:
-        """No step came. Gradients that stay would be lost to a run that resumes here."""
+        """Unlock an iteration without a step; warn if it leaves gradients, which a resumed run would lack."""
         self._steps.end(noted.iteration)
         if self._lacks_step(noted) and not self._accumulated:
             self._accumulated = True
@@ -274,5 +285,5 @@ class Recorder:
             )
 
     def _lacks_step(self, noted: Noted) -> bool:
-        """Whether gradients wait for a step that hasn't come."""
+        """Return whether there are gradients that no step has used."""
         return not noted.over and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)

@@ -1,4 +1,4 @@
-"""The random generators of a rank: what they were when an iteration ended, and how they are set again."""
+"""Captures a rank's random generators at the end of an iteration, and sets them again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def capture(*, in_loop: bool = False) -> dict[str, Any]:
-    """The state of torch's, the CUDA device's, Python's and NumPy's generators, as they give it.
+    """Return the states of the generators of torch, the CUDA device, Python and NumPy.
 
-    `in_loop`: an iterator over batches is there already. One that is made anew must not move them.
+    `in_loop`: an iterator over batches exists, so that creating one in a resumed run must not advance them.
     """
     return {
         "torch": torch.get_rng_state(),
@@ -24,7 +24,7 @@ def capture(*, in_loop: bool = False) -> dict[str, Any]:
 
 
 def install(state: dict[str, Any]) -> None:
-    """Set all generators to what `capture` found, and `state.load_generators` gave back."""
+    """Set all generators to a state from `capture`, as `state.load_generators` returns it."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""Follows a GradScaler: by what it unscales gradients, and whether it lets the optimizer step."""
+"""Follows a GradScaler: the factor by which it unscales gradients, and whether it lets the optimizer step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from checkmate.rpc import shadow_pb2 as pb
 
 
 class ScalerListener(Protocol):
-    """Whom a scaler's doings are told."""
+    """The calls that a followed scaler causes."""
 
     def check_gradients(self) -> None:
-        """Called before gradients are unscaled."""
+        """Check gradients before they are unscaled."""
 
     def scaled(self, kind: pb.Scaling.Kind.ValueType, factor: torch.Tensor) -> None:
-        """They are."""
+        """Note that gradients were unscaled."""
 
     def scaler_stepped(self, infinite: Sequence[torch.Tensor]) -> None:
-        """`step` has returned; an infinity was found where one of these isn't zero."""
+        """Note that `step` has returned; it found an infinity if one of these is not zero."""
 
     def moved_on(self) -> None:
-        """`update` has returned."""
+        """Note that `update` has returned."""
 
 
 class ScalerWatch:
-    """Wraps `unscale_`, `step` and `update` of one GradScaler; it has no hooks of its own."""
+    """Wraps `unscale_`, `step` and `update` of one GradScaler, because GradScaler does not have hooks."""
 
     def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer, listener: ScalerListener) -> None:
         self._scaler = scaler
@@ -39,11 +39,11 @@ class ScalerWatch:
         scaler.unscale_, scaler.step, scaler.update = self.unscale_, self.step, self.update
 
     def remove(self) -> None:
-        """Give the scaler its own methods back."""
+        """Restore the scaler's own methods."""
         del self._scaler.unscale_, self._scaler.step, self._scaler.update
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """`GradScaler.unscale_`, noted."""
+        """Call `GradScaler.unscale_` and note it."""
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
             self._unscale(optimizer)
             return
@@ -54,22 +54,22 @@ class ScalerWatch:
         self._listener.scaled(pb.Scaling.UNSCALE, factor)
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> float | None:
-        """`GradScaler.step`, noted. A fused optimizer unscales by itself, and skips by itself."""
+        """Call `GradScaler.step` and note it. A fused optimizer unscales and skips by itself."""
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
             return self._passed(self._step(optimizer, *arguments, **keywords))
-        # As the scaler knows it: a script may unscale and then not step.
+        # From the scaler, because a script may unscale and then not step.
         self._unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
         scale = self._scaler._scale.clone()
         result = self._step(optimizer, *arguments, **keywords)
         if not self._unscaled:
             self._listener.scaled(pb.Scaling.FUSED, scale)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        # Cloned, for update() adds other optimizers' findings to the first of these.
+        # Cloned because update() adds other optimizers' findings to the first of these.
         self._listener.scaler_stepped([one.clone() for one in found.values()])
         return self._passed(result)
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
-        """`GradScaler.update`, noted."""
+        """Call `GradScaler.update` and note it."""
         self._update(*arguments, **keywords)
         self._listener.moved_on()
 

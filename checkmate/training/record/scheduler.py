@@ -1,4 +1,4 @@
-"""Follows a learning rate scheduler: says what it is, and when it has stepped."""
+"""Follows a learning rate scheduler: reports its class and its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkmate.training.errors import RefusedError
 
 
 def class_of(scheduler: Any) -> str:
-    """`StepLR`, or `SequentialLR(LinearLR, StepLR)`; empty of none."""
+    """Return a name such as `StepLR` or `SequentialLR(LinearLR, StepLR)`; empty for `None`."""
     if scheduler is None:
         return ""
     within = ", ".join(class_of(one) for one in getattr(scheduler, "_schedulers", ()))
@@ -17,9 +17,9 @@ def class_of(scheduler: Any) -> str:
 
 
 class SchedulerWatch:
-    """Gives one scheduler a class of its own, whose `step` is noted; it has no hooks of its own.
+    """Gives one scheduler a subclass whose `step` calls `on_step`, because schedulers do not have hooks.
 
-    An attribute `step` would do, but schedulers put all their attributes into their `state_dict()`.
+    An attribute `step` would appear in the scheduler's `state_dict()`.
     """
 
     def __init__(self, scheduler: Any, on_step: Callable[[], None]) -> None:
@@ -34,17 +34,17 @@ class SchedulerWatch:
             return result
 
         def reduce(itself: Any, protocol: Any) -> Any:
-            """A copy or a pickle is of the original class."""
+            """Give copies and pickles the original class."""
             _, _, *rest = kind.__reduce_ex__(itself, protocol)
             return object.__new__, (kind,), *rest
 
         alike = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        told = type(kind.__name__, (kind,), {**alike, "step": step, "__reduce_ex__": reduce})
+        followed = type(kind.__name__, (kind,), {**alike, "step": step, "__reduce_ex__": reduce})
         try:
-            scheduler.__class__ = told
-        except TypeError as error:  # it has slots, or is no Python object
+            scheduler.__class__ = followed
+        except TypeError as error:  # it has slots, or is implemented in C
             raise RefusedError(f"scheduler= is a {kind.__name__}, which can't be followed: {error}") from None
 
     def remove(self) -> None:
-        """Give the scheduler its own class back."""
+        """Restore the scheduler's own class."""
         self._scheduler.__class__ = self._kind

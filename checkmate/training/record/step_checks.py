@@ -1,4 +1,4 @@
-"""Whether a step is one that shadow nodes can repeat: nothing has changed but by what records say."""
+"""Checks that shadow nodes can repeat a step: all changes since the last one are in the step record."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from checkmate.training.record.windows import Copy, Slices, Window
 
 
 class StepChecks:
-    """Of one optimizer and the parameters that DDP averages, by name.
+    """Checks one optimizer and, by name, the parameters whose gradients DDP averages.
 
-    `slices`: the group's first rank's, which looks at parameters for the others; `None` on others.
+    `slices`: selects parameters to check, on the group's first rank; `None` on other ranks.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class StepChecks:
         self._parameters = None if slices is None else ParameterWatch(slices, on_host=on_host)
 
     def check(self, arguments: Any, keywords: Any) -> None:
-        """`RefusedError` unless the optimizer may step, called with these."""
+        """Raise `RefusedError` unless the optimizer may step with these arguments."""
         if len(arguments) > 1 or keywords.get("closure") is not None:
             raise RefusedError("optimizer.step(closure) can't be followed: call backward() before step()")
         if self._group_ids() != self._groups:
@@ -43,31 +43,32 @@ class StepChecks:
         self.check_gradients()
 
     def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
-        """The optimizer has stepped, and left these."""
+        """Note these windows of parameters after the optimizer has stepped."""
         self.gradients.forget()
         if self._parameters is not None:
             self._parameters.stepped(taken)
 
     def check_gradients(self) -> None:
-        """`RefusedError` where gradients were changed by what the record can't say."""
+        """Raise `RefusedError` if gradients were changed in a way that the record can't express."""
         changed = self.gradients.changed()
         if changed:
             raise RefusedError(
                 f"the gradient of {changed[0]} was changed between DDP's reduction and the optimizer's step, "
-                "and shadow nodes can't know how: clip with checkmate.clip_grad_norm_, give "
-                "checkmate.protect the GradScaler as scaler=, and make other changes before the reduction, "
-                "in the loss or by Tensor.register_hook on parameters"
+                "and shadow nodes can't know how: clip with checkmate.clip_grad_norm_, pass the GradScaler "
+                "to checkmate.protect as scaler=, and make other changes before the reduction, in the loss "
+                "or with Tensor.register_hook on parameters"
             )
 
     def _check_parameters(self) -> None:
-        """`RefusedError` if a parameter isn't what the optimizer's last step left."""
+        """Raise `RefusedError` if a parameter has changed since the optimizer's last step."""
         changed = self._parameters.changed() if self._parameters is not None else []
         if changed:
             raise RefusedError(
                 f"parameter {self._names[changed[0]]} was changed between two steps, and not by the "
-                "optimizer: shadow nodes can't know how. Have the model compute in its forward what follows "
-                "from a parameter (torch.nn.utils.parametrize), and the loss or the optimizer's options pull "
-                "on it. To load other weights, close the protection, and protect the model in a new DDP"
+                "optimizer: shadow nodes can't know how. Compute values derived from a parameter in the "
+                "model's forward (torch.nn.utils.parametrize), and constrain parameters through the loss or "
+                "the optimizer's options. To load other weights, close the protection, and protect the model "
+                "in a new DDP"
             )
 
     def _group_ids(self) -> list[list[int]]:
@@ -75,9 +76,10 @@ class StepChecks:
 
 
 def check_even(ddp: DistributedDataParallel) -> None:
-    """`RefusedError` within `ddp.join()`, and after it: DDP stays prepared for ranks without a batch."""
+    """Raise `RefusedError` during and after `ddp.join()`: DDP stays prepared for ranks without a batch."""
     if ddp._join_config.enable:
         raise RefusedError(
             "ddp.join() is for ranks that run out of batches, but each rank of a protected model trains in "
-            "every iteration: give all ranks as many batches (DistributedSampler does), and leave it out"
+            "every iteration: give all ranks the same number of batches, as DistributedSampler does, and "
+            "remove it"
         )

@@ -1,10 +1,10 @@
-"""Tells whether gradients were changed between DDP's reduction and the optimizer's step (design, section 7).
+"""Detects changes of gradients between DDP's reduction and the optimizer's step (design, section 7).
 
-And whether parameters were, between two steps.
+It also detects changes of parameters between two steps.
 
-Samples of the bytes, not `Tensor._version`: that misses changes made through `.data` or NumPy, and counts
-some that change nothing, such as clipping what needs no clipping. In host memory the samples themselves are
-compared, on a CUDA device their sums.
+It compares samples of the bytes instead of `Tensor._version`, which misses changes made through `.data` or
+NumPy, and counts operations without effect, such as clipping of small gradients. In host memory the samples
+themselves are compared, on a CUDA device their sums.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from checkmate.wire.layout import dim_order
 
 SAMPLE_BYTES: Final = 16 * 1024
 SAMPLED: Final = 8
-"""So many parameters' gradients an iteration are looked at, in rotation: each a sample, at a place that moves
-too; and so many windows of parameters.
-"""
+"""The number of gradients sampled per iteration, in rotation, and of windows of parameters."""
 
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class GradientWatch:
-    """Looks with `note`, and again with `changed`; on a CUDA device the answer comes an iteration late.
+    """Samples gradients in `note`, and again in `changed`; on a CUDA device, results are an iteration late.
 
-    A change to all gradients, as by scaling or clipping, is seen at once; one to a single parameter's when
-    its turn comes.
+    It detects a change of all gradients, such as scaling or clipping, at once, and a change of a single one
+    when the rotation reaches it.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -46,7 +44,7 @@ class GradientWatch:
         self._late: list[tuple[list[str], torch.Tensor, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """A new iteration: choose what to look at, and note it."""
+        """Choose the gradients to sample in a new iteration, and note them."""
         count = len(self._parameters)
         first = self._round * SAMPLED
         self._round += 1
@@ -56,18 +54,18 @@ class GradientWatch:
         self.note()
 
     def note(self) -> None:
-        """What the gradients are now is right."""
+        """Accept the gradients as they are now."""
         if self._on_host:
             self._noted = [sample.copy() for sample in self._samples]
         elif self._samples:
             self._sums = self._sum()
 
     def forget(self) -> None:
-        """Hold no gradient any longer; nothing is looked at until `start`."""
+        """Release all gradients, and check nothing until `start`."""
         self._names, self._samples, self._noted, self._sums = [], [], [], None
 
     def changed(self) -> list[str]:
-        """The names of parameters whose gradients aren't what was noted; on CUDA, those of the last call."""
+        """Return the names of parameters whose gradients were changed; on CUDA, as of the last call."""
         if self._on_host:
             pairs = zip(self._names, self._samples, self._noted, strict=True)
             return [name for name, sample, noted in pairs if sample.copy() != noted]
@@ -77,7 +75,7 @@ class GradientWatch:
         return self._on_cuda(differs) if differs.is_cuda else _named(self._names, differs)
 
     def _on_cuda(self, differs: torch.Tensor) -> list[str]:
-        """Queue the answer, without waiting for the device; give those that have arrived."""
+        """Queue the result without waiting for the device; return those that have arrived."""
         arrived = [entry for entry in self._late if entry[2].query()]  # type: ignore[no-untyped-call]
         self._late = self._late[len(arrived) :]  # they arrive in order
         host = torch.empty(differs.shape, dtype=torch.bool, pin_memory=True)
@@ -92,52 +90,52 @@ class GradientWatch:
 
 
 class ParameterWatch:
-    """Tells whether something else than the optimizer changed parameters, of which records have windows.
+    """Detects changes of parameters by something other than the optimizer.
 
-    Of these it looks at `SAMPLED`, in rotation. Not `on_host`, the answer comes a step late: nothing waits
-    for a CUDA device.
+    It compares `SAMPLED` of a record's windows, in rotation. Unless `on_host`, results are a step late, so
+    that nothing waits for a CUDA device.
     """
 
     def __init__(self, slices: Slices, *, on_host: bool) -> None:
         self._slices = slices
         self._on_host = on_host
         self._round = 0
-        self._left: list[tuple[Window, Copy]] = []  # by the last step
+        self._left: list[tuple[Window, Copy]] = []  # after the last step
         self._late: list[tuple[Window, Copy, Copy]] = []
 
     def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
-        """The optimizer has left these."""
+        """Note windows as the optimizer has left them."""
         taken = [one for one in taken if not one[0].state]
         self._round += 1
         first = self._round * SAMPLED
         self._left = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
 
     def changed(self) -> list[int]:
-        """The numbers of parameters that aren't what the last step left; not on host, the one before it."""
+        """Return the numbers of parameters changed since the last step; not on host: since the one before."""
         now = [(window, then, self._slices.copy(window)) for window, then in self._left]
         looked_at, self._late = (now, []) if self._on_host else (self._late, now)
         return [window.parameter for window, then, copy in looked_at if not _same_bits(then(), copy())]
 
 
 def _same_bits(one: object, other: object) -> bool:
-    """Of flat tensors of one type."""
+    """Return whether two flat tensors of one type are equal, bit for bit."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         raise TypeError("parameters are tensors")
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 class _Sample:
-    """A window of a parameter's gradient; its place follows the round."""
+    """A window of a parameter's gradient, at a place that depends on the round."""
 
     def __init__(self, parameter: nn.Parameter, round_: int) -> None:
         self._parameter = parameter
         self._round = round_
-        self._seen: torch.Tensor | None = None  # the gradient whose memory `_bytes` is,
-        self._where: tuple[int, tuple[int, ...]] = (0, ())  # while it lies here
+        self._seen: torch.Tensor | None = None  # the gradient whose memory `_bytes` shows
+        self._where: tuple[int, tuple[int, ...]] = (0, ())  # address and strides of that gradient
         self._bytes = memoryview(b"")
 
     def copy(self) -> bytes:
-        """Its bytes, in host memory; none where there is no gradient."""
+        """Return its bytes in host memory; empty without a gradient."""
         gradient = self._parameter.grad
         if gradient is None:
             return b""
@@ -145,12 +143,12 @@ class _Sample:
         if self._seen is not gradient or self._where != where:
             flat = _flat(self._parameter, gradient)
             self._bytes = bytes_of(self._window(flat))
-            self._seen = gradient if flat.data_ptr() == gradient.data_ptr() else None  # a copy never changes
+            self._seen = gradient if flat.data_ptr() == gradient.data_ptr() else None  # a copy is stale later
             self._where = where
         return self._bytes.tobytes()
 
     def sum(self) -> torch.Tensor:
-        """The sum of its bytes, as int64."""
+        """Return the sum of its elements' bits as integers, as int64."""
         gradient = self._parameter.grad
         if gradient is None or not gradient.numel():
             return torch.zeros((), dtype=torch.int64, device=self._parameter.device)
@@ -169,7 +167,7 @@ def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
 
 
 def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient in its parameter's memory order: in place if the gradient lies so too."""
+    """Return a gradient's elements in its parameter's memory order: a view if the gradient has that order."""
     ordered = in_memory_order(gradient.detach(), dim_order(parameter.shape, parameter.stride()))
     if ordered.is_contiguous():  # dimensions of size 1 may have any stride
         return ordered.as_strided((ordered.numel(),), (1,))

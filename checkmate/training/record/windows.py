@@ -1,4 +1,4 @@
-"""Windows that go round parameters and their optimizer state: copies for the record, to be compared."""
+"""Windows that rotate over parameters and optimizer state: copies for the record, which nodes compare."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from checkmate.wire.layout import Layout
 
 SLICE_BYTES: Final = 64 * 1024
 WINDOW_BYTES: Final = 1024
-"""A window counts for so many at least: a copy costs time, however small it is."""
+"""A window counts as at least this many bytes, because even a small copy costs time."""
 
 Copy = Callable[[], object]
-"""A window as it was: a flat tensor on the CPU, once it has arrived, or a number."""
+"""Returns a window's earlier content: a flat tensor on the CPU, once it has arrived, or a number."""
 
 Entry = tuple[str, int, int]
-"""Of a parameter's state: its name (empty: the parameter itself), its elements, and an element's bytes."""
+"""An entry of a parameter's state: name (empty: the parameter itself), elements, bytes per element."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Elements [start, stop) of a parameter or of an entry of its state, flat, in memory order."""
+    """Elements [start, stop) of a parameter or of an entry of its state, flattened in memory order."""
 
     parameter: int
     state: str
@@ -36,7 +36,7 @@ class Window:
 
 
 class Rotation:
-    """Windows that go round some parameters, so many bytes each time, ends included."""
+    """Windows of `nbytes` bytes in total per iteration that rotate over some parameters."""
 
     def __init__(
         self,
@@ -44,33 +44,33 @@ class Rotation:
         entries: Callable[[int], Sequence[Entry]],
         nbytes: int = SLICE_BYTES,
     ) -> None:
-        """`entries`: what a parameter has now, itself first."""
+        """Start at the first parameter. `entries` returns a parameter's entries, itself first."""
         self._numbers = numbers
         self._known = frozenset(numbers)
         self._entries = entries
         self._nbytes = nbytes
-        self._at = (0, 0, 0)  # which parameter, its entry, and the entry's element
+        self._at = (0, 0, 0)  # indices of the parameter, its entry, and the entry's element
         self._first: list[tuple[int, str, int, int]] = []  # suspects: parameter, entry, first and last byte
         self._named: Sequence[pb.Suspect] = ()
 
     def has(self, number: int) -> bool:
-        """Return whether it goes round this parameter."""
+        """Return whether this parameter is among those rotated over."""
         return number in self._known
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
-        """Have the next windows lie there, unless earlier suspects are still to come. From any thread."""
+        """Begin the next windows with suspects, after earlier suspects. Callable from any thread."""
         self._named = suspects
 
     def next(self) -> list[Window]:
-        """The next windows; after the last parameter it begins anew, another time.
+        """Return the next windows; the call after the last parameter begins again with the first.
 
-        Suspects get half of the bytes: what is wrong in each iteration leaves the rest its turn.
+        Suspects get at most half of the bytes, so that the others are compared even if suspects never end.
         """
         found = self._suspects(self._nbytes // 2)
         return found + self._further(self._nbytes - sum(self._size(window) for window in found))
 
     def _suspects(self, left: int) -> list[Window]:
-        """The windows of the next suspects that there still are, so many bytes of them."""
+        """Return windows of the next suspects that still exist, of about `left` bytes."""
         if not self._first:
             named, self._named = self._named, ()
             self._first = [(one.parameter, one.state, one.start, one.stop) for one in named]
@@ -91,12 +91,12 @@ class Rotation:
         return [(count, itemsize) for entry, count, itemsize in self._entries(number) if entry == name]
 
     def _size(self, window: Window) -> int:
-        """The bytes for which a window counts."""
+        """Return the bytes that a window counts as."""
         ((_, itemsize),) = self._sizes(window.parameter, window.state)
         return max((window.stop - window.start) * itemsize, WINDOW_BYTES)
 
     def _further(self, left: int) -> list[Window]:
-        """The windows of so many bytes that follow where it stands."""
+        """Return the next windows of the rotation, of about `left` bytes."""
         index, entry, start = self._at
         found = list[Window]()
         while index < len(self._numbers):
@@ -119,7 +119,7 @@ class Rotation:
 
 
 class Slices:
-    """Each iteration's slices of all shards of a model and of the optimizer's state of it."""
+    """Each iteration's slices of all shards of a model and its optimizer state."""
 
     def __init__(
         self, layout: Layout, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
@@ -130,16 +130,16 @@ class Slices:
         self._rotations = [Rotation(layout.of_shard(s), self._entries) for s in range(layout.shards)]
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
-        """Have the next slices of the suspects' shards be these. From any thread."""
+        """Begin the next slices of the suspects' shards with the suspects. Callable from any thread."""
         for rotation in self._rotations:
             rotation.look_first([one for one in suspects if rotation.has(one.parameter)])
 
     def take(self) -> list[tuple[Window, Copy]]:
-        """The next windows, each with what will give its copy."""
+        """Return the next windows, each with its copy."""
         return [(window, self.copy(window)) for one in self._rotations for window in one.next()]
 
     def copy(self, window: Window) -> Copy:
-        """What will give a copy of a window as it is now: a flat tensor, or a number."""
+        """Copy a window as it is now: a flat tensor, or a number."""
         parameter = self._parameters[window.parameter]
         value = self._optimizer.state[parameter][window.state] if window.state else parameter
         if not isinstance(value, torch.Tensor):
@@ -157,7 +157,7 @@ class Slices:
 
 
 def to_message(window: Window, value: object) -> pb.Slice:
-    """A window's copy as the record has it. `StateError` for what is neither a tensor nor a number."""
+    """Return a window's copy as a message. Raise `StateError` if it is neither a tensor nor a number."""
     found = pb.Slice(parameter=window.parameter, state=window.state)
     if isinstance(value, torch.Tensor):
         found.offset, found.data = window.start * value.element_size(), bytes(bytes_of(value))

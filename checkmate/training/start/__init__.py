@@ -1,1 +1,1 @@
-"""The start of training: restore, and what `protect` does before the first iteration."""
+"""The start of training: `restore`, and the part of `protect` before the first iteration."""

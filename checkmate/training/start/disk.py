@@ -1,4 +1,4 @@
-"""Resumes from a checkpoint on disk, as `checkmate consolidate` writes them, where no shadow node has one."""
+"""Resumes from a checkpoint on disk, written by `checkmate consolidate`, if the shadow nodes have none."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ from checkmate.training.start.install import InstallError, install_buffers, load
 from checkmate.training.start.membership import Membership, trained
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
-_NAMED: Final = 3
-"""Of checkpoints that are passed over."""
+_LISTED: Final = 3
+"""The number of unused checkpoints that a message names."""
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """What can be resumed from, the newest first, and the greatest generation that is there."""
+    """The checkpoints on disk, the newest first, and their greatest generation."""
 
     paths: tuple[Path, ...] = ()
     generation: int = 0
 
     @property
     def passed_over(self) -> str:
-        """The older ones, for a message; empty if there is none."""
+        """The older checkpoints, for a message; empty if there are none."""
         names = [path.name for path in self.paths[1:]]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return ", ".join(names[:_NAMED]) + more
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        return ", ".join(names[:_LISTED]) + more
 
 
 def look(folder: str | Path | None) -> OnDisk:
-    """Look for checkpoints in a folder, by default the one that CHECKMATE_CHECKPOINTS names. `DiskError`."""
+    """Return the checkpoints in a folder, by default $CHECKMATE_CHECKPOINTS.
+
+    Raises:
+        DiskError: The folder can't be read.
+    """
     chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
     if not chosen:
         return OnDisk()
@@ -49,17 +53,22 @@ def look(folder: str | Path | None) -> OnDisk:
 
 
 def nothing(folder: str | Path | None) -> str:
-    """What to say if `look` has found none."""
+    """Return a message for the case that `look` has found no checkpoint."""
     chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
     if chosen:
-        return f"no checkpoint is in {chosen}"
-    return f"no folder of checkpoints is named (checkpoints=, or {CHECKPOINTS_VARIABLE})"
+        return f"{chosen} does not contain a checkpoint"
+    return f"no checkpoint folder is set (pass checkpoints= or set {CHECKPOINTS_VARIABLE})"
 
 
 def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.IterationRecord, Any]:
-    """Install a checkpoint, bit for bit; its iteration's record, and this rank's `extra`.
+    """Install a checkpoint, bit for bit.
 
-    `DiskError` where it can't be read, `InstallError` where it is of another job or doesn't fit the script.
+    Returns:
+        The record of the checkpoint's iteration, and this rank's `extra`.
+
+    Raises:
+        DiskError: It can't be read.
+        InstallError: It is of another job or doesn't fit the script.
     """
     checkpoint = disk.load(path)
     try:
@@ -67,7 +76,7 @@ def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.Iteratio
     except KeyError:
         raise InstallError(f"{path} has no DP group {place.group}") from None
     if found["job"] != place.job.job:
-        raise InstallError(f"{path} is of the job {found['job']}, not of {place.job.job}")
+        raise InstallError(f"{path} belongs to the job {found['job']}, not to {place.job.job}")
     try:
         _install(found, place, watched)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -97,7 +106,7 @@ def _install(found: dict[str, Any], place: Membership, watched: Watched) -> None
 def record_of(
     found: dict[str, Any], place: Membership, optimizer: torch.optim.Optimizer
 ) -> pb.IterationRecord:
-    """The record of a checkpoint's iteration, so that shadow nodes that are seeded with it have that too."""
+    """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds."""
     record = pb.IterationRecord(iteration=found["iteration"])
     for position, member in enumerate(place.job.dp_groups[place.group].ranks):
         part = record.parts.add(

@@ -1,4 +1,4 @@
-"""Fences a job's shadow nodes, and names what to resume from: global rank 0's part of a restart."""
+"""Fences a job's shadow nodes and selects the iteration to resume from: global rank 0's part of a restart."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from checkmate.training.start.repair import wanted_parts
 _log: Final = logging.getLogger("checkmate")
 
 READ_SECONDS: Final = 5.0
-"""How long a fenced node may read on; it stops as soon as nothing comes."""
+"""How long a fenced node may continue to read; it stops as soon as nothing arrives."""
 DRAIN_SECONDS: Final = 20.0
-"""How long a node may step what is recorded before it is fenced; it stops as soon as nothing moves."""
+"""How long a node may step recorded iterations before it is fenced; it stops as soon as nothing changes."""
 PATIENCE_SECONDS: Final = 2.0
-"""How long nodes without which all is whole are waited for."""
+"""How long to wait for nodes that are not needed."""
 SETTLE_SECONDS: Final = 30.0
 COPY_SECONDS: Final = 20.0
 LATE_SECONDS: Final = 5.0
-"""So much a restart may take beyond its timeout, for each call to nodes that have answered before."""
+"""Each call to nodes that have answered before may exceed the restart's timeout by this much."""
 _AGAIN_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """What rank 0 has found, for all ranks: how this start of training begins.
+    """Rank 0's decision, for all ranks, on how this start of training begins.
 
-    `nodes`: from iteration `iteration` of these holders. `nothing`: no node holds anything. `none`: nothing
-    whole can be had, and `trouble` says why.
+    `kind` is `nodes` to resume from `iteration` of `holders`, `nothing` if no node holds anything, or `none`
+    if no complete state is available, for the reason in `trouble`.
     """
 
     kind: Literal["nodes", "nothing", "none"]
@@ -52,15 +52,15 @@ class RestartPlan:
     holders: Mapping[Shard, list[int]] = field(default_factory=dict)
     trouble: str = ""
     generation: int = 0
-    """Of the run: one that goes on keeps its own, a new one gets a greater one than any that was seen."""
+    """The run's generation: a continued run keeps its own, a new one gets a greater one than all seen."""
     generation_seen: int = 0
-    """The greatest that any node knows."""
+    """The greatest generation that any node knows."""
     start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
-    """Tells this start from others: incarnations come round, and a run goes on over restarts."""
+    """Identifies this start of training, because incarnations wrap and a run continues over restarts."""
 
 
 class Fence:
-    """Has each node of a job fence, or only `drain`, in a thread of its own, again until it answers."""
+    """Fences (or, with `drain`, only drains) each node of a job, in one thread per node, until it answers."""
 
     def __init__(self, job: Job, stubs: Stubs, deadline: float, *, drain: bool = False) -> None:
         self.answers: dict[int, pb.NodeStatus] = {}
@@ -84,12 +84,12 @@ class Fence:
         return len(self.answers) == len(self._threads)
 
     @property
-    def said(self) -> Answers:
-        """By node: its answer, or why it has given none so far."""
+    def replies(self) -> Answers:
+        """By node: its answer, or why there is none so far."""
         return {**self.failures, **self.answers}
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Wait for all nodes; once `enough` holds, only for `PATIENCE_SECONDS` more."""
+        """Wait for all nodes, but only for `PATIENCE_SECONDS` more once `enough` returns true."""
         patience = None
         with self._changed:
             while not self.complete:
@@ -102,12 +102,12 @@ class Fence:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Ask no more; what is answered from now on comes too late."""
+        """Stop asking, and ignore later answers."""
         with self._changed:
             self._ended.set()
 
     def within(self, seconds: float) -> float:
-        """Return for how long to wait for a call that takes so long at most: little beyond the deadline."""
+        """Return the timeout of a call that takes up to `seconds`: little beyond the deadline."""
         return min(seconds, max(self._deadline - time.monotonic(), 0) + LATE_SECONDS)
 
     def _ask(self, node: int, stub: ShadowStub) -> None:
@@ -132,37 +132,37 @@ class Fence:
 
 
 def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
-    """Fence, and begin anew whatever the nodes hold."""
+    """Fence the nodes, and begin with iteration 0 whatever they hold."""
     fence = Fence(job, stubs, time.monotonic() + timeout)
     fence.wait(lambda: False)
     fence.close()
     for node, why in sorted(fence.failures.items()):
-        _log.warning("%s: %s; it will be seeded when it answers", node_name(job, node), why)
+        _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
     answers = _given(fence)
     held = [hold.stepped for answer in answers if not answer.holds_nothing for hold in answer.holds]
-    trouble = f"the shadow nodes held iteration {max(held)}, which is given up" if held else ""
-    return _anew("nothing", answers, trouble)
+    trouble = f"the shadow nodes held iteration {max(held)}, which is discarded" if held else ""
+    return _without_nodes("nothing", answers, trouble)
 
 
 def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
-    """Drain and fence, name the target, settle the nodes that can reach it."""
+    """Drain and fence the nodes, find the target, and settle the nodes that can reach it."""
     fence = Fence(job, stubs, time.monotonic() + timeout, drain=True)
-    fence.wait(lambda: _enough(job, fence.said))
+    fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
-        return _anew("nothing", _given(fence))
+        return _without_nodes("nothing", _given(fence))
     _freeze(job, stubs, fence)
     answers = _given(fence)
     try:
-        chosen = target.find_target(job, fence.said)
+        chosen = target.find_target(job, fence.replies)
         settled = _settle(job, stubs, chosen, fence)
         holders = target.find_settled(job, chosen, settled)
     except Lacking as error:
-        trouble = f"no iteration is whole on the shadow nodes within {timeout:g} s: {error}"
-        return _anew("none", answers, trouble)
+        trouble = f"no iteration is complete on the shadow nodes within {timeout:g} s: {error}"
+        return _without_nodes("none", answers, trouble)
     if chosen.behind:
         newest = chosen.iteration + chosen.behind
-        _log.warning("iteration %d was stepped, but %d is the newest that is whole", newest, chosen.iteration)
+        _log.warning("iteration %d was stepped, but %d is the newest complete one", newest, chosen.iteration)
     return RestartPlan(
         "nodes",
         target.next_incarnation(answers, time.time()),
@@ -175,14 +175,14 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
 
 
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
-    """Have nodes that have drained copy what they lack from each other, drain the rest, and stop for good."""
+    """Have drained nodes copy missing parts from one another, drain again, and stop for good."""
     wanted = wanted_parts(_given(fence))
     for node, reply in stubs.ask_each(wanted, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
         for trouble in [reply] if isinstance(reply, str) else reply.troubles:
             _log.warning("%s: %s", node_name(job, node), trouble)
     drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True)
     if wanted or not all(answer.drained for answer in fence.answers.values()):
-        # A node that answered early may have waited for one that answered late.
+        # The first drain of an early node may have lacked parts from a late one.
         stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, fence.within(2 * DRAIN_SECONDS))
     stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS)
     for node, answer in stubs.ask(
@@ -195,8 +195,8 @@ def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
             fence.answers[node] = answer
 
 
-def plan_anew(incarnation: int, trouble: str, generation_seen: int = 0) -> RestartPlan:
-    """A plan without the shadow nodes' state, in an incarnation that is agreed on: `trouble` says why."""
+def plan_new_run(incarnation: int, trouble: str, generation_seen: int = 0) -> RestartPlan:
+    """Return a plan of a new run, without the shadow nodes' state. `trouble` is the reason."""
     return RestartPlan(
         "none",
         incarnation,
@@ -208,7 +208,7 @@ def plan_anew(incarnation: int, trouble: str, generation_seen: int = 0) -> Resta
 
 
 def after_disk(plan: RestartPlan, generation: int) -> RestartPlan:
-    """The plan of a new run, if the greatest generation on disk is this one."""
+    """Return the plan with a generation greater than the greatest one on disk."""
     return replace(plan, generation=max(plan.generation, generation + 1))
 
 
@@ -220,21 +220,23 @@ def _given(fence: Fence) -> list[pb.NodeStatus]:
     return list(fence.answers.values())
 
 
-def _anew(kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = "") -> RestartPlan:
+def _without_nodes(
+    kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = ""
+) -> RestartPlan:
     incarnation = target.next_incarnation(answers, time.time())
-    return replace(plan_anew(incarnation, trouble, _generation_seen(answers)), kind=kind)
+    return replace(plan_new_run(incarnation, trouble, _generation_seen(answers)), kind=kind)
 
 
-def _enough(job: Job, said: Answers) -> bool:
-    """Whether nodes that have not answered can be done without."""
+def _enough(job: Job, replies: Answers) -> bool:
+    """Return whether nodes that have not answered are not needed."""
     try:
-        return target.find_target(job, said).complete
+        return target.find_target(job, replies).complete
     except Lacking:
         return False
 
 
 def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> Answers:
-    """Have all nodes step up to the target at once; the answers of those that did, which are the newest."""
+    """Have all nodes step up to the target at once; return the answers of those that did, or the failures."""
     request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
     settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, fence.within(SETTLE_SECONDS))
     return {**fence.failures, **settled}

@@ -1,4 +1,4 @@
-"""Fetches a DP group's shards from their holders, in parallel, and checks that they are what was asked."""
+"""Fetches a DP group's shards from their holders in parallel, and checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from checkmate.wire.layout import Layout, Parameter
 
 
 class FetchError(RuntimeError):
-    """A shard can't be had, or isn't what was asked for."""
+    """A shard is not available, or is not the requested one."""
 
 
 @dataclass(frozen=True)
 class WantedShards:
-    """What to fetch: all shards of a DP group at an iteration of a run, and who holds each."""
+    """A request for all shards of a DP group at one iteration of a run, and their holders."""
 
     job: str
     group: int
@@ -33,21 +33,31 @@ class WantedShards:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A DP group's whole state, the record of its iteration, and the optimizer that it is of."""
+    """A DP group's complete state, the record of its iteration, and its optimizer."""
 
     layout: Layout
-    """Theirs: the state stands in its memory order, which may differ from ours."""
+    """The nodes' layout: the state is in its memory order, which may differ from ours."""
     states: States
     record: pb.IterationRecord
     optimizer: pb.OptimizerSpec
     same_buckets: bool
-    """Whether buckets and memory order were the same too, so that the nodes may go on with what they have."""
+    """Whether buckets and memory order are the same, so that the nodes can continue with their own state."""
 
 
 def fetch(wanted: WantedShards, layout: Layout, stubs: Stubs, rank: int, timeout: float) -> Fetched:
-    """All shards at once; `FetchError` where one can't be had from any of its holders, or lacks buffers.
+    """Fetch all shards at once.
 
-    Buffers may come with any shard. Before the first iteration they are what the script makes.
+    Buffers may come with any shard. Before the first iteration there are none: the script creates them.
+
+    Args:
+        wanted: The shards and their holders.
+        layout: This rank's layout.
+        stubs: Stubs of the job's nodes.
+        rank: This rank's number, which rotates the order of the holders.
+        timeout: In seconds, for all shards together.
+
+    Raises:
+        FetchError: None of a shard's holders returns it, or buffers are missing, or the model differs.
     """
     how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layout))
     try:
@@ -68,7 +78,7 @@ def fetch(wanted: WantedShards, layout: Layout, stubs: Stubs, rank: int, timeout
 
 
 def _asked(wanted: WantedShards, rank: int) -> dict[Asked, list[int]]:
-    """The shards to read, each with its holders in the order in which this rank tries them."""
+    """Return the shards to read, each with its holders in the order in which this rank tries them."""
     return {
         Asked(wanted.job, wanted.run, wanted.iteration, wanted.group, shard): spread(nodes, rank)
         for shard, nodes in wanted.holders.items()
@@ -76,25 +86,27 @@ def _asked(wanted: WantedShards, rank: int) -> dict[Asked, list[int]]:
 
 
 def spread(holders: Sequence[int], rank: int) -> list[int]:
-    """A shard's holders in the order in which a rank tries them, so that ranks share them evenly."""
+    """Return a shard's holders in the order in which a rank tries them, so that the load is even."""
     start = rank % len(holders) if holders else 0
     return [*holders[start:], *holders[:start]]
 
 
 def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
-    """`FetchError` if the nodes hold another model."""
+    """Raise `FetchError` if the nodes hold another model."""
     difference = different(theirs, ours)
     if difference:
-        raise FetchError(f"the shadow nodes hold another model: {difference}; fresh=True starts anew")
+        raise FetchError(
+            f"the shadow nodes hold another model: {difference}; fresh=True starts from iteration 0"
+        )
 
 
 def different(theirs: Layout, ours: Layout) -> str:
-    """How a stored model differs from ours, in words; empty if it doesn't. Buckets and memory may differ."""
+    """Return how a stored model differs from ours, in words, or "". Buckets and memory order may differ."""
     if theirs.shards != ours.shards:
-        return f"it is cut into {theirs.shards} shards, ours into {ours.shards}"
+        return f"it is divided into {theirs.shards} shards, ours into {ours.shards}"
     for old, new in zip(theirs.parameters, ours.parameters, strict=False):
         if replace(old, dim_order=()) != replace(new, dim_order=()):
-            return f"{_shown(old)} stands where ours has {_shown(new)}"
+            return f"it has {_shown(old)} in place of {_shown(new)}"
     if len(theirs.parameters) != len(ours.parameters):
         return f"it has {len(theirs.parameters)} trained parameters, ours {len(ours.parameters)}"
     return ""

@@ -1,4 +1,4 @@
-"""A group's shadow nodes as one of its ranks deals with them: a line to each, and a seeder for each."""
+"""One rank's connections to its group's shadow nodes: a line and a seeder for each."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from checkmate.training.start.seeds import give_buffers, seed_at_start
 _log: Final = logging.getLogger("checkmate")
 
 AWAY_SECONDS: Final = 3.0
-"""In the end, a node whose connection is broken is waited for so long: it may be coming back."""
+"""How long to wait at the end for a node whose connection is broken, because it may come back."""
 
 
 class Followers:
-    """Lines that aren't connected yet, and seeders; answers that come on lines are acted on here.
+    """Lines and seeders of all nodes, which handles the nodes' answers. `bring_up` connects them.
 
-    `close` ends all threads; what is queued is lost.
+    `close` ends all threads. Queued messages are lost.
     """
 
     def __init__(self, opening: Opening, stubs: Stubs, source: SeedSource, slices: Slices | None) -> None:
-        """`slices`: where suspects are looked at first; `None` on ranks but the group's first."""
+        """Create the lines and seeders. `slices`: told about suspects; `None` on all but the first rank."""
         self._opening = opening
         self._slices = slices
         self._place = place = opening.place
@@ -52,7 +52,7 @@ class Followers:
             self._undo = undo.pop_all()
 
     def bring_up(self, deadline: float) -> None:
-        """Begin at the nodes, seed them, and wait for both until the deadline. All ranks together."""
+        """Connect to the nodes, seed them, and wait for both until the deadline. All ranks call it."""
         place, opening = self._place, self._opening
         for line in self.lines:
             line.start()
@@ -74,10 +74,7 @@ class Followers:
             _log.warning("training begins without all shadow nodes: %s", waiting[0])
 
     def finish(self, deadline: float) -> None:
-        """Nothing follows: wait until the nodes have every record, but not beyond the deadline.
-
-        A node that is away may be coming back: it isn't waited for as long.
-        """
+        """Wait until the nodes have every record, but not beyond the deadline, and less for nodes away."""
         for line in self.lines:
             line.finish(0)
         away = time.monotonic() + AWAY_SECONDS
@@ -87,12 +84,12 @@ class Followers:
                 line.finish(until - time.monotonic())
 
     def await_stepped(self, iteration: int, deadline: float) -> None:
-        """Wait until the nodes have stepped an iteration; say so if they have not by the deadline."""
+        """Wait until the nodes have stepped an iteration; log a warning if they have not by the deadline."""
         opening = self._opening
         incarnation = opening.start.plan.incarnation
         if missing := await_stepped(self._place, self._stubs, incarnation, iteration, deadline):
             _log.warning(
-                "training ends, and shadow nodes have not stepped iteration %d: %s", iteration, missing
+                "training ends, but shadow nodes have not stepped iteration %d: %s", iteration, missing
             )
 
     def close(self) -> None:
@@ -102,13 +99,13 @@ class Followers:
         self._undo.close()
 
     def _begun(self, request: pb.BeginRequest) -> None:
-        """A node has come late, or come back: it lacks what is sent only once."""
+        """Send buffers again to a node that joined late or came back."""
         buffers = self._opening.buffers
         if buffers is not None and request.next_iteration > request.first_iteration:
             buffers.again()
 
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
-        """A node's answer to a record: it may want seeds of shards that are ours to send."""
+        """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
         for wanted in reply.wanted:
             if wanted.shard % self._place.ranks == self._place.position:
                 numbers = wanted.parameters or self._opening.layout.of_shard(wanted.shard)
@@ -119,4 +116,4 @@ class Followers:
             self._opening.buffers.again()
         if reply.trouble != self._troubles.get(node, ""):
             self._troubles[node] = reply.trouble
-            _log.warning("shadow node %d: %s", node, reply.trouble or "all is well again")
+            _log.warning("shadow node %d: %s", node, reply.trouble or "recovered")

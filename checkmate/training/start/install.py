@@ -1,4 +1,4 @@
-"""Puts a fetched state in place: parameters, optimizer, scheduler, scaler, buffers and random generators."""
+"""Installs fetched state: parameters, optimizer, scheduler, scaler, buffers and random generators."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from checkmate.training.record.recorder import Watched
 from checkmate.training.start.formats import lay_out_state
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
-"""Parameters and their optimizer state by number, with the shapes that the script's own have."""
+"""Parameters and their optimizer state, by number, with the shapes of the script's own parameters."""
 
 
 class InstallError(RuntimeError):
-    """A state that doesn't fit this script's model, optimizer or scheduler."""
+    """State that doesn't fit this script's model, optimizer or scheduler."""
 
 
 def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
-    """`InstallError` where a state is of another kind of optimizer, or of other parameter groups."""
+    """Raise `InstallError` if the state is of another kind of optimizer, or of other parameter groups."""
     if stored.name != ours.name:
-        raise InstallError(f"the state is of {stored.name}, and the script has {ours.name}")
+        raise InstallError(f"the state is of {stored.name}, but the script has {ours.name}")
     theirs, mine = ([list(group.parameters) for group in spec.groups] for spec in (stored, ours))
     if theirs != mine:
         sizes = [", ".join(str(len(group)) for group in groups) for groups in (theirs, mine)]
         raise InstallError(
-            f"the state's parameter groups have {sizes[0]} parameters, the script's {sizes[1]}, or others: "
-            "build the optimizer as it was"
+            f"the state's parameter groups have {sizes[0]} parameters, the script's {sizes[1]}, or different "
+            "ones: construct the optimizer as before"
         )
 
 
 def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> None:
-    """Parameters, in place and bit for bit."""
+    """Set parameters in place, bit for bit."""
     with torch.no_grad():
         for number, (tensor, _) in states.items():
             parameters[number].copy_(tensor)
@@ -51,9 +51,14 @@ def install_optimizer(
     options: Sequence[str],
     record: pb.IterationRecord,
 ) -> None:
-    """Optimizer state as the optimizer itself makes it, and each group's options (none: they stay).
+    """Set the optimizer's state and each group's options.
 
-    `record` has that of parameters that training doesn't reduce.
+    Args:
+        optimizer: The script's optimizer.
+        numbers: Trained parameters' numbers in the layout.
+        states: State of the trained parameters.
+        options: The options of each group; empty to keep them.
+        record: Contains the state of parameters whose gradients are not reduced.
     """
     frozen = {name: data for name, data in record.buffers.items() if state.is_frozen_state(name)}
     whole = optimizer.state_dict()
@@ -71,9 +76,9 @@ def install_optimizer(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> None:
-    """`load_state_dict`, and then types and memory formats as the optimizer itself would have made them.
+    """Call `load_state_dict`, then correct types and memory formats to those that the optimizer would create.
 
-    `load_state_dict` casts state to its parameter's type (NAdam's products, say), and keeps strides.
+    `load_state_dict` casts state to its parameter's type (NAdam's products, for example), and keeps strides.
     """
     optimizer.load_state_dict(whole)
     flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -87,7 +92,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
 
 
 def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Buffers and frozen parameters, by name; a buffer of another shape is replaced."""
+    """Set buffers and frozen parameters, by name. A buffer of another shape is replaced."""
     ours: dict[str, torch.Tensor] = {
         **dict(ddp.module.named_parameters()),
         **dict(ddp.module.named_buffers()),
@@ -106,10 +111,12 @@ def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Te
 
 
 def install_record(watched: Watched, record: pb.IterationRecord, position: int) -> Any:
-    """What the record of the iteration has beside parameters; the user's `extra`, `None` where there is none.
+    """Install a record's buffers, scheduler, scaler and this rank's random generators.
 
-    Own values of this rank where ranks have their own. A record without parts (before the first iteration)
-    changes nothing.
+    A record without parts (before the first iteration) changes nothing.
+
+    Returns:
+        This rank's `extra`, or `None`.
     """
     parts = {part.position: part for part in record.parts}
     buffers = {name: state.loads(data) for name, data in record.buffers.items()}
@@ -128,7 +135,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
 
 
 def _load(thing: Any, name: str, data: bytes) -> None:
-    """Of a scheduler or scaler that was found to fit, as far as that can be told."""
+    """Load the state of a scheduler or scaler. `fits` can't predict all failures."""
     if thing is None or not data:
         return
     try:
@@ -141,7 +148,7 @@ def _load(thing: Any, name: str, data: bytes) -> None:
 
 
 def own_buffers(record: pb.IterationRecord, position: int) -> list[str]:
-    """The names of the buffers that this rank's part has."""
+    """Return the names of the buffers in this rank's part."""
     for part in record.parts:
         if part.position == position and part.buffers:
             return list(state.loads(part.buffers))

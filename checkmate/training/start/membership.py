@@ -1,4 +1,4 @@
-"""Who this process is in its job: told by the job's YAML, torchrun's environment and DDP's process group."""
+"""This process's place in its job, from the job's YAML, torchrun's environment and DDP's process group."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
 
 class SessionError(RuntimeError):
-    """Job, environment and process groups don't fit together: the message says what would."""
+    """Job, environment and process groups contradict one another. The message suggests a remedy."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place: `rank` is its number in the job, `position` the one in its DP group's ring."""
+    """A rank's place in its job."""
 
     job: Job
     rank: int
+    """The global rank."""
     group: int
+    """Index of its DP group."""
     position: int
+    """Position in its DP group's ring."""
 
     @property
     def ranks(self) -> int:
-        """How many ranks its ring has."""
+        """Number of ranks in its ring."""
         return len(self.job.dp_groups[self.group].ranks)
 
     @property
     def ips(self) -> list[str]:
-        """The ring's addresses, in ring order."""
+        """Addresses of the ring, in ring order."""
         return [str(rank.ip) for rank in self.job.dp_groups[self.group].ranks]
 
     @property
     def side(self) -> int | None:
-        """The boundary's side; `None` for a rank that tags nothing."""
+        """Side of the boundary, 0 or 1; `None` for a rank that does not tag."""
         return side_of(self.ranks, self.position)
 
     @property
@@ -61,30 +64,37 @@ class Membership:
 
     @property
     def shards(self) -> int:
-        """How many shards its group's model has."""
+        """Number of shards of its group's model."""
         return self.job.shards(self.group)
 
     @property
     def nodes(self) -> list[ShadowNode]:
-        """Its group's shadow nodes."""
+        """Shadow nodes of its group."""
         return [self.job.node(number) for number in dict.fromkeys(self.job.shadow_list(self.group))]
 
     def holders(self, shard: int) -> list[ShadowNode]:
-        """The shadow nodes that hold a shard of its group."""
+        """Return the shadow nodes that hold a shard of its group."""
         return [self.job.holder(self.group, shard, i + 1) for i in range(self.job.replicas)]
 
 
 def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membership:
-    """The place of global rank `rank` of `world`, whose DDP process group has the ranks `together`.
+    """Return a rank's place.
 
-    Pure. `SessionError` where the job has no such rank, another number of ranks, or another DP group.
+    Args:
+        job: The job.
+        rank: The global rank.
+        world: The number of ranks of the default process group.
+        together: The global ranks in DDP's process group.
+
+    Raises:
+        SessionError: The job does not have this rank, or has another number of ranks, or other DP groups.
     """
     members = [[member.rank for member in group.ranks] for group in job.dp_groups]
     total = sum(map(len, members))
     if world != total:
         raise SessionError(
             f"the job {job.job} has {total} ranks, but the process group has {world} (WORLD_SIZE): "
-            "start as many as the job's dp_groups list"
+            "start the number of ranks in the job's dp_groups"
         )
     group = next((i for i, ranks in enumerate(members) if rank in ranks), None)
     if group is None:
@@ -99,19 +109,23 @@ def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membershi
 
 
 def join(module: object) -> Membership:
-    """This process's place, from CHECKMATE_JOB and the process groups. `SessionError` where it has none."""
+    """Return this process's place, from CHECKMATE_JOB and the process groups.
+
+    Raises:
+        SessionError: It has no place, or `module` is not a DDP that can be protected.
+    """
     ddp = _checked(module)
     file = os.environ.get(JOB_VARIABLE)
     if not file:
-        raise SessionError(f"{JOB_VARIABLE} is not set: give it the path of the job's YAML")
+        raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
     try:
         job = read_job(Path(file))
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
     rank = dist.get_rank()
-    said = os.environ.get("RANK", str(rank))
-    if said != str(rank):
-        raise SessionError(f"RANK is {said}, but this process is rank {rank} of its process group")
+    expected = os.environ.get("RANK", str(rank))
+    if expected != str(rank):
+        raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
     found = place(job, rank, dist.get_world_size(), dist.get_process_group_ranks(ddp.process_group))
     if synchronised(ddp) and any(True for _ in ddp.module.buffers()):
         _check_first(found)
@@ -119,11 +133,11 @@ def join(module: object) -> Membership:
 
 
 def _check_first(found: Membership) -> None:
-    """DDP takes buffers from its group's lowest rank, and step records from the ring's first."""
+    """Raise `SessionError` unless DDP takes buffers from the rank that records them: the ring's first."""
     ranks = [rank.rank for rank in found.job.dp_groups[found.group].ranks]
     if ranks[0] != min(ranks):
         raise SessionError(
-            f"DDP gives all ranks the buffers of rank {min(ranks)}, but the ring begins with rank "
+            f"DDP broadcasts the buffers of rank {min(ranks)}, but the ring begins with rank "
             f"{ranks[0]}: list rank {min(ranks)} first in the job's dp_groups[{found.group}]"
         )
 
@@ -131,26 +145,27 @@ def _check_first(found: Membership) -> None:
 def _checked(module: object) -> DistributedDataParallel:
     if not isinstance(module, DistributedDataParallel):
         raise SessionError(
-            f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model, then pass that"
+            f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model in one and pass that"
         )
     if not dist.is_initialized():
-        raise SessionError("torch.distributed.init_process_group() comes first")
+        raise SessionError("call torch.distributed.init_process_group() first")
     if module.mixed_precision is not None:
-        raise SessionError("DDP's mixed_precision keeps gradients of its own: use torch.autocast instead")
+        raise SessionError("DDP's mixed_precision keeps its own gradients: use torch.autocast instead")
     return module
 
 
 def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients DDP averages: by name, without its prefix, in registration order."""
+    """Return the parameters whose gradients DDP averages, by name, in registration order."""
     ignored = ddp.parameters_to_ignore
     named = ddp.module.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name not in ignored}
 
 
 def lay_out(ddp: DistributedDataParallel, shards: int) -> Layout:
-    """The layout of a model's trained parameters; buckets are as large as DDP's own (`bucket_cap_mb`).
+    """Return the layout of a model's trained parameters. Buckets are as large as DDP's own (`bucket_cap_mb`).
 
-    `LayoutError` names a parameter that isn't dense in memory.
+    Raises:
+        LayoutError: A parameter is not dense in memory.
     """
     parameters = [
         Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))

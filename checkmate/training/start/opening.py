@@ -1,4 +1,4 @@
-"""What a rank tells shadow nodes of this start of training: at each connect, and ahead of seeds."""
+"""A rank's description of this start of training for shadow nodes: at each connect, and before seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkmate.wire.layout import Layout
 
 @dataclass(frozen=True)
 class Opening:
-    """A rank's words to shadow nodes. `iteration` gives the last one whose backward has begun."""
+    """Creates a rank's messages to nodes. `iteration` returns the last one whose backward has begun."""
 
     place: Membership
     start: Start
@@ -30,14 +30,14 @@ class Opening:
     iteration: Callable[[], int]
 
     def author(self) -> Author:
-        """Whose step records they are."""
+        """Return the author of this rank's step records."""
         place, plan = self.place, self.start.plan
         return Author(
             place.job.job, plan.incarnation, plan.run, plan.start, place.group, place.position, place.side
         )
 
     def begin_request(self) -> pb.BeginRequest:
-        """What the group's first rank says to a node, at connect and at every reconnect."""
+        """Return the group's first rank's request to a node, at each connect."""
         start = self.start
         return pb.BeginRequest(
             job=self.place.job.job,
@@ -60,7 +60,7 @@ class Opening:
         )
 
     def seed_header(self, shard: int, iteration: int) -> pb.SeedHeader:
-        """What a stream of seeds begins with, but for its parameters."""
+        """Return the header of a stream of seeds, without parameters."""
         start = self.start
         record = start.record if iteration == start.next_iteration - 1 else None
         return pb.SeedHeader(
@@ -74,7 +74,7 @@ class Opening:
         )
 
     def _names(self) -> dict[str, str]:
-        """The keys of the model's `state_dict()` whose tensors the nodes are given."""
+        """Return the keys of the model's `state_dict()` whose tensors the nodes receive, with their names."""
         given = {parameter.name for parameter in self.layout.parameters}
         given |= self.buffers.names if self.buffers is not None else set()
         return {key: name for key, name in state_names(self.ddp).items() if name in given}

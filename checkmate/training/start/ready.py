@@ -1,4 +1,4 @@
-"""Waits for a group's shadow nodes: at the start until they can follow, in the end until they have."""
+"""Waits for a group's shadow nodes: at the start until they are ready, at the end until they have stepped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATUS_SECONDS: Final = 2.0
 
 
 def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: float) -> str:
-    """Wait until all holds of the group are connected and seeded; what isn't, by then."""
+    """Wait until all holds of the group are connected and seeded. Return in words those that are not."""
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
@@ -25,37 +25,37 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
 
 
 def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: int, deadline: float) -> str:
-    """Wait until all live holds of the group have stepped an iteration. Return what nobody has then."""
+    """Wait until all live holds of the group have stepped an iteration. Return missing shards in words."""
     while True:
-        said = _holds(place, stubs, incarnation)
-        holds = [hold for holds in said.values() if not isinstance(holds, str) for hold in holds]
+        found = _holds(place, stubs, incarnation)
+        holds = [hold for holds in found.values() if not isinstance(holds, str) for hold in holds]
         there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
         missing = [shard for shard in range(place.shards) if shard not in there]
-        silent = [said[node.id] for shard in missing for node in place.holders(shard)]
+        silent = [found[node.id] for shard in missing for node in place.holders(shard)]
         waiting = any(hold.live and hold.stepped < iteration for hold in holds)
         waiting |= any(isinstance(one, str) and not one.startswith(UNREACHABLE) for one in silent)
         if waiting and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)
             continue
-        return "; ".join(f"shard {shard}: {_stand(place, shard, said)}" for shard in missing)
+        return "; ".join(f"shard {shard}: {_progress(place, shard, found)}" for shard in missing)
 
 
-def _stand(place: Membership, shard: int, said: Mapping[int, Sequence[pb.HoldStatus] | str]) -> str:
-    """Where a shard's holders stand."""
-    found = []
+def _progress(place: Membership, shard: int, found: Mapping[int, Sequence[pb.HoldStatus] | str]) -> str:
+    """Return the progress of a shard's holders, in words."""
+    words = []
     for node in place.holders(shard):
-        holds = said[node.id]
+        holds = found[node.id]
         if isinstance(holds, str):
-            found.append(f"shadow node {node.id}: {holds}")
+            words.append(f"shadow node {node.id}: {holds}")
             continue
         held = next((hold for hold in holds if hold.shard.shard == shard), None)
         at = f"at iteration {held.stepped}" if held is not None and held.seeded else "not seeded"
-        found.append(f"shadow node {node.id} is {at}")
-    return ", ".join(found)
+        words.append(f"shadow node {node.id} is {at}")
+    return ", ".join(words)
 
 
 def _holds(place: Membership, stubs: Stubs, incarnation: int) -> dict[int, list[pb.HoldStatus] | str]:
-    """Each node's holds of the group, in this incarnation; or why it has said nothing."""
+    """Return each node's holds of the group in this incarnation, or why the node has not answered."""
     request = pb.StatusRequest(job=place.job.job)
     nodes = [node.id for node in place.nodes]
     found: dict[int, list[pb.HoldStatus] | str] = {}
@@ -69,7 +69,7 @@ def _holds(place: Membership, stubs: Stubs, incarnation: int) -> dict[int, list[
 
 
 def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
-    """What keeps the group's nodes from following, if anything does."""
+    """Return why nodes of the group are not ready, in words; empty if all are."""
     found = []
     for number, holds in _holds(place, stubs, incarnation).items():
         if isinstance(holds, str):
@@ -84,7 +84,7 @@ def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
 
 
 def _not_ready(hold: pb.HoldStatus | None) -> str:
-    """Why a hold can't follow yet; empty where it can."""
+    """Return why a hold can't follow yet, or ""."""
     if hold is None:
         return "not begun"
     if hold.connected < hold.streams:

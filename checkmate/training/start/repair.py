@@ -1,4 +1,4 @@
-"""Which step record parts shadow nodes copy from each other before a restart. Pure (design, section 7)."""
+"""Selects the parts of step records that shadow nodes copy from one another before a restart. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from checkmate.rpc import shadow_pb2 as pb
 
 Key = tuple[int, int, str, bytes]
-"""A DP group in one start of training: group, incarnation, run, start."""
+"""Identifies a DP group in one start of training: group, incarnation, run, start."""
 Part = tuple[int, int]
-"""A rank's position, and an iteration."""
+"""Identifies a part: a rank's position, and an iteration."""
 
 
 def wanted_parts(answers: Iterable[pb.NodeStatus]) -> dict[int, pb.CopyRequest]:
-    """Return what each node is to copy, by node: parts that it lacks and another one has.
+    """Return, by node, the parts that it lacks and another node has (design, section 7).
 
-    `answers`: to `Fence`. A node lacks nothing of a start of training that it is not in, nor what its holds
-    have stepped.
+    A node does not need parts of a start of training that it is not in, nor of iterations that all its holds
+    have stepped. `answers` are those to `Fence`.
     """
     answers = list(answers)
     given: dict[Key, dict[Part, int]] = {}
@@ -46,12 +46,12 @@ def _each(held: pb.PartsHeld) -> Iterator[Part]:
 
 
 def _stepped(answer: pb.NodeStatus, group: int) -> int:
-    """The iteration that all holds of a group have stepped."""
+    """Return the last iteration that all holds of a group have stepped."""
     return min((hold.stepped for hold in answer.holds if hold.shard.group == group), default=-1)
 
 
 def _grouped(held: pb.PartsHeld, needed: Mapping[Part, int]) -> Iterator[pb.PartsWanted]:
-    """Needed parts, in order, as ranges of each node that has them."""
+    """Yield the needed parts, as ranges per source node."""
     for node in dict.fromkeys(needed.values()):
         wanted = pb.PartsWanted(node=node)
         wanted.parts.CopyFrom(

@@ -1,4 +1,4 @@
-"""What shadow nodes are sent as training starts: parameters, optimizer state, buffers."""
+"""Sends parameters, optimizer state and buffers to shadow nodes as training starts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _log: Final = logging.getLogger("checkmate")
 
 
 def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
-    """Ring position p sends the shards s with s mod n = p, to every holder that hasn't kept them.
+    """Send this rank's share of the shards to every holder that has not kept its state.
 
-    `seeders`: by node, of those that have begun.
+    Of n ranks, the one at ring position p sends the shards s with s mod n = p. `seeders` has the nodes that
+    have begun.
     """
     for shard in range(place.position, place.shards, place.ranks):
         kept = start.plan.holders.get((place.group, shard), ()) if start.keep else ()
@@ -33,10 +34,10 @@ def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapp
 def give_buffers(
     place: Membership, buffers: Buffers, start: Start, seeders: Mapping[int, Seeder], deadline: float
 ) -> None:
-    """Send all nodes all buffers as training starts; wait for that, until the deadline.
+    """Send all buffers to all nodes, unless the restored record has them; wait for that until the deadline.
 
-    Unless what was restored has all of them. Records bring them too, but a few MiB at a time: of a job that
-    died meanwhile nothing would be whole. Nodes that were not given all are named in the log.
+    Records carry buffers too, but only a few MiB at a time: until all have arrived, no iteration is complete.
+    A warning names the nodes that have not received all buffers.
     """
     if not buffers.names - start.record.buffers.keys():
         return
@@ -59,8 +60,8 @@ def give_buffers(
             without.append(f"shadow node {node} ({seeder.given_up})")
     if without:
         _log.warning(
-            "buffers and frozen parameters have not all come to %s: step records bring %d MiB each, and "
-            "until then these nodes' shards are not offered to a restore",
+            "buffers and frozen parameters have not all reached %s: step records carry %d MiB each, and "
+            "until then a restore can't use these nodes' shards",
             ", ".join(without),
             FIRST_BYTES >> 20,
         )

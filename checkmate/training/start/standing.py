@@ -1,4 +1,4 @@
-"""What a model is to Checkmate from `restore` to the end of its protection; kept at the model itself."""
+"""A model's state in Checkmate, from `restore` to the end of its protection; attached to the model itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkmate.training.start.membership import SessionError
 
 @dataclass
 class Start:
-    """How this start of training began, kept from `restore` for `protect`."""
+    """The outcome of `restore`, kept for `protect`."""
 
     plan: RestartPlan
     next_iteration: int = 0
@@ -25,36 +25,39 @@ class Start:
 
 
 class ModelStanding(AttachedData):
-    """A model's standing: how it was restored, until `protect` takes that, and whether it is protected."""
+    """A model's standing: the outcome of its `restore`, and whether it is protected."""
 
     protected: ClassVar[ModelStanding | None] = None
-    """The protected model's: a process has one place in its job, and so one such model at a time."""
+    """The protected model's standing. There is one at a time, because a process has one place in its job."""
 
     def __init__(self) -> None:
         self.start: Start | None = None
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> ModelStanding:
-        """The standing of the model inside a DDP. `SessionError` if this or another one is protected."""
+        """Return the standing of the model inside a DDP. Raise `SessionError` if a model is protected."""
         found = attached(ddp.module, cls)
         if found is None:
             found = cls()
             attach(ddp.module, found)
         if cls.protected is found:
-            raise SessionError("this model is protected already: close that Protection first")
+            raise SessionError("this model is already protected: close its Protection first")
         if cls.protected is not None:
-            raise SessionError("another model of this process is protected: a job has one; close that first")
+            raise SessionError(
+                "another model of this process is already protected: close its Protection first, because a "
+                "process can protect only one"
+            )
         return found
 
     def take_start(self) -> Start | None:
-        """The last `restore`'s outcome, once."""
+        """Return the outcome of the last `restore`, and forget it."""
         start, self.start = self.start, None
         return start
 
     def hold(self) -> None:
-        """The model is protected from now on."""
+        """Note that the model is protected."""
         ModelStanding.protected = self
 
     def release(self) -> None:
-        """The model is protected no more."""
+        """Note that the model is not protected any more."""
         ModelStanding.protected = None

@@ -1,4 +1,4 @@
-"""The commit protocol: nodes that tell each other what they have, in any order, and may die at any moment."""
+"""The commit protocol: nodes report to each other in any order, and may die at any moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Told = tuple[int, bool, tuple[Kept, ...]]
 
 
 class SimulatedCommittees:
-    """A node with its view of the others. It holds two iterations that it hasn't stepped, as real ones do."""
+    """A node with its view of the others. Like real ones, it buffers two iterations."""
 
     def __init__(self, number: int, count: int, *, live: bool = True) -> None:
         self.number = number
@@ -52,7 +52,7 @@ class SimulatedCommittees:
 
 
 class SimulatedJob:
-    """Nodes and the messages between them: first in, first out on each way, as on a stream."""
+    """Nodes and the messages between them, which stay in order on each way, as on a stream."""
 
     def __init__(self, count: int, late: frozenset[int]) -> None:
         self.nodes = [SimulatedCommittees(i, count, live=i not in late) for i in range(count)]
@@ -64,7 +64,7 @@ class SimulatedJob:
         }
 
     def tell(self, a: int, b: int) -> None:
-        """`a` puts on the way to `b` what it says now."""
+        """Send the present message of `a` to `b`."""
         node = self.nodes[a]
         if a > b:
             self.ways[a, b].append(node.progress())
@@ -72,7 +72,7 @@ class SimulatedJob:
             self.ways[a, b].append((node.view.committed, node.view.active, node.progress().kept))
 
     def deliver(self, a: int, b: int) -> None:
-        """`b` takes the next from `a`; where nothing is left of a dead one, it notices that."""
+        """Deliver the next message from `a` to `b`; after the last of a dead node, `b` notices its death."""
         node, way = self.nodes[b], self.ways[a, b]
         if not way:
             if self.nodes[a].dead:
@@ -104,13 +104,13 @@ class SimulatedJob:
             self.deliver(a, b)
 
     def check(self) -> None:
-        """What any live node has stepped, alive or dead now, every live node that is left has in full."""
+        """Check that every live node has in full all iterations that any node has stepped while live."""
         furthest = max(node.stepped for node in self.nodes if node.live)
         for node in self.steady:
             assert node.dead or node.in_full >= furthest, f"node {node.number} lacks {furthest}"
 
     def settle(self, lost: int | None = None) -> None:
-        """Deliver and tell everything until nothing changes any more; node `lost` receives nothing."""
+        """Deliver all messages until nothing changes; node `lost` receives nothing."""
         for _ in range(12 * (self.newest + 3)):
             for a in range(self.count):
                 for b in range(self.count):
@@ -162,13 +162,13 @@ def test_whenever_nodes_die_all_are_at_or_can_reach_the_same_iteration(
 def test_a_shard_with_a_gap_is_not_left_behind_while_there_is_room(
     victim: int, doings: list[tuple[str, int, int]], when: int
 ) -> None:
-    """Its state and what the others have make one iteration, until they have to go on."""
+    """Its state and the others' form one iteration, until they have to continue."""
     job = SimulatedJob(3, frozenset())
     for kind, a, b in doings[:when]:
         job.act(kind, a, b)
     job.settle()
     lost = job.nodes[victim]
-    lost.live, lost.kept = False, True  # a gap: it is given up at once, and told
+    lost.live, lost.kept = False, True  # a gap: it is reported at once
     lost.refresh()
     for other in range(3):
         if other != victim:
@@ -231,7 +231,7 @@ def progress(in_full: int, stepped: int, **other: object) -> Progress:
 def test_nothing_is_decided_before_all_have_been_heard_or_were_silent_for_long() -> None:
     view = committee()
     view.heard(1, progress(5, 4), 100.0)
-    assert view.decide(100.0) == 4  # what node 1 has stepped was decided before
+    assert view.decide(100.0) == 4  # steps of node 1 were decided before
     assert view.decide(100.0 + SILENCE_MAX) == 4
     view.heard(1, progress(5, 4), 100.1 + SILENCE_MAX)
     assert view.decide(100.1 + SILENCE_MAX) == 5
@@ -258,10 +258,10 @@ OURS, THEIRS = (0, 0), (0, 1)
 @pytest.mark.parametrize(
     ("covered", "pressed", "after", "committed"),
     [
-        (False, False, 6.0, 4),  # its buffers last: it may come back with all
-        (False, True, 6.0, 5),  # ours don't: one at a time
+        (False, False, 6.0, 4),  # its buffers are not full: it may return with all data
+        (False, True, 6.0, 5),  # ours are full: one at a time
         (True, False, 6.0, 6),  # another one has its shard
-        (False, False, 31.0, 6),  # its own are full by now
+        (False, False, 31.0, 6),  # its own are full now
     ],
 )
 def test_a_silent_node_is_stepped_past_only_for_want_of_room_or_if_its_shards_have_another_live_holder(
@@ -279,13 +279,13 @@ def test_a_silent_node_is_stepped_past_only_for_want_of_room_or_if_its_shards_ha
 
 
 def test_a_node_that_has_forgotten_the_start_is_not_waited_for() -> None:
-    """Its process was started again: what it had is lost."""
+    """Its process was restarted, and its state is lost."""
     view = committee(count=2)
     view.report(progress(6, 4, shards=frozenset([OURS])))
     view.heard(1, progress(4, 4, shards=frozenset([THEIRS])), 100.0)
     view.heard(1, Progress(-1 % 256, NEVER, NEVER, False), 100.1)
     assert view.decide(100.2) == 6
-    late = committee(count=2)  # one that has not begun this start yet has forgotten nothing
+    late = committee(count=2)  # one that has not begun this start yet has lost nothing
     late.heard(1, Progress(3, 9, 9, True), 100.0)
     assert late.decide(100.2) == NEVER
 
@@ -339,7 +339,7 @@ def test_a_node_that_others_have_left_behind_does_not_decide() -> None:
 
 def test_nobody_is_live_only_when_all_were_heard_or_are_silent_or_gone() -> None:
     view = Committee(1, range(3), 4, began=100.0)
-    assert not view.nobody_live(100.0)  # none has been heard of
+    assert not view.nobody_live(100.0)  # all are unknown
     view.told(0, NEVER, False, 100.0)
     assert not view.nobody_live(100.0)
     assert view.nobody_live(100.1 + SILENCE_MAX)

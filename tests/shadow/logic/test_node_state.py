@@ -1,4 +1,4 @@
-"""Whole nodes without threads, sockets and tensors: whatever stalls, and however messages travel."""
+"""Complete nodes without threads, sockets and tensors, with any stalls and any order of messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from testbed.copies import local_job
 
 RANKS = 2
 BUFFER = 8
-"""Iterations that a socket's buffer holds."""
+"""Number of iterations in a socket's buffer."""
 
 
 def laid_out(job: Job) -> Layout:
@@ -35,7 +35,7 @@ def laid_out(job: Job) -> Layout:
 
 
 class SimulatedNode:
-    """A node's state, with what is on its way to it: gradients, records and other nodes' words."""
+    """A node's state, with data in transit to it: gradients, records and messages of other nodes."""
 
     def __init__(self, job: Job, number: int) -> None:
         layout = laid_out(job)
@@ -69,7 +69,7 @@ class SimulatedNode:
         self.state.take_effects()
 
     def receive(self, newest: int) -> None:
-        """The reader takes an iteration, if a set of buckets is free for it."""
+        """Receive an iteration, if a set of buckets is free for it."""
         free = min((hold.released for hold in self.holds), default=newest) + SETS
         self.brought = min(self.brought + 1, newest, free)
         for hold in self.holds:
@@ -97,7 +97,7 @@ class SimulatedNode:
 
 
 class SimulatedWorld:
-    """A job's nodes; training goes on as long as no buffer overflows."""
+    """A job's nodes; training continues as long as no buffer overflows."""
 
     def __init__(self, nodes: int, replicas: int) -> None:
         self.job = local_job(nodes=nodes, ranks=RANKS, replicas=replicas)
@@ -116,7 +116,7 @@ class SimulatedWorld:
                 node.inbox.append(part)
 
     def tell(self, a: int, b: int) -> None:
-        """`a` puts on the way to `b` what it says now."""
+        """Send the present message of `a` to `b`."""
         if a == b:
             return
         mine, theirs = self.nodes[a].state.committee, self.nodes[b]
@@ -157,7 +157,7 @@ class SimulatedWorld:
             way.popleft()()
 
     def everything(self) -> None:
-        """Until nothing changes any more."""
+        """Deliver messages until nothing changes."""
         before: object = None
         while before != (before := self.stands()):
             for a in range(len(self.nodes)):
@@ -179,7 +179,7 @@ class SimulatedWorld:
         ]
 
     def restart(self) -> Target:
-        """Drain, fence, and name the target, as rank 0 does."""
+        """Drain, fence, and choose the target, like rank 0."""
         for node in self.nodes:
             node.state.drain()
         self.everything()
@@ -220,7 +220,7 @@ def test_a_crash_resumes_from_the_last_iteration_whatever_has_stalled(
 def test_what_one_node_has_stepped_every_other_has_on_its_way(
     count: int, doings: list[tuple[str, int, int]]
 ) -> None:
-    """Nobody steps beyond what has been sent to all, and nobody twice."""
+    """Check that no node steps beyond the data sent to all, or steps twice."""
     world = SimulatedWorld(count, 1)
     before = [-1] * count
     for _ in played(world, doings):
@@ -230,7 +230,7 @@ def test_what_one_node_has_stepped_every_other_has_on_its_way(
 
 
 def live_node() -> SimulatedNode:
-    """The only node of a job, which has stepped 3 and has 5 whole."""
+    """Return the only node of a job, which has stepped 3 and has 5 in full."""
     world = SimulatedWorld(1, 1)
     (node,) = world.nodes
     for _ in range(6):
@@ -248,12 +248,12 @@ def live_node() -> SimulatedNode:
 
 
 def test_a_gap_gives_up_nothing_that_is_whole() -> None:
-    """What waits for another node may be what a restart resumes from."""
+    """An iteration that waits for another node may be the one from which a restart resumes."""
     node = live_node()
     (hold,) = node.holds
     records = node.state.groups[0].records
     for position in range(RANKS):
-        records.add(pb.RecordPart(iteration=7, position=position), node.now)  # 6 was passed over
+        records.add(pb.RecordPart(iteration=7, position=position), node.now)  # 6 was skipped
     node.state.grace = 1.0
     node.now += 10
     node.state.tick(node.now)
@@ -297,7 +297,7 @@ def test_a_step_that_fails_in_a_restart_leaves_what_is_whole() -> None:
 
 
 def test_a_hold_in_doubt_covers_no_shard() -> None:
-    """A silent node that has it right is waited for."""
+    """Others wait for a silent node with correct state."""
     node = live_node()
     (hold,) = node.holds
     assert node.state.committee.mine.shards == {hold.shard}

@@ -1,4 +1,4 @@
-"""Slices of what trainers have against what replicas hold: what differs is found and named, and suspect."""
+"""Slices of trainers' state against replicas: differences are found, named, and suspect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of
 from checkmate.training.record.windows import Window, to_message
-from tests.shadow.replica.test_replica import MAKERS, Trainer, buckets_of, follow
+from tests.support.training.optimizer_steps import MAKERS, Trainer, buckets_of, follow
 
 
 def test_a_changed_gradient_is_found_and_named() -> None:
@@ -41,7 +41,7 @@ def test_a_changed_gradient_is_found_and_named() -> None:
 
 
 def test_what_was_found_wrong_is_suspect_until_it_is_right_after_two_steps_of_our_own() -> None:
-    """Seeds are right: what is changed in each iteration behind our back shows after them."""
+    """Seeds are correct: changes in each iteration outside the step show after them."""
     trainer = Trainer(MAKERS["adam"], shards=1)
     replica = trainer.replica(0)
     follow(trainer, [replica], trainer.backward())
@@ -105,7 +105,7 @@ def test_trainers_on_another_device_are_compared_with_a_tolerance() -> None:
         (
             lambda average: average + 1e-5 * average.abs().max(),
             False,
-        ),  # what cancels out keeps its terms' error
+        ),  # sums of values that cancel out keep the error of their terms
         (lambda average: average * 1.5, True),
         (lambda average: average.roll(1), True),
     ],
@@ -123,14 +123,14 @@ def test_state_of_trainers_on_another_device_is_compared_with_a_tolerance(
 
 
 def spoil(replica: Replica, entry: str) -> None:
-    """The first value of an entry of parameter 4's state is another one."""
+    """Change the first value of an entry of parameter 4's state."""
     value = replica._held[4].entry(entry)
     assert isinstance(value, torch.Tensor)
     value.view(-1)[0] += 1
 
 
 def lose(replica: Replica, entry: str) -> None:
-    """It lacks an entry of parameter 4's state."""
+    """Remove an entry of parameter 4's state."""
     number, tensor, state = next(replica.read(replica.at[4], (4,)))
     replica.load(number, tensor, {name: value for name, value in state.items() if name != entry}, 0)
 
@@ -168,7 +168,7 @@ def test_state_that_is_no_tensor_is_compared_by_kind_and_value(ours: object) -> 
 
 
 def test_only_what_was_found_wrong_need_be_found_right() -> None:
-    """However the windows stand when they come round again."""
+    """For any position of the windows in the next cycle."""
     trainer = Trainer(MAKERS["sgd"], shards=1)
     replica = trainer.replica(0)
 

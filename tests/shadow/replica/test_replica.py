@@ -5,177 +5,39 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from checkmate.optim.supported import SUPPORTED, options_of, spec_of
+from checkmate.optim.supported import SUPPORTED, options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica import blocks
 from checkmate.shadow.replica.replica import Gone, NotStepped, Replica, ReplicaError
-from checkmate.state import bytes_of, dtype_name, to_held
-from checkmate.training.record.windows import Window, to_message
+from checkmate.state import dtype_name
 from checkmate.wire.layout import Layout, Parameter, make_layout
-
-SHAPES: list[tuple[int, ...]] = [(40, 30), (), (1,), (7,), (300,), (13, 5, 3), (1000,), (36, 36)]
-State = dict[int, tuple[torch.Tensor, dict[str, object]]]
-
-
-class Trainer:
-    """Parameters, torch's optimizer over all of them, and what it would tell shadow nodes."""
-
-    def __init__(
-        self,
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        *,
-        shapes: list[tuple[int, ...]] = SHAPES,
-        dtypes: tuple[torch.dtype, ...] = (torch.float32,),
-        shards: int = 2,
-        groups: int = 2,
-        seed: int = 0,
-        bucket_bytes: int = 4000,
-        turned: bool = False,
-    ) -> None:
-        """`turned`: the second of each two parameters has its first dimension innermost in memory."""
-        self.random = torch.Generator().manual_seed(seed)
-        kinds = itertools.cycle(dtypes)
-        self.parameters = [
-            nn.Parameter(turn(self.noise(shape, next(kinds)), turned and bool(i % 2)))
-            for i, shape in enumerate(shapes)
-        ]
-        known = [
-            Parameter.of(f"layer{i}.weight", p.shape, p.stride(), dtype_name(p.dtype))
-            for i, p in enumerate(self.parameters)
-        ]
-        self.layout = make_layout(known, shards, bucket_bytes)
-        runs = [self.parameters[i::groups] for i in range(groups)]
-        self.optimizer = make([{"params": run} for run in runs])
-        self.number = {parameter: i for i, parameter in enumerate(self.parameters)}
-        self.spec = spec_of(self.optimizer, self.number)
-        self.iteration = -1
-
-    def noise(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=self.random).to(dtype)
-
-    def backward(self, without: set[int] = frozenset()) -> dict[int, torch.Tensor]:  # type: ignore[assignment]
-        """Random gradients, in `.grad` and in buckets."""
-        self.iteration += 1
-        flat, found = {}, {}
-        for number, parameter in enumerate(self.parameters):
-            gradient = torch.empty_like(parameter, requires_grad=False)
-            gradient.copy_(self.noise(tuple(parameter.shape), parameter.dtype))
-            parameter.grad = None if number in without else gradient
-            held, _ = to_held(self.layout.parameters[number], gradient, {})
-            flat[number] = held.reshape(-1)
-        for index, bucket in enumerate(self.layout.buckets):
-            found[index] = torch.cat([flat[place.parameter] for place in bucket.places])
-        self.step = pb.Step(without_gradient=without)
-        return found
-
-    def update(self) -> pb.Step:
-        """The optimizer's own step; the record of it, with a slice of each parameter and all of its state."""
-        self.step.options.extend(options_of(group) for group in self.optimizer.param_groups)
-        if not self.step.skipped:
-            self.optimizer.step()
-        for number, (parameter, state) in self.state().items():
-            for name, value in {"": parameter, **state}.items():
-                stop = value.numel() if isinstance(value, torch.Tensor) else 1
-                copy = value.reshape(-1)[:1024] if isinstance(value, torch.Tensor) else value
-                self.step.slices.append(to_message(Window(number, name, 0, min(stop, 1024)), copy))
-        return self.step
-
-    def state(self) -> State:
-        """What each shadow node should have."""
-        return {
-            number: to_held(
-                self.layout.parameters[number],
-                parameter.detach().clone(),
-                _copied(self.optimizer.state.get(parameter, {})),
-            )
-            for number, parameter in enumerate(self.parameters)
-        }
-
-    def replica(self, shard: int, *, exact: bool = True, seeded: bool = True) -> Replica:
-        made = Replica(self.layout, shard, self.spec, exact=exact)
-        if seeded:
-            self.seed(made, made.numbers)
-        return made
-
-    def seed(self, replica: Replica, numbers: Any) -> None:
-        state = self.state()
-        for number in numbers:
-            replica.load(number, *state[number], self.iteration)
-
-
-def turn(tensor: torch.Tensor, really: bool = True) -> torch.Tensor:
-    """The same values, with the first dimension innermost in memory."""
-    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if really and tensor.dim() > 1 else tensor
-
-
-def _copied(state: Mapping[str, object]) -> dict[str, object]:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
-def read(replica: Replica, iteration: int, parameters: tuple[int, ...] = ()) -> State:
-    return {n: (t.clone(), _copied(s)) for n, t, s in replica.read(iteration, parameters)}
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, NaNs too."""
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return alike and bytes(bytes_of(one)) == bytes(bytes_of(other.contiguous()))
-
-
-def assert_same(found: State, expected: State, numbers: Any) -> None:
-    assert set(found) == set(numbers)
-    for number, (tensor, state) in found.items():
-        theirs, their_state = expected[number]
-        assert same(tensor, theirs), f"parameter {number}"
-        assert set(state) == set(their_state), f"parameter {number}"
-        for name, value in state.items():
-            other = their_state[name]
-            if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-                assert same(value, other), f"{name} of parameter {number}"
-            else:
-                assert value == other
-
-
-def buckets_of(gradients: Mapping[int, torch.Tensor], replica: Replica) -> dict[int, torch.Tensor]:
-    """A shard's, as a copy: a shadow node has its own."""
-    layout = replica.layout
-    return {i: g.clone() for i, g in gradients.items() if layout.buckets[i].shard == replica.shard}
-
-
-def follow(trainer: Trainer, replicas: list[Replica], gradients: Mapping[int, torch.Tensor]) -> None:
-    """One step on both sides, compared whole."""
-    step = trainer.update()
-    for replica in replicas:
-        assert replica.step(trainer.iteration, buckets_of(gradients, replica), step) == []
-        assert replica.iteration == trainer.iteration
-        assert_same(read(replica, trainer.iteration), trainer.state(), replica.numbers)
+from tests.support.training.optimizer_steps import (
+    MAKERS,
+    State,
+    Trainer,
+    assert_same,
+    buckets_of,
+    copied,
+    follow,
+    read,
+)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that these small parameters are cut into pieces too."""
+    """Reduce limits so that small parameters are cut into pieces, too."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", (512, 512))
 
 
-MAKERS: dict[str, Callable[..., Any]] = {
-    "sgd": lambda g, **k: torch.optim.SGD(g, lr=0.1, **k),
-    "sgd-momentum": lambda g, **k: torch.optim.SGD(g, lr=0.1, momentum=0.9, weight_decay=0.01, **k),
-    "sgd-nesterov": lambda g, **k: torch.optim.SGD(g, lr=0.1, momentum=0.9, nesterov=True, **k),
-    "adam": lambda g, **k: torch.optim.Adam(g, lr=0.01, **k),
-    "adam-amsgrad": lambda g, **k: torch.optim.Adam(g, lr=0.01, amsgrad=True, weight_decay=0.1, **k),
-    "adamw": lambda g, **k: torch.optim.AdamW(g, lr=0.01, weight_decay=0.1, **k),
-    "adamw-maximize": lambda g, **k: torch.optim.AdamW(g, lr=0.01, maximize=True, **k),
-}
 FLAGS: dict[str, dict[str, Any]] = {"neither": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -183,7 +45,7 @@ FLAGS: dict[str, dict[str, Any]] = {"neither": {}, "foreach": {"foreach": True},
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_step_gives_the_trainers_bits(kind: str, flags: str, shards: int) -> None:
-    """Warm-up and decay, clipping, gradients that are missing, a step that is skipped."""
+    """Warm-up and decay, clipping, missing gradients, a skipped step."""
     trainer = Trainer(lambda groups: MAKERS[kind](groups, **FLAGS[flags]), shards=shards)
     replicas = [trainer.replica(shard) for shard in range(shards)]
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -199,7 +61,7 @@ def test_every_step_gives_the_trainers_bits(kind: str, flags: str, shards: int) 
 
 
 def clip(trainer: Trainer, most: float) -> None:
-    """As `checkmate.clip_grad_norm_` says it."""
+    """Record a scaling like `checkmate.clip_grad_norm_`."""
     norm = torch.nn.utils.clip_grad_norm_(trainer.parameters, most)
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     assert factor < 1
@@ -279,7 +141,7 @@ def test_other_types(dtypes: tuple[torch.dtype, ...], flags: str) -> None:
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("unscaled_first", [False, True])
 def test_a_grad_scaler(flags: str, unscaled_first: bool) -> None:
-    """Unscaled by the scaler, by the fused step, or first and then clipped; and a step that it skips."""
+    """Unscaled by the scaler, by the fused step, or before clipping; and a skipped step."""
     trainer = Trainer(lambda groups: torch.optim.Adam(groups, lr=0.01, **FLAGS[flags]))
     replicas = [trainer.replica(shard) for shard in range(2)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -334,7 +196,7 @@ def test_a_learning_rate_that_is_a_tensor(flags: str) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of torch's threads, for this test."""
+    """Set the number of torch's threads, for this test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -348,7 +210,7 @@ BIG: list[tuple[int, ...]] = [(1000, 701), (333, 777), (5,), (100_003,)]
 def test_on_any_number_of_threads(
     kind: str, flags: str, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters large enough for torch to share its work out between threads."""
+    """Parameters large enough for torch to use several threads."""
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", (1 << 18, 1 << 18))
     trainer = Trainer(lambda g: MAKERS[kind](g, **FLAGS[flags]), shapes=BIG)
     replicas = [trainer.replica(shard) for shard in range(2)]
@@ -400,7 +262,7 @@ def test_16_bits_are_stepped_with_as_many_threads_as_in_training(
 @pytest.mark.parametrize("kind", ["sgd-momentum", "adam"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_joining_parameter_by_parameter(kind: str, flags: str) -> None:
-    """Those that are there step; those that come between two steps go along from the next one on."""
+    """Loaded parameters step; those loaded between two steps join at the next one."""
     trainer = Trainer(lambda groups: MAKERS[kind](groups, **FLAGS[flags]), shards=1)
     follow(trainer, [], trainer.backward())
     replica = trainer.replica(0, seeded=False)
@@ -484,7 +346,7 @@ def test_a_reserved_iteration_is_read_after_newer_steps(skipped: bool) -> None:
     follow(trainer, [replica], gradients)
     follow(trainer, [replica], trainer.backward())
     assert replica.nbytes > plain
-    found = {n: (t.clone(), _copied(s)) for n, t, s in itertools.chain([first], one)}
+    found = {n: (t.clone(), copied(s)) for n, t, s in itertools.chain([first], one)}
     assert_same(found, expected, replica.numbers)
     with pytest.raises(Gone, match="beyond iteration 2"):
         read(replica, 2)  # reserved for one reader
@@ -544,7 +406,7 @@ def test_what_is_not_there_yet_is_said() -> None:
 
 
 def test_readers_beside_steps_see_whole_iterations() -> None:
-    """Threads that read whatever is current, while steps go on: never half of two iterations."""
+    """Threads that read the current state during steps never see a mixture of two iterations."""
     trainer = Trainer(MAKERS["adam"], shards=1)
     replica = trainer.replica(0)
     right: dict[int, State] = {}
@@ -606,7 +468,7 @@ def _faults() -> Iterator[tuple[str, Callable[[Trainer, Replica, dict[int, torch
     yield "another size or type", lambda t, r, g, s: g.update({i: v.double() for i, v in g.items()})
     yield "3 parameter groups, the optimizer has 2", lambda t, r, g, s: s.options.append("{}")
     yield "not a parameter group's options", lambda t, r, g, s: s.options.__setitem__(0, "?")
-    yield "unknown way", lambda t, r, g, s: s.scalings.add(dtype="int8")
+    yield "unknown scaling", lambda t, r, g, s: s.scalings.add(dtype="int8")
 
 
 @pytest.mark.parametrize(
@@ -633,14 +495,14 @@ def test_seeds_that_do_not_fit_are_refused() -> None:
     number = replica.numbers[0]
     with pytest.raises(ReplicaError, match="shard 0 has no parameter 99"):
         replica.load(99, torch.zeros(1), {}, 0)
-    with pytest.raises(ReplicaError, match="has shape .* and what came has"):
+    with pytest.raises(ReplicaError, match="has shape .* but its seed has"):
         replica.load(number, torch.zeros(1, 1, 1, 1), {}, 0)
-    with pytest.raises(ReplicaError, match="and type float32, and what came has .* float64"):
+    with pytest.raises(ReplicaError, match="and type float32, but its seed has .* float64"):
         replica.load(number, trainer.parameters[number].detach().double(), {}, 0)
 
 
 def test_state_with_numbers_and_none() -> None:
-    """What older torch versions or `load_state_dict` leave: momentum that is None."""
+    """Older torch versions or `load_state_dict` leave momentum that is None."""
     trainer = Trainer(MAKERS["sgd-momentum"], shards=1)
     for parameter in trainer.parameters:
         trainer.optimizer.state[parameter]["momentum_buffer"] = None
@@ -690,7 +552,7 @@ def test_any_model_any_cut(data: st.DataObject) -> None:
         for _ in range(data.draw(st.integers(1, 4))):
             without = data.draw(st.sets(st.integers(0, len(shapes) - 1), max_size=2))
             if kind.startswith("sgd") and "fused" in flags:
-                without = set()  # torch itself fails where only some have momentum
+                without = set()  # torch itself fails if only some have momentum
             follow(trainer, replicas, trainer.backward(without))
 
 

@@ -1,4 +1,4 @@
-"""Replicas of any model, however sharded and cut, against torch's own steps of it: every bit of all state."""
+"""Replicas of any model, sharded and cut in any way, against torch's own steps: all bits of all state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def seeded(training: AnyTraining, shard: int) -> Replica:
 
 
 def assert_same(found: State, expected: State) -> None:
-    """Types, shapes and bits."""
+    """Compare types, shapes and bits."""
     assert found.keys() == expected.keys()
     for number, (tensor, entries) in found.items():
         theirs, their_entries = expected[number]

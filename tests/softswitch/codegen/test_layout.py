@@ -17,7 +17,7 @@ from softswitch.program.bmv2 import Field, Header
 
 @st.composite
 def headers(draw: st.DrawFn) -> tuple[Header, set[str]]:
-    """A header of whole bytes, and which of its fields a program touches."""
+    """Return a header of whole bytes, and the fields that a program uses."""
     widths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=8))
     widths.append(8 - sum(widths) % 8)
     fields = tuple(Field(f"f{n}", width, width > 1 and draw(st.booleans())) for n, width in enumerate(widths))
@@ -70,7 +70,7 @@ def test_csum16_is_the_internet_checksum(data: bytes) -> None:
 
 
 def test_crcs_have_their_check_values() -> None:
-    """The usual check values over "123456789"."""
+    """These are the usual check values of "123456789"."""
     text = b"123456789"
     results = {name: function(text) for name, (function, _) in ALGORITHMS.items()}
     assert results["crc16"] == results["crc16_custom"] == 0xBB3D

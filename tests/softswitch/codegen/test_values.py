@@ -1,4 +1,4 @@
-"""Expressions: the generated source against plain integer arithmetic, and the ranges it relies on."""
+"""Expressions: the generated source against plain integer arithmetic, and its assumed ranges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tree = tuple[Any, ...]
 
 @st.composite
 def leaves(draw: st.DrawFn) -> Tree:
-    """A constant, or a variable with a value of its type."""
+    """Return a constant, or a variable with a value of its type."""
     width = draw(WIDTHS)
     if draw(st.booleans()):
         return ("number", draw(st.integers(0, (1 << width) - 1)))
@@ -28,7 +28,7 @@ def leaves(draw: st.DrawFn) -> Tree:
 
 
 def branches(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-    """Operators over smaller trees."""
+    """Return operators over smaller trees."""
     two = st.sampled_from(("+", "-", "*", "&", "|", "^", "==", "!=", "<", "<=", ">", ">="))
     casts = st.sampled_from(("two_comp_mod", "usat_cast", "sat_cast", "mask"))
     shifts = st.sampled_from(("<<", ">>"))
@@ -47,7 +47,7 @@ TREES = st.recursive(leaves(), branches, max_leaves=12)
 
 
 def reference(tree: Tree) -> int:
-    """What a tree is worth; BMv2 computes without bounds, and cuts where a cast says so."""
+    """Return the value of a tree; BMv2 computes without bounds, and truncates at casts."""
     op, *rest = tree
     if op in ("number", "variable"):
         return int(rest[-1])
@@ -89,7 +89,7 @@ BINARY: dict[str, Callable[[int, int], int]] = {
 
 
 def cast(op: str, value: int, width: int) -> int:
-    """P4-16 specification, sections 8.6 and 8.7: wrapping and saturating casts."""
+    """Return a wrapping or saturating cast (P4-16 specification, sections 8.6 and 8.7)."""
     half = 1 << (width - 1)
     if op == "mask":
         return value % (2 * half)
@@ -101,7 +101,7 @@ def cast(op: str, value: int, width: int) -> int:
 
 
 def emit(tree: Tree, environment: dict[str, int]) -> Value:
-    """The tree's source; variables go to the environment."""
+    """Return the tree's source; add variables to the environment."""
     op, *rest = tree
     if op == "number":
         return number(rest[0])

@@ -1,4 +1,4 @@
-"""Arbitration, as section 5 of the P4Runtime specification has it."""
+"""Arbitration (P4Runtime specification, section 5)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lost_primary_promotes_nobody(running: Running) -> None:
     with pytest.raises(Failure) as refused:
         backup.set_pipeline()
     assert refused.value.code == "PERMISSION_DENIED"
-    # The highest id ever seen still bars lower ones; its equal is taken.
+    # The highest id so far still excludes lower ones; an equal one is accepted.
     backup.arbitrate(9)
     assert backup.arbitration() == (NOBODY, 10)
     backup.arbitrate(10)

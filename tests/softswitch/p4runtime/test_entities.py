@@ -1,4 +1,4 @@
-"""Write and Read of every kind of entity, as sections 9, 12 and 13 of the P4Runtime specification have it."""
+"""Write and Read of every kind of entity (P4Runtime specification, sections 9, 12 and 13)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTINUE, ROLLBACK, ATOMIC = 0, 1, 2
 
 
 def refusal(client: Client, update: p4r.Update) -> tuple[int, str]:
-    """Code and message with which a single update is refused."""
+    """Return code and message of the refusal of a single update."""
     with pytest.raises(Failure) as refused:
         client.write(update)
     assert refused.value.code == "UNKNOWN"
@@ -123,19 +123,19 @@ FAULTS: list[tuple[str, Callable[..., None], int, str]] = [
     ("by_mac", lambda e: setattr(e, "is_const", True), INVALID, "is_const"),
     ("by_mac", lambda e: setattr(e, "idle_timeout_ns", 5), INVALID, "idle timeout"),
     ("by_mac", lambda e: e.meter_config.SetInParent(), INVALID, "no direct meter"),
-    ("by_mac", lambda e: setattr(e, "table_id", 12345), MISSING, "no table 12345"),
-    ("by_mac", lambda e: setattr(e, "table_id", 0), INVALID, "no table 0"),
+    ("by_mac", lambda e: setattr(e, "table_id", 12345), MISSING, "table 12345 does not exist"),
+    ("by_mac", lambda e: setattr(e, "table_id", 0), INVALID, "table 0 does not exist"),
     ("by_prefix", lambda e: e.counter_data.SetInParent(), INVALID, "no direct counter"),
     ("by_prefix", field(1, lpm={"value": b"\0", "prefix_len": 0}), INVALID, "prefix length 0"),
     ("by_prefix", field(1, lpm={"value": b"\1", "prefix_len": 49}), INVALID, "prefix length 49"),
-    ("by_prefix", field(1, lpm={"value": b"\1", "prefix_len": 8}), INVALID, "behind its prefix of 8"),
-    ("by_prefix", action("NoAction"), DENIED, "NoAction may not stand in an entry"),
+    ("by_prefix", field(1, lpm={"value": b"\1", "prefix_len": 8}), INVALID, "beyond its prefix of 8"),
+    ("by_prefix", action("NoAction"), DENIED, "NoAction is not allowed in an entry"),
     ("by_mask", field(1, ternary={"value": b"\0", "mask": b"\0"}), INVALID, "mask is 0"),
     ("by_mask", field(1, ternary={"value": b"\3", "mask": b"\1"}), INVALID, "outside its mask"),
     ("by_mask", lambda e: setattr(e, "priority", 0), INVALID, "priority is 0"),
     ("by_mask", lambda e: setattr(e, "priority", -4), INVALID, "priority is -4"),
     ("by_range", field(1, range={"low": b"\2", "high": b"\1"}), INVALID, "above high"),
-    ("by_range", field(1, range={"low": b"\0", "high": b"\xff\xff"}), INVALID, "leave the field out"),
+    ("by_range", field(1, range={"low": b"\0", "high": b"\xff\xff"}), INVALID, "omit the field"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_insert_modify_delete(primary: Client) -> None:
     entity.table_entry.action.action.params[0].value = b"\3"
     primary.write(modify(entity))
     assert primary.read(primary.entry("by_mac")) == [entity]
-    # Without an action, a modification leaves it; only the key counts in a deletion.
+    # Without an action, a modification keeps it; only the key matters in a deletion.
     without = primary.mac_entry(1, 1)
     without.table_entry.metadata = b"new"
     primary.write(modify(without))
@@ -186,7 +186,7 @@ def test_insert_modify_delete(primary: Client) -> None:
 def test_full_table(primary: Client) -> None:
     primary.write(*(insert(prefix_entry(primary, each << 40, 8)) for each in range(1, 5)))
     code, message = refusal(primary, insert(prefix_entry(primary, 5 << 40, 8)))
-    assert (code, "holds 4 entries" in message) == (FULL, True)
+    assert (code, "has 4 entries" in message) == (FULL, True)
 
 
 def test_same_match_with_two_priorities_are_two_entries(primary: Client) -> None:
@@ -274,7 +274,7 @@ def test_direct_counters(primary: Client) -> None:
     everywhere = p4r.Entity()
     everywhere.direct_counter_entry.SetInParent()
     assert primary.read(everywhere) == [found]
-    # In the entry only when asked for; a modification without it leaves the counts.
+    # Only in the entry if requested; a modification without it keeps the counts.
     primary.write(modify(primary.mac_entry(1, 1, "counted", 3)))
     assert not primary.read(primary.entry("by_mac"))[0].table_entry.HasField("counter_data")
     asking = primary.entry("by_mac")
@@ -465,6 +465,6 @@ def test_thousands_of_entries(primary: Client) -> None:
     found = primary.read(query)
     read = time.process_time() - begin
     assert len(found) == 8192
-    # CPU time of client and server together, with room for a slow machine: ten times what it takes.
+    # CPU time of client and server together; ten times the usual time, for slow machines.
     assert written < 3
     assert read < 3

@@ -21,7 +21,7 @@ Kind = TypeVar("Kind", bound=P4Entity)
 
 
 async def read(switch: fy.Switch, query: Kind) -> list[Kind]:
-    """Everything that answers a query; finsy's overloads are declared as coroutines, and are generators."""
+    """Return all answers to a query; finsy's overloads are declared as coroutines, but are generators."""
     answer = cast(AsyncGenerator[Kind, None], switch.read(query))
     return [each async for each in answer]
 
@@ -102,7 +102,7 @@ def test_packets(running: Running) -> None:
 
 
 def test_pipeline_is_found_again(running: Running) -> None:
-    """A second session finds the pipeline by its cookie, and the entries still there."""
+    """A second session finds the pipeline by its cookie, with its entries."""
 
     async def first(switch: fy.Switch) -> None:
         await switch.write([+entry(2)])

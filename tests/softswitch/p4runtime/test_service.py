@@ -9,7 +9,6 @@ import pytest
 from finsy.proto import p4r, rpc_code
 
 from tests.softswitch.support.client import (
-    CPU_PORT,
     KINDS,
     Client,
     Config,
@@ -20,6 +19,7 @@ from tests.softswitch.support.client import (
     read_p4info,
     wait_for,
 )
+from tests.softswitch.support.scenarios import CPU_PORT
 
 FRAME = bytes.fromhex("02000000000102000000000288b5") + b"payload of a frame"
 Get = p4r.GetForwardingPipelineConfigRequest
@@ -65,7 +65,7 @@ def test_verify_changes_nothing(primary: Client) -> None:
 def test_save_then_commit(running: Running, primary: Client) -> None:
     primary.write(insert(primary.mac_entry(0x020000000001, 1, "counted", 2)))
     primary.set_pipeline(Config.VERIFY_AND_SAVE)
-    # Writes are for the saved pipeline, packets still meet the one before it.
+    # Writes are for the saved pipeline, packets still for the previous one.
     assert primary.read(primary.entry("by_mac")) == []
     primary.write(insert(primary.mac_entry(0x020000000001, 1, "counted", 3)))
     running.ports[1].inject(FRAME)
@@ -132,7 +132,7 @@ def unsupported(request: p4r.SetForwardingPipelineConfigRequest) -> None:
         (Config.VERIFY, config(p4_device_config=b"{"), ""),
         (Config.VERIFY, lambda request: request.config.ClearField("p4info"), "p4info is missing"),
         (Config.VERIFY_AND_COMMIT, lambda request: request.ClearField("config"), "needs a config"),
-        (Config.COMMIT, lambda request: None, "takes no config"),
+        (Config.COMMIT, lambda request: None, "must not have a config"),
         (Config.UNSPECIFIED, lambda request: None, "unspecified"),
         (Config.VERIFY_AND_COMMIT, unsupported, "mark_to_dance"),
     ],
@@ -165,7 +165,7 @@ def test_packet_in_goes_to_the_primary(running: Running, primary: Client) -> Non
     assert message.packet.payload == FRAME
     assert [(each.metadata_id, each.value) for each in message.packet.metadata] == [(1, b"\0"), (2, b"\3")]
     primary.close()
-    # The next message of the backup is of arbitration: it got no packet.
+    # The backup's next message is an arbitration: it got no packet.
     assert backup.arbitration() == (rpc_code.NOT_FOUND, 1)
     running.ports[3].inject(FRAME)
     wait_for(lambda: running.service.sessions.unheard == 1, "a packet that no controller hears")
@@ -215,7 +215,7 @@ def test_backup_may_not_send_packets(running: Running, primary: Client) -> None:
 
 
 def test_packet_in_is_bounded(running: Running, primary: Client) -> None:
-    """A controller that doesn't read costs bounded memory, and loses packets that are counted."""
+    """A controller that does not read needs bounded memory; its lost packets are counted."""
     primary.write(insert(primary.mac_entry(0x020000000001, 3, "punt")))
     large = FRAME + bytes(8000)
     count = 6000

@@ -1,4 +1,4 @@
-"""Loading: what is refused, with which words; what a fresh program holds."""
+"""Loading: refused programs with their messages, and the state of a new program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_everything_unsupported_is_named_at_once() -> None:
 
 
 def changed(old: str, new: str) -> tuple[bytes, p4i.P4Info]:
-    """The counter program with a piece of its JSON replaced."""
+    """Return the counter program with a piece of its JSON replaced."""
     config, p4info = files(EXAMPLES / "counter")
     text = json.dumps(json.loads(config))
     assert old in text
@@ -78,9 +78,9 @@ def test_each_kind_of_construct_is_checked(old: str, new: str, problem: str) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"\x00\x01", "is no JSON"),
-        (b"[]", "no BMv2 JSON: it has no 'pipelines'"),
-        (b'{"pipelines": []}', "no complete BMv2 JSON: KeyError('actions') is missing"),
+        (b"\x00\x01", "is not JSON"),
+        (b"[]", "not BMv2 JSON (of p4c-bm2-ss): it has no 'pipelines'"),
+        (b'{"pipelines": []}', "not complete BMv2 JSON: KeyError('actions') is missing"),
     ],
 )
 def test_what_is_no_bmv2_json_is_said_so(text: bytes, words: str) -> None:

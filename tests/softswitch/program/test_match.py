@@ -1,4 +1,4 @@
-"""Which entry wins: the index against a search through all entries."""
+"""The winning entry: the index against a search through all entries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS: dict[MatchKind, st.SearchStrategy[Key]] = {
 
 
 def hit(kind: MatchKind, key: Key, value: int) -> bool:
-    """The match kinds as the P4Runtime specification describes them, one by one."""
+    """Return whether a value matches, by the P4Runtime specification's rule for each match kind."""
     if key is None:
         return True
     if isinstance(key, int):
@@ -39,7 +39,7 @@ def hit(kind: MatchKind, key: Key, value: int) -> bool:
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[tuple[MatchField, ...], list[tuple[tuple[Key, ...], int]]]:
-    """Fields, and entries (match, priority) without duplicates."""
+    """Return fields, and entries (match, priority) without duplicates."""
     kinds = draw(st.lists(st.sampled_from(MatchKind), min_size=1, max_size=3))
     fields = tuple(MatchField(n, f"f{n}", WIDTH, kind) for n, kind in enumerate(kinds, 1))
     ordered = any(kind not in (MatchKind.EXACT, MatchKind.LPM) for kind in kinds)
@@ -51,7 +51,7 @@ def tables(draw: st.DrawFn) -> tuple[tuple[MatchField, ...], list[tuple[tuple[Ke
 def expected(
     fields: tuple[MatchField, ...], entries: list[tuple[tuple[Key, ...], int]], packet: tuple[int, ...]
 ) -> tuple[tuple[Key, ...], int] | None:
-    """The winner: highest priority, then longest prefixes, then first come."""
+    """Return the winner: highest priority, then longest prefixes, then first inserted."""
 
     def prefix(match: tuple[Key, ...]) -> int:
         lengths = zip(fields, match, strict=True)
@@ -122,7 +122,7 @@ def test_refused_updates_name_the_code() -> None:
     switch.insert(Entry((1, 2), 1, ()))
     with pytest.raises(TableError, match="already has") as again:
         switch.insert(Entry((1, 2), 1, ()))
-    with pytest.raises(TableError, match="is full: it holds 1") as full:
+    with pytest.raises(TableError, match="is full: it has 1") as full:
         switch.insert(Entry((1, 3), 1, ()))
     with pytest.raises(TableError, match="no such entry") as unknown:
         switch.delete((9, 9), 0)

@@ -1,4 +1,4 @@
-"""Addresses in traces: which fields are taken for one, and that the text says the same as the number."""
+"""Addresses in traces: the fields that are assumed to be addresses, and their text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_key_with_a_name_of_its_own() -> None:
 
 
 def test_a_program_of_another_kind() -> None:
-    """Keys are called as their fields here, and a parameter is what it is assigned to."""
+    """Keys have the names of their fields here, and a parameter the notation of its target field."""
     lines = traced("l3_forward", 1, 3)
     assert "  table ingress.routes(hdr.ipv4.destination=10.1.2.3): hit" in lines
     assert "  action ingress.route(port=0x1, next_hop=02:00:00:00:00:23)" in lines

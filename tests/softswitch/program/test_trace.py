@@ -1,4 +1,4 @@
-"""Traces: what they tell, and that they change nothing."""
+"""Traces: their contents, and that they change nothing."""
 
 from __future__ import annotations
 

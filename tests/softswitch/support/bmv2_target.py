@@ -1,6 +1,6 @@
-"""A real simple_switch_grpc in a network namespace of its own, driven frame by frame; for differential tests.
+"""simple_switch_grpc in its own network namespace, driven frame by frame, for differential tests.
 
-The switch's gRPC server listens on a Unix socket, and its Thrift port stays inside the namespace.
+The switch's gRPC server listens on a Unix socket, and its Thrift port is inside the namespace.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from finsy.proto import p4i, p4r, p4r_grpc
 from pyroute2 import netns
 
 from softswitch.program.state import Entry, GroupReplica, MatchKind, State, Table
+from tests.softswitch.support.scenarios import CPU_PORT
 
-CPU_PORT = 510
 DEVICE = 1
 ETH_P_ALL = 3
 SOL_PACKET = 263
@@ -35,7 +35,7 @@ ANSWER_S = 10.0
 
 
 def missing() -> str | None:
-    """Why the switch can't be run here, or `None`."""
+    """Return the reason if the switch cannot run here, else `None`."""
     if shutil.which("simple_switch_grpc") is None:
         return "simple_switch_grpc is not on PATH"
     if os.geteuid() != 0:
@@ -87,12 +87,12 @@ class Bmv2:
                         self._header("packet_in", response.packet.metadata) + response.packet.payload
                     )
         except grpc.RpcError as error:
-            # A switch that has died is reported by whoever waits for its frames.
+            # A switch that has died is reported when its frames are awaited.
             if error.code() not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE):
                 raise
 
     def _header(self, name: str, values: object) -> bytes:
-        """A controller header as the program sees it in front of the frame."""
+        """Return the program's controller header before the frame."""
         given = {m.metadata_id: int.from_bytes(m.value, "big") for m in values}  # type: ignore[attr-defined]
         total = bits = 0
         for field in self._layout.get(name, ()):
@@ -114,7 +114,7 @@ class Bmv2:
         )
 
     def install(self, state: State) -> None:
-        """Write what a state holds: entries, defaults that aren't the program's, groups."""
+        """Write a state: entries, defaults that are not the program's, groups."""
         updates = [
             _update(p4r.Entity(packet_replication_engine_entry=_group(*g))) for g in state.groups.items()
         ]
@@ -128,7 +128,7 @@ class Bmv2:
         self._stub.Write(p4r.WriteRequest(device_id=DEVICE, election_id=p4r.Uint128(low=1), updates=updates))
 
     def counts(self, state: State) -> dict[tuple[str, object], tuple[int, int]]:
-        """Packets and bytes of every counter cell and of every entry of a table with a direct counter."""
+        """Return packets and bytes of every counter cell, and of every entry with a direct counter."""
         found: dict[tuple[str, object], tuple[int, int]] = {}
         for counter in self._p4info.counters:
             wanted = p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter.preamble.id))
@@ -153,7 +153,7 @@ class Bmv2:
     # Data plane
 
     def send(self, port: int, frame: bytes) -> None:
-        """Let a frame come in by a port; `CPU_PORT` sends it as a PacketOut."""
+        """Send a frame into a port; for `CPU_PORT`, as a PacketOut."""
         if port != CPU_PORT:
             self._sockets[port].send(frame)
             return
@@ -169,10 +169,10 @@ class Bmv2:
         self._requests.put(p4r.StreamMessageRequest(packet=packet))
 
     def receive(self, last: dict[int, list[bytes]]) -> dict[int, list[bytes]]:
-        """What leaves by each port, up to the last frames that are expected there, in any order.
+        """Return each port's outputs up to the last frames that are expected there, in any order.
 
-        Ports that aren't in `last` give what they have when the others are done. `TimeoutError` if a last
-        frame doesn't come.
+        For ports that are not in `last`, these are their outputs when the others are done. Raises
+        `TimeoutError` if a last frame does not arrive.
         """
         received: dict[int, list[bytes]] = {port: [] for port in (*self._sockets, CPU_PORT)}
         deadline = time.monotonic() + ANSWER_S
@@ -245,7 +245,7 @@ def _entry(table: Table, entry: Entry, with_action: bool = True) -> p4r.TableEnt
 
 @contextmanager
 def running(name: str, config: bytes, p4info: p4i.P4Info, ports: list[int]) -> Iterator[Bmv2]:
-    """A switch with these ports and this program; all of it is gone afterwards."""
+    """Yield a switch with these ports and this program; remove everything at the end."""
     space = f"diff-{os.getpid()}-{name}"
     netns.create(space)
     try:
@@ -268,7 +268,7 @@ def running(name: str, config: bytes, p4info: p4i.P4Info, ports: list[int]) -> I
 
 
 def _cables(space: str, ports: list[int]) -> dict[int, socket.socket]:
-    """For each port a veth pair in the namespace, and a raw socket on its far end."""
+    """Create a veth pair in the namespace for each port, and return raw sockets on their far ends."""
     sockets = {}
     netns.pushns(space)
     try:

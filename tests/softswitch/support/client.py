@@ -1,4 +1,4 @@
-"""What the tests of the switch half share: a plain P4Runtime client, and hosts in namespaces."""
+"""A plain P4Runtime client, and hosts in namespaces, for tests of the switch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
 
 DEVICE = 3
-CPU_PORT = 510
 KINDS = Path(__file__).parents[1] / "programs" / "kinds"
 
 Config = p4r.SetForwardingPipelineConfigRequest
@@ -94,7 +93,7 @@ class Client:
             raise Failure(error) from None
 
     def arbitration(self) -> tuple[int, int | None]:
-        """Status code and election id of the next message, which has to be one of arbitration."""
+        """Return status code and election id of the next message, which must be an arbitration."""
         message = self.receive()
         assert message.WhichOneof("update") == "arbitration", message
         told = message.arbitration
@@ -162,7 +161,7 @@ class Client:
         raise KeyError(name)
 
     def entry(self, table: str, action: str | None = None, *params: int, priority: int = 0) -> p4r.Entity:
-        """An entity with a table entry that has no match yet."""
+        """Return an entity with a table entry without a match."""
         entity = p4r.Entity()
         entity.table_entry.table_id = self.id(table)
         entity.table_entry.priority = priority
@@ -173,7 +172,7 @@ class Client:
         return entity
 
     def mac_entry(self, mac: int, port: int, action: str | None = None, *params: int) -> p4r.Entity:
-        """An entity with an entry of the exact table."""
+        """Return an entity with an entry of the exact table."""
         entity = self.entry("by_mac", action, *params)
         for place, value in enumerate((mac, port), 1):
             entity.table_entry.match.add(field_id=place).exact.value = number(value)
@@ -202,7 +201,7 @@ def delete(entity: p4r.Entity) -> p4r.Update:
 
 @dataclass
 class Running:
-    """A switch at work; `client` makes controllers that are closed at the end."""
+    """A running switch; `client` creates controllers that are closed at the end."""
 
     switch: SoftSwitch
     service: P4RuntimeService
@@ -234,7 +233,7 @@ def sh(command: str) -> str:
 
 @dataclass
 class Wires:
-    """A namespace `switch` with interfaces s1, s2, ..., each wired to e0 (10.77.0.N/24) of its own host."""
+    """A namespace `switch` with interfaces s1, s2, ..., each connected to e0 (10.77.0.N/24) of a host."""
 
     switch: str
     hosts: dict[int, str]

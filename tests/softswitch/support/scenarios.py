@@ -1,4 +1,4 @@
-"""Programs with entries in their tables, and frames that reach all of their corners."""
+"""Programs with entries in their tables, and frames that reach all of their code."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STUB_IP = "10.0.0.250"
 
 
 def number(address: str) -> int:
-    """A MAC or IPv4 address as a number."""
+    """Return a MAC or IPv4 address as a number."""
     if ":" in address:
         return int(address.replace(":", ""), 16)
     return int.from_bytes(bytes(map(int, address.split("."))), "big")
 
 
 def files(base: Path) -> tuple[bytes, p4i.P4Info]:
-    """A program's JSON and P4Info."""
+    """Return a program's JSON and P4Info."""
     p4info = p4i.P4Info()
     text_format.Parse(base.with_name(base.name + ".p4info.txtpb").read_text(), p4info)
     return base.with_name(base.name + ".json").read_bytes(), p4info
@@ -42,7 +42,7 @@ def files(base: Path) -> tuple[bytes, p4i.P4Info]:
 
 @dataclass
 class FrameScenario:
-    """A program with entries; `last` gives frames by which every port can be reached from a port."""
+    """A program with entries; `last` returns frames that reach every port from a given port."""
 
     name: str
     base: Path
@@ -69,7 +69,7 @@ def add(
 
 
 def made(base: Path) -> Program:
-    """A program with nothing in its tables."""
+    """Return a program with empty tables."""
     return load(*files(base))
 
 
@@ -79,7 +79,7 @@ def made(base: Path) -> Program:
 def tag(
     seq: int = 0, anchor: int = 0, shadow: int = 3, channel: int = 1, incarnation: int = 7
 ) -> tuple[int, bytes]:
-    """The tag as a TCP option for scapy."""
+    """Return the tag as a TCP option for scapy."""
     body = bytes.fromhex("c4ec") + seq.to_bytes(4, "big") + anchor.to_bytes(4, "big")
     return 253, body + shadow.to_bytes(2, "big") + bytes([channel, incarnation])
 
@@ -91,7 +91,7 @@ def segment(
     destination: str = "10.0.0.2",
     **fields: object,
 ) -> bytes:
-    """A TCP segment from host A to host B, with the tag's DSCP bit unless `tos` says otherwise."""
+    """Return a TCP segment from host A to host B, with the tag's DSCP bit unless `tos` says otherwise."""
     tos = fields.pop("tos", 0x80)
     tcp = TCP(sport=1000, dport=2000, seq=1000, options=options or [], **{"flags": "A", **fields})
     return bytes(Ether(src=A, dst=B) / IP(src=source, dst=destination, tos=tos) / tcp / Raw(payload))
@@ -102,7 +102,10 @@ LAST_SOURCE = "10.9.9.9"
 
 
 def checkmate_program() -> Program:
-    """Three hosts on ports 1 to 3, a stub, two boundaries' streams on two channels, one old incarnation."""
+    """Return a program with three hosts on ports 1 to 3, a stub, and streams of two boundaries.
+
+    They have two channels; one stream has an old incarnation.
+    """
     program = made(CHECKMATE)
     for port, mac in enumerate((A, B, C), 1):
         add(program, "forwarding", (number(mac),), "forward", port)
@@ -133,7 +136,7 @@ def checkmate_program() -> Program:
 
 
 def checkmate_frames() -> list[bytes]:
-    """Whatever the program treats differently, once."""
+    """Return one frame of each kind that the program distinguishes."""
     return [
         segment(tos=0),
         segment(),
@@ -169,7 +172,7 @@ def checkmate_frames() -> list[bytes]:
 
 
 def checkmate_last(port: int, count: int) -> list[bytes]:
-    """A frame for every port."""
+    """Return a frame for every port."""
     mark = b"last %d" % count
     punted = segment(destination=STUB_IP, flags="S", tos=0, payload=mark)
     if port != CPU_PORT:
@@ -179,7 +182,7 @@ def checkmate_last(port: int, count: int) -> list[bytes]:
 
 
 def checkmate() -> FrameScenario:
-    """Checkmate's own program."""
+    """Return Checkmate's own program."""
     ports = [1, 2, 3]
     frames = checkmate_frames()
     return FrameScenario(
@@ -195,7 +198,7 @@ def _udp(destination: str, mac: str = B, **fields: object) -> Packet:
 
 
 def l3_forward() -> FrameScenario:
-    """Routes of several lengths, stations, and an access list whose priorities decide."""
+    """Return routes of several lengths, stations, and an access list with priorities."""
     program = made(EXAMPLES / "l3_forward")
     routes, stations, access = "ingress.routes", "ingress.stations", "ingress.access"
     for prefix, length, port in (
@@ -239,7 +242,7 @@ def l3_forward() -> FrameScenario:
 
 
 def ecmp() -> FrameScenario:
-    """A group of three members, an empty one, and direct routes."""
+    """Return a group of three members, an empty one, and direct routes."""
     program = made(EXAMPLES / "ecmp")
     groups, members = "ingress.groups", "ingress.members"
     add(program, groups, ((number("10.0.0.0"), 8),), "ingress.balance", 1, 3)
@@ -264,7 +267,7 @@ def ecmp() -> FrameScenario:
 
 
 def counter() -> FrameScenario:
-    """Constant entries on ports 7 and 8; copies on several instances."""
+    """Return constant entries on ports 7 and 8, and copies with several instances."""
     program = made(EXAMPLES / "counter")
     program.state.groups[3] = (
         GroupReplica(7, 1),
@@ -295,7 +298,7 @@ def counter() -> FrameScenario:
 
 
 def operators() -> FrameScenario:
-    """A table whose actions branch, on operands that sit at the edges of their types."""
+    """Return a table whose actions branch on operands at the limits of their types."""
     program = made(OPERATORS)
     ways = "ingress.ways"
     add(program, ways, ((10, 20), None, 0), "ingress.branches", 15, 0x80, priority=3)

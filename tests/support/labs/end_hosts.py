@@ -1,4 +1,4 @@
-"""For tests of the end hosts: two network namespaces joined by a veth, sockets in them, and a capture."""
+"""Two network namespaces connected by a veth, sockets in them, and a capture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _serial = itertools.count()
 
 
 def shell(command: str) -> str:
-    """Run one command without a shell; its own words where it fails."""
+    """Run one command without a shell, and report its own error if it fails."""
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}"
     return done.stdout
@@ -38,7 +38,7 @@ def shell(command: str) -> str:
 
 @contextlib.contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """This thread in another network namespace: sockets that it makes stay there."""
+    """Move this thread to another network namespace; sockets that it creates stay there."""
     libc = ctypes.CDLL(None, use_errno=True)
     with (
         open("/proc/thread-self/ns/net", "rb") as home,
@@ -53,7 +53,7 @@ def inside(namespace: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lone_namespace() -> Iterator[str]:
-    """A network namespace with nothing but its loopback device."""
+    """Yield a network namespace with only its loopback device."""
     name = f"cmlone{os.getpid():x}{next(_serial):x}"
     shell(f"ip netns add {name}")
     try:
@@ -65,7 +65,7 @@ def lone_namespace() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class HostPair:
-    """Namespaces `a` and `b`; the veth's end in each is called like it."""
+    """Namespaces `a` and `b`; the veth's end in each has the same name."""
 
     a: str
     b: str
@@ -73,12 +73,12 @@ class HostPair:
     b_ip: str = "10.77.0.2"
 
     def in_each(self, command: str) -> None:
-        """Run a command in both, with `DEV` for the veth's end there."""
+        """Run a command in both, where `DEV` is the veth's end."""
         for name in (self.a, self.b):
             shell(f"nsenter --net=/run/netns/{name} {command.replace('DEV', name)}")
 
     def lose(self, per_mille: int, folder: Path) -> None:
-        """Lose arriving packets at random, both ways; timeouts are cut short, or it would take minutes."""
+        """Drop arriving packets at random in both directions, with short timeouts to save time."""
         compiled = folder / "loss.o"
         include = f"-I/usr/include/{platform.machine()}-linux-gnu"
         source = Path(__file__).with_name("loss.c")
@@ -91,7 +91,7 @@ class HostPair:
 
 @contextlib.contextmanager
 def veth_pair(offloads: Sequence[str] = ()) -> Iterator[HostPair]:
-    """Two hosts back to back; `offloads` go to `ethtool -K`, such as "tso off"."""
+    """Yield two connected hosts; `offloads` are arguments of `ethtool -K`, such as "tso off"."""
     base = f"cm{os.getpid():x}{next(_serial):x}"
     pair = HostPair(f"{base}a", f"{base}b")
     try:
@@ -124,7 +124,7 @@ class CapturedSegment:
 
 
 def parse_segment(frame: bytes) -> CapturedSegment | None:
-    """A frame's TCP segment, `None` where it is no TCP over IPv4."""
+    """Return a frame's TCP segment, or `None` if it is not TCP over IPv4."""
     if frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
         return None
     header = 4 * (frame[14] & 15)
@@ -137,7 +137,7 @@ def parse_segment(frame: bytes) -> CapturedSegment | None:
 
 
 class PacketCapture:
-    """All frames that arrive at a namespace's device, by default its end of the veth, while it runs."""
+    """Capture of all frames that arrive at a namespace's device, by default its end of the veth."""
 
     def __init__(self, namespace: str, device: str | None = None) -> None:
         with inside(namespace):
@@ -162,7 +162,7 @@ class PacketCapture:
                 self._frames.append(frame)
 
     def stop(self) -> list[CapturedSegment]:
-        """The TCP segments seen so far, in order."""
+        """Return the TCP segments seen so far, in order."""
         self._stop.set()
         self._thread.join()
         self._socket.close()
@@ -170,7 +170,7 @@ class PacketCapture:
 
 
 class SocketReader(threading.Thread):
-    """Accepts one connection and reads it to its end."""
+    """Reader that accepts one connection and reads it to its end."""
 
     def __init__(self, namespace: str, ip: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A lab's switch, a `checkmate` command beside it, and kernel sockets on its shadow NICs."""
+"""A lab's switch, `checkmate` commands for it, and kernel sockets on its shadow NICs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ targets = pytest.mark.parametrize(
 
 
 class LiveSwitch:
-    """A lab of one switch, and what tests do with it."""
+    """A lab with one switch."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -47,7 +47,7 @@ class LiveSwitch:
         self._controller: LabController | None = None
 
     def command(self, *arguments: str | Path, status: int | None = 0) -> str:
-        """Run a `checkmate` command to its end; its output. `status`: what it must end with."""
+        """Run a `checkmate` command and return its output; check its exit status."""
         process = self.start(*arguments)
         try:
             output, _ = process.communicate(timeout=60)
@@ -69,22 +69,22 @@ class LiveSwitch:
 
     @contextlib.contextmanager
     def serving(self, *arguments: str | Path) -> Iterator[LabController]:
-        """`checkmate run` until the block ends."""
+        """Run `checkmate run` until the block ends."""
         with Crew(self.lab) as crew:
-            self._controller = None  # until it serves, nothing is said of an earlier one
+            self._controller = None  # earlier output must not count until it serves
             with serving(crew, *arguments) as self._controller:
                 yield self._controller
         assert "Traceback" not in self.log(), self.log()
 
     def log(self) -> str:
-        """What the last `run` has said since its last start."""
+        """Return the output of the last `run` since its last start."""
         if self._controller is None:
             return ""
         member = self._controller.member
         return member.said() + member.complaints()
 
     def status(self, *files: Path) -> dict[str, Any]:
-        """`checkmate status --json` of the lab's only switch."""
+        """Return the only switch's `checkmate status --json`."""
         process = self.start("status", *(files or (self.job,)), "--json", stderr=subprocess.PIPE)
         output, words = process.communicate(timeout=30)
         assert process.returncode == 0, words.decode()
@@ -92,7 +92,7 @@ class LiveSwitch:
         return dict(one)
 
     def connected(self, *files: Path) -> set[tuple[Any, ...]]:
-        """The connected streams: job, group, side, channel, shadow id, incarnation."""
+        """Return the connected streams: job, group, side, channel, shadow id, incarnation."""
         fields = ("job", "dp_group", "side", "channel", "shadow_id", "incarnation")
         return {
             tuple(stream[f] for f in fields)
@@ -108,7 +108,7 @@ class LiveSwitch:
             time.sleep(0.05)
 
     def connect(self, node: str, nic: Nic, payload: bytes, *, timeout: float = 5.0) -> socket.socket:
-        """A kernel socket from a shadow NIC to the stub that has sent `payload`, not yet acknowledged."""
+        """Return a kernel socket from a shadow NIC to the stub, with `payload` sent but not acknowledged."""
         device = next(
             own.name
             for host in self.lab.topology.hosts
@@ -130,18 +130,18 @@ class LiveSwitch:
         return str(self.lab.switches[0].stub_ip)
 
     def hello(self, node: str, nic: Nic, hello: Hello) -> socket.socket:
-        """A connected stream: its hello is acknowledged."""
+        """Return a connected stream, whose hello is acknowledged."""
         made = self.connect(node, nic, hello.pack())
         assert acknowledged(made)
         return made
 
     def restart_switch(self) -> None:
-        """Kill the switch and start it anew, empty."""
+        """Kill the switch and start it without entries."""
         self.lab.restart_switch(self.lab.switches[0].name)
 
 
 def acknowledged(sock: socket.socket, seconds: float = 3.0) -> bool:
-    """Whether all that was written is acknowledged in time (SIOCOUTQ)."""
+    """Return whether all written bytes are acknowledged in time (SIOCOUTQ)."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         (waiting,) = struct.unpack("i", ioctl(sock, SIOCOUTQ, b"\0" * 4))
@@ -152,7 +152,7 @@ def acknowledged(sock: socket.socket, seconds: float = 3.0) -> bool:
 
 
 def was_reset(sock: socket.socket, seconds: float = 3.0) -> bool:
-    """Whether the stub answers with a RST."""
+    """Return whether the stub answers with a RST."""
     sock.settimeout(seconds)
     try:
         return sock.recv(1) == b"" and False
@@ -163,7 +163,7 @@ def was_reset(sock: socket.socket, seconds: float = 3.0) -> bool:
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those that still run; a zombie doesn't."""
+    """Return the processes that still run, without zombies."""
     found = []
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def on_one_switch(ranks: int, nics: Sequence[int], *, channels: int = 1, replicas: int = 1) -> dict[str, Any]:
-    """A ring, and a shadow node for each of `nics`, with so many of them; all on the switch `tor`."""
+    """Return a ring and shadow nodes with these numbers of NICs, all on the switch `tor`."""
     return {
         "title": f"a ring of {ranks} on a switch",
         "channels": channels,

@@ -1,25 +1,25 @@
-"""`checkmate lab` as a command, and what a lab has in the machine, of which nothing may stay."""
+"""`checkmate lab` as a command, and all traces of a lab on the machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.cli import COMMAND
 from topologies import state
 from topologies.describe.job_files import Target
 from topologies.kernel import namespaces
 
-LAB_COMMAND = [sys.executable, "-m", "checkmate.cli.entry", "lab"]
+LAB_COMMAND = [*COMMAND, "lab"]
 ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
 class Remains:
-    """What a lab has in the machine."""
+    """Traces of a lab on the machine."""
 
     namespaces: list[str]
     processes: list[int]
@@ -46,12 +46,12 @@ def _cgroup_mounts() -> list[str]:
 
 
 def any_target() -> Target:
-    """BMv2 where it is installed, for it is harder to remove."""
+    """Return BMv2 if it is installed, because it is harder to remove."""
     return "bmv2" if shutil.which("simple_switch_grpc") else "softswitch"
 
 
 def lab_command(*arguments: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
-    """Run it to its end."""
+    """Run the command to its end."""
     return subprocess.run(
         [*LAB_COMMAND, *arguments],
         capture_output=True,

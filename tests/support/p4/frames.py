@@ -1,4 +1,4 @@
-"""Frames for the packet programs: any field of an Ethernet frame with ARP or TCP can be out of order."""
+"""Frames for the packet programs: Ethernet frames with ARP or TCP, whose fields can all be invalid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADDRESSES = ["10.0.0.1", "10.0.0.2", "10.0.0.7", STUB_IP, LAST_SOURCE]
 
 
 def ones_sum(data: bytes) -> int:
-    """The 16-bit ones' complement sum (RFC 1071)."""
+    """Return the 16-bit ones' complement sum (RFC 1071)."""
     data += b"\0" * (len(data) % 2)
     total = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
@@ -27,7 +27,7 @@ def ones_sum(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class Frame:
-    """An Ethernet frame with ARP or TCP over IPv4, of which any field can be out of order."""
+    """An Ethernet frame with ARP or TCP over IPv4, whose fields can all be invalid."""
 
     destination: str = B
     ether_type: int = 0x0800
@@ -45,7 +45,7 @@ class Frame:
     arp: tuple[int, str] = (1, STUB_IP)
     payload: bytes = b"reduced gradients"
     damage: int = 0
-    """Added to the right TCP checksum."""
+    """Added to the correct TCP checksum."""
     cut: int | None = field(default=None)
 
     def encode(self) -> bytes:
@@ -116,7 +116,7 @@ tagged = st.builds(
     payload=st.binary(max_size=64),
     damage=st.sampled_from([0, 0, 1, 0xFFFF]),
 )
-"""Frames that are in order."""
+"""Valid frames."""
 others = st.builds(
     lambda frame, changes: replace(frame, **changes),
     tagged,
@@ -134,7 +134,7 @@ others = st.builds(
         },
     ),
 )
-"""Frames of which some field is not in order."""
+"""Frames with an invalid field."""
 ports = st.sampled_from(PORTS)
 arrivals = st.one_of(
     st.tuples(ports, tagged),
@@ -163,4 +163,4 @@ connected = st.builds(
     ),
     payload=st.binary(min_size=1, max_size=200),
 )
-"""Segments of a stream that is connected."""
+"""Segments of a connected stream."""

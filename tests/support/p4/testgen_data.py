@@ -1,10 +1,10 @@
 """P4Testgen's tests of the Tofino program, as data.
 
-`python -m tests.support.p4.testgen_data FOLDER` makes it again.
+`python -m tests.support.p4.testgen_data FOLDER` writes it again.
 
-P4Testgen (p4c, backends/p4tools) runs a program on symbolic packets and entries. For every path that a packet
-can take, with one entry or none in each table, it writes a test: entries, packet, and what leaves. Its Tofino
-target made these of `checkmate_tna.p4`:
+P4Testgen (p4c, backends/p4tools) runs a program on symbolic packets and entries. For every path of a packet,
+with one entry or none in each table, it writes a test: entries, packet, and outputs. Its Tofino target
+generated these tests from `checkmate_tna.p4`:
 
     p4testgen --target tofino --arch tna --test-backend STF --seed 1 --max-tests 0 \\
         --packet-size-range 512:1024 --port-ranges 1:16,510:510 \\
@@ -12,14 +12,14 @@ target made these of `checkmate_tna.p4`:
         -D__TARGET_TOFINO__=1 -DCHECKMATE_CPU_PORT=510 -I INCLUDE --out-dir FOLDER checkmate_tna.p4 \\
         > FOLDER/testgen.log
 
-INCLUDE has tna.p4. It was p4c 34b86e9, with this changed in the target:
-- A packet with `mcast_grp_a` goes on to egress as one copy, with any port and replication id, which the trace
-  notes; it was dropped. Fan-out stays unmodelled.
-- `egress_rid` has 16 bits; it had 1.
-- `bypass_egress` skips egress whatever the port, and ports outside of the permitted ranges end the path.
-- What no path depends on is random, so that fields differ; it was 0.
-- What is for hashes, and rewrites unused intrinsic metadata, is left out: neither changes this program.
-P4Testgen doesn't compute checksums (those it masks), and takes no notice of counters.
+INCLUDE has tna.p4. The version was p4c 34b86e9, with these changes in the target:
+- A packet with `mcast_grp_a` continues to egress as one copy, with any port and replication id, which the
+  trace records. It was dropped before. Fan-out is not modelled.
+- `egress_rid` has 16 bits instead of 1.
+- `bypass_egress` skips egress for any port, and ports outside of the permitted ranges end the path.
+- Values that no path depends on are random instead of 0, so that fields differ.
+- Hashes and rewrites of unused intrinsic metadata are omitted: neither changes this program.
+P4Testgen masks checksums instead of computing them, and ignores counters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COVERED = ("statements", "actions", "parser states")
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One entry, all by name. Values are hexadecimal; of a ternary key binary, with `*` for any bit."""
+    """One entry, by names. Values are hexadecimal; ternary keys are binary, with `*` for any bit."""
 
     table: str
     match: dict[str, str]
@@ -53,7 +53,7 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class Copy:
-    """The one copy that a multicast group makes."""
+    """The only copy of a multicast group."""
 
     group: int
     port: int
@@ -62,7 +62,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class GeneratedCase:
-    """A test: what is in the tables and groups, what comes in, and what leaves."""
+    """A test: entries and groups, the input, and the output."""
 
     entries: list[TableEntry]
     copy: Copy | None
@@ -71,14 +71,14 @@ class GeneratedCase:
     """Hexadecimal."""
     leaves_by: int | None
     leaves_as: str | None
-    """Hexadecimal, with `*` for a digit that isn't determined; `None` where nothing leaves."""
+    """Hexadecimal, with `*` for an undefined digit; `None` without an output."""
     cut: bool
-    """The frame ends within a header, so Tofino's parser drops it."""
+    """Whether the frame ends within a header, so that Tofino's parser drops it."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """All tests, of which program they are, and how many of its nodes they cover."""
+    """All tests, with the digest of their program, and their coverage of its nodes."""
 
     program: str
     covered: int
@@ -87,7 +87,7 @@ class Suite:
 
 
 def program_digest() -> str:
-    """SHA-256 over the Tofino program's sources without comments and white space, in hexadecimal."""
+    """Return the SHA-256 of the Tofino program's sources without comments and white space, in hexadecimal."""
     total = hashlib.sha256()
     for file in sources("tofino"):
         text = re.sub(r"//.*", "", file.read_text())
@@ -96,7 +96,7 @@ def program_digest() -> str:
 
 
 def read(file: Path = DATA) -> Suite:
-    """The committed tests."""
+    """Return the committed tests."""
     raw = json.loads(file.read_text())
     cases = [
         GeneratedCase(
@@ -112,14 +112,14 @@ def read(file: Path = DATA) -> Suite:
 
 
 def write(suite: Suite, file: Path = DATA) -> None:
-    """One test a line."""
+    """Write one test per line."""
     head = {"program": suite.program, "covered": suite.covered, "nodes": suite.nodes, "of": list(COVERED)}
     lines = ",\n".join(json.dumps(asdict(case)) for case in suite.cases)
     file.write_text(f'{json.dumps(head)[:-1]}, "cases": [\n{lines}\n]}}\n')
 
 
 def convert(folder: Path) -> Suite:
-    """P4Testgen's output; `ValueError` where it isn't such a folder."""
+    """Return the tests in P4Testgen's output; raise `ValueError` for another folder."""
     log = folder / LOG
     tests = sorted(folder.glob("*.stf"), key=lambda file: int(file.stem.rpartition("_")[2]))
     progress = re.findall(r"Nodes covered: \S+ \((\d+)/(\d+)\)", log.read_text() if log.exists() else "")
@@ -130,7 +130,7 @@ def convert(folder: Path) -> Suite:
 
 
 def parse(text: str) -> GeneratedCase:
-    """One test, from P4Testgen's STF."""
+    """Return one test, from P4Testgen's STF."""
     packet = re.search(r"^packet (\d+) ([0-9A-F]+)$", text, re.MULTILINE)
     if packet is None:
         raise ValueError(f"not a test of P4Testgen: {text[:80]!r}")

@@ -1,4 +1,4 @@
-"""A switch's stub and its rewritten copies, frame by frame: to try shadow nodes' real sockets against.
+"""An emulated stub and its rewritten copies, frame by frame, for real sockets of shadow nodes.
 
 It shares no code with the controller's.
 """
@@ -19,7 +19,7 @@ BEFORE_ZERO = 0xFFFFFFFF
 
 
 class FakeStub:
-    """Answers at `ip` on a namespace's end of a veth. `mode` says at what it fails, if at anything."""
+    """A stub at `ip` on a namespace's end of a veth. `mode` is the failure that it emulates, if any."""
 
     def __init__(self, namespace: str, ip: str, port: int, mode: str = "accept") -> None:
         self.ip, self.port, self.mode = ip, port, mode
@@ -37,11 +37,11 @@ class FakeStub:
         self._thread.start()
 
     def send(self, sequence: int, payload: bytes) -> None:
-        """One copy: a segment at this place of the stream."""
+        """Send one copy: a segment at this position of the stream."""
         self._answer("A", sequence, payload, window=65535)
 
     def stop(self) -> None:
-        """End."""
+        """Stop the stub."""
         self._stop.set()
         self._thread.join()
         self._socket.close()

@@ -1,26 +1,26 @@
-"""Shadow nodes as processes of their own: to kill, to stop for a while, and to read what they say."""
+"""Shadow nodes as processes, which tests can kill and suspend, and whose output they read."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 from checkmate.job.schema import Job
+from tests.support.cli import COMMAND
 
 Start = Callable[..., "NodeProcess"]
-"""Starts a shadow node of a job, with further arguments; it ends with the test."""
+"""Function that starts a shadow node of a job, with further arguments, until the end of the test."""
 
 
 class NodeProcess:
-    """`checkmate shadow` as a process, with `--json`; its lines are read as they come."""
+    """`checkmate shadow --json` as a process; its lines are read as they arrive."""
 
     def __init__(self, file: Path, node: int, *arguments: str) -> None:
-        command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), "--id", str(node)]
+        command = [*COMMAND, "shadow", str(file), "--id", str(node)]
         self.process = subprocess.Popen(
             [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -30,14 +30,14 @@ class NodeProcess:
         return self.process.stdout.readline()
 
     def end(self, number: signal.Signals) -> tuple[int, str]:
-        """Its exit status, and what it wrote to standard error."""
+        """Wait for its end; return its exit status and its standard error."""
         self.process.send_signal(number)
         _, err = self.process.communicate(timeout=20)
         return self.process.returncode, err
 
 
 def start_in(folder: Path, made: list[NodeProcess]) -> Start:
-    """Start nodes whose job files are in a folder, and note them in `made`."""
+    """Return a function that starts nodes with job files in a folder, and adds them to `made`."""
 
     def start(job: Job, node: int, *arguments: str) -> NodeProcess:
         file = folder / "job.yaml"

@@ -1,4 +1,4 @@
-"""A shadow node's servers, which note what trainers send and answer as told: to test trainers alone."""
+"""The servers of a shadow node, which record the messages of trainers and send given answers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from checkmate.shadow.inbox import Inbox
 from checkmate.state import from_seeds
 
 SECONDS = 20.0
-"""Longer than anything that is waited for takes."""
+"""Longer than any wait in tests."""
 
 
 class RecordingNode(rpc.ShadowServicer):
-    """Serves at an address until `stop`; can be started again there, as a node that has forgotten all."""
+    """A node that serves at an address until `stop`; it can be restarted there without state."""
 
     def __init__(self, address: str = "127.0.0.1:0", shards: Sequence[int] = ()) -> None:
-        """`shards`: those that it says it holds, all seeded, once told to begin."""
+        """Serve at `address`; `shards` are reported as held and seeded after begin."""
         self.address = address
         self.shards = shards
         self.begins: list[pb.BeginRequest] = []
         self.records_at = f"{address.partition(':')[0]}:0"
-        """Where it takes step records."""
+        """Port for step records."""
         self.records: list[pb.RecordPart] = []
         self.seeds: list[tuple[pb.SeedHeader, dict[int, object]]] = []
         self.wanted: list[pb.SeedWanted] = []
@@ -113,7 +113,7 @@ class RecordingNode(rpc.ShadowServicer):
         return pb.CopyReply()
 
     def Parts(self, request: pb.PartsRequest, context: grpc.ServicerContext) -> Iterator[pb.RecordPart]:
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there are no parts")
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "parts are not available")
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self.settled

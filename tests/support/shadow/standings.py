@@ -1,4 +1,4 @@
-"""What shadow nodes say of themselves: one hold, one node, and hypothesis strategies for all of a job's."""
+"""Statuses of shadow nodes: one hold, one node, and hypothesis strategies for all nodes of a job."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ STARTS: list[Start] = [
 ]
 """Incarnation, run, first iteration, start, generation.
 
-First those that have one number, then older and newer ones; the last is the newest by its generation alone.
+First those with the same number, then older and newer ones; the last is the newest only by its generation.
 """
 
 _USUALLY = [True] * 9 + [False]
@@ -82,7 +82,7 @@ _USUALLY = [True] * 9 + [False]
 
 @st.composite
 def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb.HoldStatus:
-    """A hold at about an iteration, usually good."""
+    """Return a hold near an iteration, which is usually valid."""
     stepped = max(around + draw(st.sampled_from([0, 0, 0, 1, 1, -1, 3])), -1)
     incarnation, run, first, start, generation = draw(st.sampled_from(starts))
     return hold(
@@ -105,7 +105,7 @@ def holds(draw: st.DrawFn, shard: Shard, starts: list[Start], around: int) -> pb
 
 @st.composite
 def answers(draw: st.DrawFn, made: Job = JOB) -> Answers:
-    """What all nodes of a job say; few starts of training, so that often all shards can be had."""
+    """Return the answers of all nodes of a job, with few starts, so that shards are often available."""
     starts = draw(st.lists(st.sampled_from(STARTS), min_size=1, max_size=2))
     around = draw(st.integers(-1, 7))
     found: dict[int, pb.NodeStatus | str] = {}
@@ -121,7 +121,7 @@ def answers(draw: st.DrawFn, made: Job = JOB) -> Answers:
 
 
 def held(said: Answers, number: int, shard: Shard) -> pb.HoldStatus:
-    """What a node that answered says of a shard."""
+    """Return a node's status of a shard."""
     answer = said[number]
     assert isinstance(answer, pb.NodeStatus)
     (found,) = [one for one in answer.holds if (one.shard.group, one.shard.shard) == shard]
@@ -129,7 +129,7 @@ def held(said: Answers, number: int, shard: Shard) -> pb.HoldStatus:
 
 
 def newest(said: Answers) -> tuple[int, int | None]:
-    """The generation and incarnation that count."""
+    """Return the generation and incarnation that count."""
     generation = max((one.generation for one in all_holds(said)), default=0)
     incarnations = [one.incarnation for one in all_holds(said) if one.generation == generation]
     return generation, newest_incarnation(incarnations)

@@ -1,4 +1,4 @@
-"""A job's stubs and shadow nodes in this process, with real gRPC and real sockets, and a small training."""
+"""Stubs and shadow nodes of a job in this process, with real gRPC and sockets, and a small training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class World:
         return made
 
     def started(self, **kwargs: Any) -> SmallTraining:
-        """A training whose nodes are connected and seeded."""
+        """Return a training whose nodes are connected and seeded."""
         made = self.training(**kwargs)
         made.begin(list(self.nodes))
         made.seed_all()
@@ -56,7 +56,7 @@ class World:
         return node_status(self.nodes[node].node, self.job.job)
 
     def ready(self, seconds: float = 10) -> None:
-        """Wait until all holds are live, and get all of their streams."""
+        """Wait until all holds are live and all of their streams are connected."""
         wait_until(lambda: all(map(self.is_ready, self.nodes)), "live", seconds)
 
     def is_ready(self, node: int) -> bool:
@@ -74,7 +74,7 @@ class World:
         )
 
     def hold(self, node: int = 0) -> Hold:
-        """The first hold of a node."""
+        """Return the first hold of a node."""
         return self.nodes[node].node.holds()[0]
 
     def stepped(self, iteration: int, seconds: float = 10) -> None:
@@ -98,7 +98,7 @@ def settle(here: World, training: SmallTraining, iteration: int) -> dict[int, pb
 
 @contextmanager
 def going_on(training: SmallTraining, *, seeds: bool = True) -> Iterator[None]:
-    """Iterations go on in the background, one after another."""
+    """Run iterations in the background."""
     stop = threading.Event()
     failed: list[BaseException] = []
 
@@ -123,7 +123,7 @@ def going_on(training: SmallTraining, *, seeds: bool = True) -> Iterator[None]:
 
 
 def check_now(here: World, training: SmallTraining) -> None:
-    """One more iteration, reserved before: every holder has the trainers' state after it."""
+    """Check that every holder has the trainers' state after one more iteration, which is reserved before."""
     iteration = training.iteration + 1
     for node in here.nodes:
         request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=10)

@@ -1,4 +1,4 @@
-"""One rank without others: a process group of one, for tests of what a rank does by itself."""
+"""A process group of one rank, for tests of a single rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A gloo process group of this process alone."""
+    """Yield a gloo process group of this process alone."""
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Trainings of any kind, as torch's own optimizer steps them, and what they would tell shadow nodes.
+"""Trainings of any kind with PyTorch's own optimizer, and their messages to shadow nodes.
 
-`AnyTraining.step` does one iteration and returns the gradients, in buckets, and the record's step.
+`AnyTraining.iterate` runs one iteration and returns the gradients, in buckets, and the record's step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW", "torch.opti
 
 @dataclass(frozen=True)
 class One:
-    """A parameter: what it looks like, and how its dimensions lie in memory, the outermost first."""
+    """A parameter: its shape and type, and the order of its dimensions in memory, the outermost first."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,7 +43,7 @@ class One:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What an iteration does. `clipped`: which parameters, as often as they are named; `None`: not at all."""
+    """An iteration. `clipped` has the parameters to clip, possibly repeated; `None` for no clipping."""
 
     without: frozenset[int] = frozenset()
     clipped: tuple[int, ...] | None = None
@@ -60,9 +60,9 @@ class TrainingPlan:
     parameters: tuple[One, ...]
     optimizer: str
     options: tuple[dict[str, Any], ...]
-    """Of each parameter group."""
+    """Options of each parameter group."""
     flags: dict[str, bool]
-    """Which implementation."""
+    """The implementation."""
     iterations: tuple[Iteration, ...]
     scaled: bool = False
     threads: int = 1
@@ -70,13 +70,13 @@ class TrainingPlan:
     shards: int = 1
     bucket_bytes: int = 4000
     seeded: int = 0
-    """After so many iterations replicas are seeded."""
+    """Number of iterations before replicas are seeded."""
     schedule: tuple[float, ...] = field(default=(1.0, 0.7))
 
 
 @contextmanager
 def torch_with(threads: int, default: str) -> Iterator[None]:
-    """Torch as a script has set it."""
+    """Set PyTorch's options for a while, like a script."""
     before = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(threads)
     torch.set_default_dtype(DTYPES[default])
@@ -88,7 +88,7 @@ def torch_with(threads: int, default: str) -> Iterator[None]:
 
 
 class AnyTraining:
-    """Parameters and torch's optimizer over all of them."""
+    """Parameters, and PyTorch's optimizer of all of them."""
 
     def __init__(self, plan: TrainingPlan, seed: int = 0) -> None:
         self.plan = plan
@@ -115,7 +115,7 @@ class AnyTraining:
         self.iteration = -1
 
     def iterate(self) -> tuple[dict[int, torch.Tensor], pb.Step]:
-        """One iteration: gradients as they were reduced, and what the record says."""
+        """Run one iteration; return the reduced gradients and the record's step."""
         self.iteration += 1
         doing, step = self.plan.iterations[self.iteration], pb.Step()
         buckets = self._backward(doing)
@@ -127,7 +127,7 @@ class AnyTraining:
         return buckets, step
 
     def state(self) -> State:
-        """What shadow nodes should have."""
+        """Return the expected state of shadow nodes."""
         return {
             number: to_held(
                 self.layout.parameters[number],
@@ -159,7 +159,7 @@ class AnyTraining:
         }
 
     def _step(self, doing: Iteration, step: pb.Step) -> None:
-        """As the script of a user steps, noted as a trainer notes it."""
+        """Step like a user's script, and record it like a trainer."""
         scaler, fused = self._scaler, bool(self.plan.flags.get("fused"))
         scale = torch.tensor(scaler.get_scale(), dtype=torch.float32)
         if self.plan.scaled and (doing.unscaled or not fused):
@@ -174,7 +174,7 @@ class AnyTraining:
                 scaler.update(scale.item())
             return
         noted = self.optimizer.register_step_pre_hook(lambda optimizer, *_: _note(optimizer, step))
-        scaler.step(self.optimizer)  # which is nothing more than the optimizer's if it isn't enabled
+        scaler.step(self.optimizer)  # which is only the optimizer's if the scaler is disabled
         noted.remove()
         if self.plan.scaled:
             found = scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
@@ -200,14 +200,14 @@ class AnyTraining:
 
 
 def _note(optimizer: torch.optim.Optimizer, step: pb.Step) -> None:
-    """What a trainer notes of an optimizer that is about to step."""
+    """Record the optimizer before its step, like a trainer."""
     step.options.extend(options_of(group) for group in optimizer.param_groups)
     step.beginnings.extend(beginnings(optimizer))
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> TrainingPlan:
-    """Trainings that torch itself can do."""
+    """Return trainings that PyTorch itself supports."""
     name = draw(st.sampled_from(sorted(SUPPORTED)))
     flags = draw(st.sampled_from([{}, {"foreach": True}, {"foreach": False}, {"fused": True}]))
     if "fused" in flags and name not in FUSED:
@@ -225,8 +225,8 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
         order = tuple(draw(st.permutations(range(len(shape)))))
         ones.append(One(shape, draw(st.sampled_from(types)), order, draw(st.integers(0, groups - 1))))
     numbers = st.integers(0, len(ones) - 1)
-    empty = any(0 in one.shape for one in ones)  # torch knows no largest of no gradients
-    several = fused and momentum is not None  # torch fails if only some have momentum, or a scaler skips it
+    empty = any(0 in one.shape for one in ones)  # PyTorch has no maximum norm without gradients
+    several = fused and momentum is not None  # PyTorch fails if some lack momentum
     iterations = tuple(
         Iteration(
             without=frozenset() if several else draw(st.frozensets(numbers, max_size=2)) - {0},
@@ -262,7 +262,7 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
 def _options(
     draw: st.DrawFn, name: str, momentum: float | None, tensor: torch.dtype | None
 ) -> Mapping[str, Any]:
-    """Of one parameter group."""
+    """Return the options of one parameter group."""
     rate = draw(st.sampled_from([0.1, 0.013]))
     options: dict[str, Any] = {"lr": rate if tensor is None else torch.tensor(rate, dtype=tensor)}
     options["maximize"] = draw(st.booleans())

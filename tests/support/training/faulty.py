@@ -1,4 +1,4 @@
-"""Small training jobs in labs in which something fails, and the same one undisturbed to compare with."""
+"""Small training jobs in labs with failures, and the same job undisturbed, for comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = (
     *("--layers", "1", "--width", "64", "--heads", "2"),
     *("--context", "32", "--batch", "1", "--bucket-mb", "0.05"),
 )
-"""Five buckets in two shards, and a tenth of a second or so an iteration."""
+"""Five buckets in two shards, with iterations of about a tenth of a second."""
 SECONDS = 100.0
 
 marks = [
@@ -43,14 +43,14 @@ marks = [
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left: its ranks' notes, and the parameters and optimizer state that rank 0 saved."""
+    """The results of a job: its ranks' records, and the parameters and optimizer state that rank 0 saved."""
 
     record: JobRecord
     state: dict[str, object]
 
 
 class Faulty:
-    """A job that trains in a lab, and the parts of it that a test may break."""
+    """A job in a lab, with the parts that tests may break."""
 
     def __init__(self, lab: Lab, crew: Crew, controller: LabController, training: TrainingJob) -> None:
         self.lab = lab
@@ -59,43 +59,43 @@ class Faulty:
         self.training = training
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
-        """Wait for something; what fails meanwhile is quoted."""
+        """Wait for a condition; failures meanwhile are quoted."""
         self.crew.wait(condition, what, seconds)
 
     def train(self, iterations: int) -> None:
-        """Let the ranks train up to here, and wait until they have."""
+        """Let the ranks train up to this iteration, and wait until they are there."""
         self.training.let(iterations)
         self.training.await_iterations(iterations, SECONDS)
 
     def pause(self, seconds: float) -> None:
-        """Let time pass, while nothing may fail."""
+        """Wait, and check that nothing fails meanwhile."""
         end = time.monotonic() + seconds
         self.crew.wait(lambda: time.monotonic() > end, "time to pass", seconds + 1)
 
     def await_iteration(self, iteration: int) -> None:
-        """Wait until training is in this iteration, or beyond."""
+        """Wait until training has reached this iteration."""
         self.until(lambda: self.training.next_iteration() >= iteration, f"iteration {iteration}")
 
     def await_stopped(self, node: int) -> None:
-        """Wait until a `dying_shadow` is where it is to die."""
+        """Wait until a `dying_shadow` has stopped at its point."""
         member = self.training.shadows[f"shadow{node}"]
         self.until(lambda: STOPPED in member.said(), f"shadow{node} to stop")
 
     def starts(self, rank: int) -> int:
-        """How often a rank was started."""
+        """Return the number of starts of a rank."""
         return sum(event.name == "started" for event in self.training.record().events[rank])
 
     def hold(self, node: int) -> dict[str, Any]:
-        """What a shadow node says of its only hold."""
+        """Return a shadow node's status of its only hold."""
         (one,) = self.training.status(node)["holds"]
         return dict(one)
 
     def stepped(self, node: int) -> int:
-        """The last iteration that a shadow node has stepped."""
+        """Return the last iteration that a shadow node has stepped."""
         return int(self.hold(node)["stepped"])
 
     def live(self, node: int) -> bool:
-        """Whether a shadow node's hold is seeded, and counts."""
+        """Return whether a shadow node's hold is live."""
         holds = self.training.status(node).get("holds", [])
         return bool(holds) and all(hold["live"] for hold in holds)
 
@@ -120,7 +120,7 @@ def job(
     shadow_options: tuple[str, ...] = (),
     shadow_programs: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Faulty]:
-    """A job whose ranks are ready to train, or train already where it isn't `gated`."""
+    """Yield a job whose ranks are ready to train, or already train if it is not `gated`."""
     plan = JobPlan(
         ("--iterations", str(ITERATIONS), *SMALL),
         script,
@@ -149,7 +149,7 @@ def job(
 
 @functools.cache
 def undisturbed() -> Finished:
-    """The same job over the same ring without tags and shadow nodes, to its end. Trained once."""
+    """Return the results of the same job over the same ring without tags and shadow nodes; it is cached."""
     with (
         tempfile.TemporaryDirectory() as folder,
         job(f"u{os.getpid()}", Path(folder), reduce="untagged") as run,
@@ -158,7 +158,7 @@ def undisturbed() -> Finished:
 
 
 def same(found: Finished) -> None:
-    """All losses and the final state are the undisturbed job's."""
+    """Check that all losses and the final state equal the undisturbed job's."""
     reference = undisturbed()
     assert found.record.losses == reference.record.losses
     assert not found.record.changed_when_repeated
@@ -169,7 +169,7 @@ def same(found: Finished) -> None:
 
 
 def check(run: Faulty, repeated: int = 0) -> Finished:
-    """Train to the end: it is as the undisturbed job's, and the shadow nodes hold the trainers' state.
+    """Train to the end; compare with the undisturbed job, and the shadow nodes with the trainers.
 
     At most `repeated` completed iterations were repeated.
     """

@@ -1,4 +1,4 @@
-"""Training runs in a lab, for tests: the switch, its controller, shadow nodes, and ranks that can be killed.
+"""Training runs in a lab, for tests: switch, controller, shadow nodes, and ranks that can be killed.
 
 with training_lab("single_tor") as lab:          # or a topology as the data of its YAML
     first = lab.train(Orders(str(tmp_path / "a"), iterations=20), kill_at=7)
@@ -35,31 +35,31 @@ _SECONDS = 240.0
 
 @dataclass(frozen=True)
 class LabRun:
-    """What one start of a training job has left."""
+    """The results of one start of a training job."""
 
     folder: Path
     ranks: int
 
     def lines(self, rank: int, event: str) -> list[dict[str, Any]]:
-        """What a rank has said of an event, in all its starts."""
+        """Return a rank's records of an event, in all of its starts."""
         file = self.folder / f"rank{rank}.jsonl"
         said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [line for line in said if line["event"] == event]
 
     def losses(self, rank: int) -> dict[int, float]:
-        """The loss of each iteration, the last time that it was trained."""
+        """Return the last loss of each iteration."""
         return {line["iteration"]: line["loss"] for line in self.lines(rank, "iteration")}
 
     def resumed(self, rank: int = 0) -> int:
-        """The iteration with which its last start began."""
+        """Return the first iteration of its last start."""
         return int(self.lines(rank, "resumed")[-1]["iteration"])
 
     def state(self, rank: int, what: str = "") -> dict[str, Any]:
-        """What a rank had in the end; or, with `keep_each`, `after{iteration}.` or `restored.`"""
+        """Return a rank's final state; with `keep_each`, also `after{iteration}.` or `restored.`"""
         return dict(torch.load(self.folder / f"rank{rank}.{what}pt", weights_only=False))
 
     def states(self, what: str = "") -> list[dict[str, Any]]:
-        """The same, of all ranks."""
+        """Return this state of all ranks."""
         return [self.state(rank, what) for rank in range(self.ranks)]
 
 
@@ -73,7 +73,7 @@ class TrainingLab:
 
     @property
     def topology(self) -> Topology:
-        """What the lab consists of."""
+        """The lab's topology."""
         return self.lab.topology
 
     def start_shadow_nodes(self, numbers: Sequence[int] | None = None, *options: str) -> None:
@@ -101,7 +101,7 @@ class TrainingLab:
         self.crew.wait(lambda: all("ready" in m.said() for m in members), "shadow nodes to serve", _SECONDS)
 
     def await_live(self, number: int) -> None:
-        """Wait until a shadow node's holds are all live, since it was last started."""
+        """Wait until all of a shadow node's holds are live since its last start."""
         member = self.shadows[number]
         shards = member.complaints().count("begins at iteration") or 1
         self.crew.wait(
@@ -140,7 +140,7 @@ class TrainingLab:
         ]
 
     def train(self, orders: ScriptOrders, *, kill_at: int | None = None) -> LabRun:
-        """Train to the end; or until rank 0 is through with iteration `kill_at`, and kill all ranks."""
+        """Train to the end, or until rank 0 has completed iteration `kill_at`, and kill all ranks."""
         run = self.start(orders)
         if kill_at is None:
             self.crew.finish(self.ranks, _SECONDS)
@@ -150,12 +150,12 @@ class TrainingLab:
         return run
 
     def await_iteration(self, run: LabRun, iteration: int) -> None:
-        """Wait until rank 0 is through with an iteration."""
+        """Wait until rank 0 has completed an iteration."""
         self.crew.wait(lambda: iteration in run.losses(0), f"iteration {iteration} to end", _SECONDS)
 
     def end(self, run: LabRun) -> int:
-        """Let a run with an open end come to it; how many iterations it will have had."""
-        end = max(run.losses(0), default=0) + 20  # no rank is that far
+        """End a run with an open end; return its number of iterations."""
+        end = max(run.losses(0), default=0) + 20  # no rank has reached it
         file = run.folder / "end.next"
         file.write_text(str(end))
         file.replace(run.folder / "end")
@@ -163,26 +163,26 @@ class TrainingLab:
         return end
 
     def consolidate(self, *options: str | Path) -> str:
-        """Run `checkmate consolidate` beside the controller; its output."""
+        """Run `checkmate consolidate` beside the controller; return its output."""
         return checkmate(self.crew, "consolidate", self.lab.job_file, *options)
 
     def kill_ranks(self) -> None:
-        """SIGKILL to all ranks."""
+        """Send SIGKILL to all ranks."""
         for member in self.ranks:
             self.crew.kill(member)
 
     def await_deaths(self) -> None:
-        """Wait until a rank has died, as orders said; then kill the rest, as torchrun does."""
+        """Wait until a rank has died according to its orders; then kill the others, like torchrun."""
         with contextlib.suppress(LabError):
             self.crew.wait(lambda: False, "a rank to die", _SECONDS)
         self.kill_ranks()
 
     def status(self) -> dict[int, dict[str, Any]]:
-        """What each running shadow node says of itself last, where it was started with --json."""
+        """Return the last status of each running shadow node that was started with --json."""
         return {number: json.loads(m.said().splitlines()[-1]) for number, m in self.shadows.items()}
 
     def stop_shadow_nodes(self) -> None:
-        """End the shadow nodes, as Ctrl-C does."""
+        """Stop the shadow nodes as Ctrl-C does."""
         for member in self.shadows.values():
             if member in self.crew:
                 self.crew.stop(member)
@@ -192,7 +192,7 @@ class TrainingLab:
 def training_lab(
     topology: str | Mapping[str, Any], *, shadow_nodes: bool = True, **options: Any
 ) -> Iterator[TrainingLab]:
-    """A lab of this topology (a name, or the data of its YAML) until the block ends; `options` of `Lab`."""
+    """Yield a lab of this topology (a name, or the data of its YAML); `options` are those of `Lab`."""
     name = f"t{os.getpid()}_{random.randrange(10**6)}"
     described = describe.load(topology) if isinstance(topology, str) else describe.build(name, dict(topology))
     try:
@@ -202,11 +202,11 @@ def training_lab(
                 found.start_shadow_nodes()
             yield found
     finally:
-        labs.down(name)  # what a failed test has left
+        labs.down(name)  # left by a failed test
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether states have the same bits."""
+    """Return whether states have the same bits."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)

@@ -1,4 +1,4 @@
-"""What `training_script` is told, as JSON."""
+"""Orders for `tests.scripts.training`, as JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ScriptOrders:
-    """A training run. `kills`: (rank, iteration) pairs: it dies by SIGKILL as that iteration begins.
+    """A training run.
 
-    `open_end`: it goes on until the file `end` in its folder names the number of iterations.
-    `keep_each`: it saves what it has after each iteration, and what it has restored. `plain`: it leaves the
-    closing of the protection to the interpreter's exit. `fail_at`: it raises as that iteration begins.
-    `workers`: a DataLoader forks so many in each iteration. `frozen_mb`: of a parameter without gradient.
-    `turned`: `OddShapes` beside the layers, in the memory formats that it names.
+    Attributes:
+        kills: (rank, iteration) pairs; the rank kills itself when that iteration begins.
+        open_end: Whether it continues until the file `end` in its folder has the number of iterations.
+        keep_each: Whether it saves its state after each iteration, and the restored state.
+        plain: Whether the protection is closed by the interpreter's exit.
+        fail_at: It raises an error when that iteration begins.
+        workers: Number of processes that a DataLoader forks in each iteration.
+        frozen_mb: Size of a parameter without gradient.
+        turned: `OddShapes` beside the layers, in these memory formats.
     """
 
     folder: str
@@ -53,11 +57,11 @@ class ScriptOrders:
     open_end: bool = False
 
     def write(self, file: Path) -> Path:
-        """As `read` takes it."""
+        """Write the orders for `read`."""
         file.write_text(json.dumps(asdict(self)))
         return file
 
     @classmethod
     def read(cls, file: Path) -> ScriptOrders:
-        """What `write` wrote."""
+        """Return the orders that `write` wrote."""
         return cls(**json.loads(file.read_text()))

@@ -1,4 +1,4 @@
-"""For tests of training: processes that are the ranks of a process group, for one function after another."""
+"""Processes that are the ranks of a process group and run functions, for tests of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = 100.0
 
 
 class RankProcesses:
-    """Processes that import torch once. A function must be a module's own, and picklable as its name."""
+    """Processes that import PyTorch once. A function must be at module level, to be picklable."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -27,7 +27,7 @@ class RankProcesses:
         self._processes: list[Any] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(rank, ranks, *arguments)` in `ranks` processes; what they return, by rank."""
+        """Run `function(rank, ranks, *arguments)` in `ranks` processes; return their results by rank."""
         while len(self._ends) < ranks:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -1,4 +1,4 @@
-"""A training loop with a recorder, and replicas that get what shadow nodes get: in one process."""
+"""A training loop with a recorder, and replicas that follow it, in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUTHOR = Author("job", 3, "first", b"start", 0, 0, 0)
 
 
 class LoopModel(nn.Module):
-    """Two layers with BatchNorm between, and one that every other iteration leaves out."""
+    """Two layers with BatchNorm between, and one that is skipped in every other iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LoopModel(nn.Module):
 
 
 class RecordedLoop:
-    """A training loop with a recorder, and a replica for each shard that gets what shadow nodes get."""
+    """A training loop with a recorder, and a replica for each shard that follows it like a shadow node."""
 
     def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], **watched: Any) -> None:
         torch.manual_seed(5)
@@ -73,7 +73,7 @@ class RecordedLoop:
         self.iteration = -1
 
     def backward(self, *, factor: float = 1.0, more: bool = False) -> None:
-        """Forward and backward; gradients are final then, and go to the shadow nodes."""
+        """Run forward and backward, and keep the final gradients for the replicas."""
         loss = (self.ddp(torch.randn(4, 8), more=more) ** 2).sum() * factor
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         self.iteration += 1
@@ -87,7 +87,7 @@ class RecordedLoop:
         self.recorder.reduced(self.iteration)
 
     def follow(self) -> list[pb.RecordPart]:
-        """Have the replicas step what was recorded, and check that they have what the loop has."""
+        """Step the replicas with the records, and check that their state equals the loop's."""
         parts = []
         while self.emitted:
             part = to_part(AUTHOR, self.emitted.pop(0))

@@ -1,4 +1,4 @@
-"""What a trainer gives shadow nodes beside records, over real gRPC: parameters, optimizer state, buffers."""
+"""A trainer's messages to nodes besides records, over real gRPC: parameters, optimizer state, buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.seeds import give_buffers
 from checkmate.training.start.standing import Start
@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 
 
 class SeedingTraining:
-    """Parameters that an optimizer steps on, and what they were after each step."""
+    """Parameters that an optimizer steps on, and their values after each step."""
 
     def __init__(self) -> None:
         weights = [torch.randn(100, 100) for _ in range(8)]
@@ -117,7 +117,7 @@ def records(*names: str) -> list[pb.IterationRecord]:
 def test_records_are_given_after_parameters(
     node: RecordingNode, stub: ShadowStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after those that are wanted while there are records left."""
+    """Even after parameters that are requested while records are left."""
     monkeypatch.setattr("checkmate.training.lines.seeder.BATCH_BYTES", 1)
     training = SeedingTraining()
     seeder = Seeder(0, stub, training.source, header)
@@ -141,7 +141,7 @@ def test_records_are_given_after_parameters(
 
 
 class SlowEvent(threading.Event):
-    """Is set at first, and later a while after it was asked to be."""
+    """An event that is set at first, and later with a delay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,15 +184,15 @@ def one_buffer() -> Buffers:
 
 
 def start_with(*buffers: str) -> Start:
-    """A start at iteration 5 from a checkpoint that has these."""
+    """A start at iteration 5 from a checkpoint with these buffers."""
     record = pb.IterationRecord(iteration=4, buffers=dict.fromkeys(buffers, b""))
-    return Start(plan_anew(7, ""), next_iteration=5, record=record)
+    return Start(plan_new_run(7, ""), next_iteration=5, record=record)
 
 
 def test_nodes_that_are_not_given_all_buffers_are_named(
     node: RecordingNode, stub: ShadowStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One takes them, one is away, one takes its time."""
+    """One node accepts them, one is away, one is slow."""
     away, slow = RecordingNode(), RecordingNode()
     away.stop()
     done = threading.Event()
@@ -219,9 +219,9 @@ def test_nodes_that_are_not_given_all_buffers_are_named(
             slow.stop()
     (said,) = caplog.messages
     assert said.startswith(
-        "buffers and frozen parameters have not all come to shadow node 1 (can't be reached"
+        "buffers and frozen parameters have not all reached shadow node 1 (can't be reached"
     )
-    assert ", shadow node 2 (not in time): step records bring 4 MiB each" in said
+    assert ", shadow node 2 (not in time): step records carry 4 MiB each" in said
     assert "shadow node 0" not in said
     assert len(node.seeds) == 2
     for head, found in node.seeds:
@@ -248,7 +248,7 @@ def test_seeds_for_a_node_that_is_away_are_given_up(node: RecordingNode, stub: S
     seeder.want(0, range(8))
     wait_until(lambda: seeder.idle)
     node.start()
-    seeder.want(0, [1])  # it says what it wants when it is back
+    seeder.want(0, [1])  # the node requests parameters when it is back
     wait_until(lambda: bool(node.seeds))
     seeder.close()
     assert [list(head.parameters) for head, _ in node.seeds] == [[1]]

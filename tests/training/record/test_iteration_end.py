@@ -1,4 +1,4 @@
-"""Where an iteration ends: what is captured there, all of it at one moment, and what a script is told."""
+"""Where an iteration ends: the state captured at that moment, and the warnings to scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Capture, Watched
 from checkmate.training.record.drift import CHECKED
 from checkmate.training.record.scheduler import SchedulerWatch
-from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import place
 from checkmate.training.start.standing import Start
 from testbed.jobs import job
@@ -38,7 +38,7 @@ def process_group() -> Iterator[None]:
 
 
 class EndScript:
-    """A loop whose `work` changes everything that is captured, and notes what there is then."""
+    """A loop whose `work` changes everything that is captured, and notes the result."""
 
     def __init__(self, **watched: Any) -> None:
         self.seen = {"at": 0}
@@ -48,7 +48,7 @@ class EndScript:
         self.expected: dict[int, dict[str, Any]] = {}
 
     def work(self) -> None:
-        """What belongs to an iteration; `note` what there is after it."""
+        """Do the work of an iteration; `note` its result."""
         torch.rand(3)
         self.seen["at"] += 1
         with torch.no_grad():
@@ -56,7 +56,7 @@ class EndScript:
             self.loop.model.get_parameter("teacher").data.add_(1)
 
     def note(self) -> None:
-        """This is what a resumed run has to have."""
+        """Note the state that a resumed run must have."""
         loop = self.loop
         buffers = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
         self.expected[loop.iteration] = {
@@ -68,12 +68,12 @@ class EndScript:
         }
 
     def draw(self) -> None:
-        """The next batch."""
+        """Draw the next batch."""
         torch.rand(5)
         self.seen["at"] += 100
 
     def check(self, parts: list[pb.RecordPart]) -> None:
-        """The parts have what was noted."""
+        """Check that the parts have the state noted."""
         assert [part.iteration for part in parts] == list(self.expected)
         buffers: dict[str, torch.Tensor] = {}
         for part in parts:
@@ -169,13 +169,13 @@ def test_an_iteration_that_a_scaler_skips_ends_at_its_mark(caplog: pytest.LogCap
 def test_a_later_mark_counts_until_the_next_forward() -> None:
     script = EndScript()
     loop = script.loop
-    loop.recorder.mark()  # nothing has begun
+    loop.recorder.mark()  # no iteration has begun
     for _ in range(3):
         loop.backward()
         loop.optimizer.step()
         loop.recorder.mark()
         script.work()
-        loop.recorder.mark(left=True)  # nobody knows whether that work is whole
+        loop.recorder.mark(left=True)  # that work may be incomplete
         script.work()
         script.note()
         loop.recorder.mark()
@@ -200,7 +200,7 @@ def test_a_forward_for_other_ends_does_not_end_a_marked_iteration(caplog: pytest
 
 
 def test_a_mark_that_is_missed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The next forward counts in its place; while marks are missing, the optimizer's step."""
+    """The next forward counts instead; while marks are missing, the optimizer's step does."""
     script = EndScript()
     loop = script.loop
     expected = []
@@ -264,7 +264,7 @@ def emitted(loop: RecordedLoop) -> list[tuple[int, bool]]:
 
 
 def test_what_is_marked_is_kept_after_an_error_too() -> None:
-    """As the loader fails, for example."""
+    """For example, if the loader fails."""
     for settled in (True, False):
         loop = RecordedLoop(adamw)
         for _ in range(2):
@@ -369,7 +369,7 @@ def test_an_error_in_a_loop_leaves_its_iteration_half_way() -> None:
 
 
 def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
-    """Also where nothing is left of it: then the next loop is a new one."""
+    """Even if no batch is left; then the next loop is a new one."""
 
     class Loader:
         def __init__(self, size: int) -> None:
@@ -410,12 +410,12 @@ def test_generators_of_a_loop_are_found_in_this_ranks_part() -> None:
         torch.manual_seed(position)
         in_loop = state.dump_generators(rng.capture(in_loop=True))
         record.parts.add(position=position, rng=in_loop)
-    found = resumed_in(here, Start(plan_anew(1, ""), record=record))
+    found = resumed_in(here, Start(plan_new_run(1, ""), record=record))
     assert found is not None
     assert torch.equal(found["torch"], torch.get_rng_state())
     record.parts[1].rng = state.dump_generators(rng.capture())
-    assert resumed_in(here, Start(plan_anew(1, ""), record=record)) is None
-    assert resumed_in(here, Start(plan_anew(1, ""))) is None
+    assert resumed_in(here, Start(plan_new_run(1, ""), record=record)) is None
+    assert resumed_in(here, Start(plan_new_run(1, ""))) is None
 
 
 @pytest.mark.parametrize("everything", [True, False])
@@ -449,7 +449,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("kind", list(SCHEDULERS))
 def test_a_scheduler_that_is_followed_is_as_it_was(kind: str) -> None:
-    """Its state, its class in all but identity, what a copy of it is, and what it does."""
+    """Its state, its class except for identity, its copies and its behaviour."""
     made, alike = (SCHEDULERS[kind](torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)) for _ in range(2))
     before = type(made)
     told: list[int] = []

@@ -1,4 +1,4 @@
-"""Step records of real training loops, followed by a real replica bit for bit; what can't be followed."""
+"""Step records of real training loops, which a real replica follows bit for bit; refused scripts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_scaler_that_scales_and_skips(fused: bool, unscale: bool) -> None:
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_first_step_that_a_scaler_skips(fused: bool, unscale: bool) -> None:
-    """A fused optimizer is called, makes its state, and skips by itself; others are not called."""
+    """A fused optimizer is called, creates its state, and skips by itself; others are not called."""
     loop = RecordedLoop(lambda m: adamw(m, fused=fused), scaler=lambda _: torch.amp.GradScaler("cpu"))
     loop.backward(factor=float("inf"))
     if unscale:
@@ -127,7 +127,7 @@ def test_a_script_that_leaves_a_step_out_after_unscaling() -> None:
 
 
 def test_who_is_named_twice_is_clipped_twice() -> None:
-    """As tied weights are, if a script lists the parameters of both modules."""
+    """Tied weights are, if a script lists the parameters of both modules."""
     loop = RecordedLoop(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     loop.backward()
     checkmate.clip_grad_norm_([*loop.model.parameters(), *loop.model.first.parameters()], 0.01)
@@ -161,7 +161,7 @@ def test_a_backward_without_a_step_is_skipped_and_said_so(caplog: pytest.LogCapt
 
 
 def test_an_iteration_without_its_step_is_not_resumed_from() -> None:
-    """An error between backward and step: to call it skipped would lose its update."""
+    """After an error between backward and step, "skipped" would lose its update."""
     for last in (True, False):
         loop = RecordedLoop(adamw)
         for iteration in range(3):
@@ -174,7 +174,7 @@ def test_an_iteration_without_its_step_is_not_resumed_from() -> None:
 
 
 def test_an_iteration_after_an_error_is_not_resumed_from() -> None:
-    """It has its step, but perhaps not the scheduler's."""
+    """It has the optimizer's step, but perhaps not the scheduler's."""
     loop = RecordedLoop(adamw)
     for _ in range(2):
         loop.backward()
@@ -204,7 +204,7 @@ def test_buffers_are_sent_as_they_change() -> None:
         loop.backward()
         loop.optimizer.step()
         if iteration == 1:
-            loop.model.norm.eval()  # and its statistics stay
+            loop.model.norm.eval()  # its statistics do not change
         seen[iteration] = {name: tensor.clone() for name, tensor in loop.model.named_buffers()}
     parts = loop.close()
     for part in parts[:2]:
@@ -274,7 +274,7 @@ def test_a_scaler_that_was_not_given_is_noticed() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loop.ddp(torch.randn(4, 8)).sum()).backward()
     loop.recorder.reduced(0)
-    with pytest.raises(RefusedError, match="give checkmate.protect the GradScaler"):
+    with pytest.raises(RefusedError, match="pass the GradScaler to checkmate.protect"):
         scaler.step(loop.optimizer)
 
 
@@ -326,7 +326,7 @@ def test_buffers_that_no_record_can_hold_are_left_out_and_named(caplog: pytest.L
         model.register_buffer(name, torch.zeros(size))
     find = fitting(lambda: dict(model.named_buffers()), most=4 * 200)
     assert list(find()) == ["small", "middle"]
-    assert "to make them itself: large" in caplog.text
+    assert "to restore them itself: large" in caplog.text
     assert list(fitting(lambda: dict(model.named_buffers()))()) == ["small", "large", "middle"]
 
 
@@ -349,7 +349,7 @@ def test_buffers_that_cannot_be_kept_are_refused(tensor: torch.Tensor, kind: str
     if not kind:
         check_kept(watched)
         return
-    with pytest.raises(state.StateError, match=f"last.odd, a buffer .* can't be kept, for it is {kind}: "):
+    with pytest.raises(state.StateError, match=f"last.odd, a buffer .* can't be kept because it is {kind}: "):
         check_kept(watched)
 
 
@@ -396,11 +396,11 @@ def test_a_buffer_that_the_model_drops_is_not_promised_any_more() -> None:
 
 
 def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
-    """Where DDP doesn't share them, each record has all that ever changed: a node keeps only that record."""
+    """If DDP doesn't share them, each record has all that ever changed: a node keeps one record only."""
     model = nn.Module()
     for name in ("once", "before", "never"):
         model.register_buffer(name, torch.zeros(EXACT_BYTES))
-    model.register_buffer("number", torch.tensor(7))  # small: of this rank, changed or not
+    model.register_buffer("number", torch.tensor(7))  # small: recorded whether changed or not
     buffers = Buffers(lambda: dict(model.named_buffers()), everything=False, changed=["before"])
     assert set(buffers.take()) == {"before", "number"}
     dict(model.named_buffers())["once"].add_(1)
@@ -409,7 +409,7 @@ def test_buffers_of_a_rank_of_its_own_come_again_and_again() -> None:
 
 
 def test_state_of_frozen_parameters_is_said_when_it_changes() -> None:
-    """By version, but for what is as small as a number."""
+    """Detected by version, except for values as small as a number."""
     frozen, trained = nn.Parameter(torch.zeros(3), requires_grad=False), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adagrad([trained, frozen])
     buffers = Buffers(lambda: frozen_state(optimizer, {trained}), everything=True)
@@ -437,7 +437,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 2, 4, 8])), m
 def test_windows_go_round_every_element_once(
     sizes: list[list[tuple[int, int]]], nbytes: int, least: int
 ) -> None:
-    """Of each parameter, and of each entry of its state."""
+    """Every element of each parameter, and of each entry of its state."""
     entries = [[(f"entry{i}", *size) for i, size in enumerate(known)] for known in sizes]
     every = [
         (number, name, i) for number, known in enumerate(entries) for name, n, _ in known for i in range(n)
@@ -454,7 +454,7 @@ def test_windows_go_round_every_element_once(
             assert sum(max(n, least) for n in sent[:-1]) < nbytes
             seen += [(w.parameter, w.state, i) for w in found for i in range(w.start, w.stop)]
         assert seen == every
-        again = rotation.next()  # what is left is empty, or it has begun anew
+        again = rotation.next()  # the rest is empty, or it has begun again
         assert not every or (again or rotation.next())[0].start == 0
 
 
@@ -470,7 +470,7 @@ def test_suspects_come_first_and_leave_the_others_their_turn() -> None:
         ]
     )
     assert rotation.next() == [Window(1, "", 2_000, 4_048), Window(0, "", 4_096, 6_144)]
-    rotation.look_first([pb.Suspect(parameter=0, stop=4)])  # waits until all of the first have come
+    rotation.look_first([pb.Suspect(parameter=0, stop=4)])  # these follow all of the first ones
     assert rotation.next()[:-1] == [Window(1, "", 4_048, 5_000), Window(1, "step", 0, 1)]
     assert rotation.next()[0] == Window(0, "", 0, 1)
     assert len(rotation.next()) == 1
@@ -481,7 +481,7 @@ def test_windows_follow_state_that_comes_and_goes() -> None:
     rotation = Rotation([0, 1], known.__getitem__, 32)
     assert rotation.next() == [Window(0, "", 0, 8)]
     known[0] = [("", 10, 4), ("step", 1, 1)]
-    assert rotation.next() == [Window(0, "", 8, 10)]  # and counts for a whole record's
+    assert rotation.next() == [Window(0, "", 8, 10)]  # it counts as all bytes of a record
     assert rotation.next() == [Window(0, "step", 0, 1)]
     known[0] = [("", 10, 4)]
     assert rotation.next() == [Window(1, "", 0, 1)]

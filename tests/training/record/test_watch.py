@@ -1,4 +1,4 @@
-"""What is seen of a gradient that changes, however it lies in memory."""
+"""Detection of changed gradients, in any memory format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ LAYOUTS = {
     "one element of a column": torch.ones(1, 2)[:, 1],
     "every other element": torch.ones(12)[::2],
 }
-BY_SUMS = pytest.mark.parametrize("sums", [False, True], ids=["bytes", "sums"])  # sums as on a CUDA device
+BY_SUMS = pytest.mark.parametrize(
+    "sums", [False, True], ids=["bytes", "sums"]
+)  # sums are used on CUDA devices
 
 
 @BY_SUMS

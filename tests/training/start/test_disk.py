@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint on disk: what consolidation wrote, in a new process's model, bit for bit."""
+"""Resuming from a checkpoint on disk: consolidated state in a new process's model, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from checkmate.training.record.publisher import Author, to_part
 from checkmate.training.record.recorder import PendingFault, Recorder, Watched
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, fence, membership
-from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.standing import Start
 from testbed.jobs import job
@@ -43,10 +43,10 @@ PLACE = membership.place(JOB, 0, 2, [0, 1])
 
 
 class DiskScript:
-    """A model with what trains it, in some state."""
+    """A model with optimizer, scheduler and scaler, in some state."""
 
     def __init__(self, seed: int, width: int = 6, turned: bool = True) -> None:
-        """`turned`: the first weight has its columns one after another in memory."""
+        """`turned`: the first weight has column-major memory order."""
         torch.manual_seed(seed)
         first = nn.Linear(width, 5)
         if turned:
@@ -56,7 +56,7 @@ class DiskScript:
         self.model[2].bias.requires_grad_(False)
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.model[2].bias.grad = torch.randn(1)  # from before it was frozen
+        self.model[2].bias.grad = torch.randn(1)  # computed before it was frozen
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler = OneCycleLR(self.optimizer, max_lr=0.2, total_steps=50)
@@ -67,7 +67,7 @@ class DiskScript:
         return Watched(self.ddp, self.optimizer, self.scheduler, self.scaler, lambda: {"seen": 7})
 
     def train(self, iterations: int) -> pb.IterationRecord:
-        """Its last iteration's record, as two ranks would have sent it."""
+        """Train; return the last iteration's record, as two ranks would have sent it."""
         emitted: list[Any] = []
         names = membership.trained(self.ddp)
         layout = membership.lay_out(self.ddp, 1)
@@ -103,7 +103,7 @@ class DiskScript:
         return pb.IterationRecord(iteration=iterations - 1, parts=[parts[-1], second], buffers=buffers)
 
     def snapshot(self, record: pb.IterationRecord) -> Snapshot:
-        """What shadow nodes have of it."""
+        """Return the snapshot that shadow nodes would provide."""
         parameters = list(membership.trained(self.ddp).values())
         numbers = {p: i for i, p in enumerate(parameters)}
         layout = membership.lay_out(self.ddp, 1)
@@ -129,7 +129,7 @@ class DiskScript:
 
 
 def by_name(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Optimizer state in an order of its own: what was frozen may be in another one."""
+    """Sort optimizer state, because state of frozen parameters may be in another order."""
     return {number: dict(sorted(entries.items())) for number, entries in sorted(states.items())}
 
 
@@ -159,7 +159,7 @@ def test_a_new_process_goes_on_from_the_newest(
     for name in expected:
         assert digest(found[name]) == digest(expected[name]), name
     assert again.iteration == 4
-    assert resumed_in(PLACE, Start(plan_anew(1, ""), record=again)) is not None
+    assert resumed_in(PLACE, Start(plan_new_run(1, ""), record=again)) is not None
     first = again.parts[0].step
     assert list(first.next_options) == list(record.parts[0].step.next_options)
     assert state.loads(first.scheduler) == state.loads(record.parts[0].step.scheduler)
@@ -173,7 +173,7 @@ def test_a_new_process_goes_on_from_the_newest(
 def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
     kind: on_disk.Format, turned: bool, tmp_path: Path
 ) -> None:
-    """Torch's fused steps take tensors for runs of memory: in other formats they would mix elements up."""
+    """Torch's fused steps ignore strides, so in other formats they would mix up elements."""
     script = DiskScript(1)
     record = script.train(3)
     on_disk.save(checkpoint(script.snapshot(record), by_name=kind == "dcp"), tmp_path / "c.pt", kind)
@@ -188,7 +188,7 @@ def test_state_gets_the_memory_format_of_the_parameter_that_is_there(
 
 
 def test_a_checkpoint_file_keeps_memory_formats(tmp_path: Path) -> None:
-    """So plain PyTorch, which loads state as it lies, steps it right."""
+    """So plain PyTorch, which keeps the formats of loaded state, steps correctly."""
     script = DiskScript(1)
     on_disk.save(checkpoint(script.snapshot(script.train(2))), tmp_path / "c.pt", "torch")
     found = torch.load(tmp_path / "c.pt", weights_only=True)
@@ -202,7 +202,7 @@ def test_no_folder_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def saved(script: DiskScript, folder: Path, *numbers: tuple[int, int]) -> list[Path]:
-    """Checkpoints of a script, under the names of these generations and iterations."""
+    """Save checkpoints of a script, with the names of these generations and iterations."""
     made = checkpoint(script.snapshot(script.train(2)))
     paths = [kept.path_of(folder, generation, iteration, "torch") for generation, iteration in numbers]
     for path in paths:
@@ -219,37 +219,39 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     os.utime(newest, (0, 0))
     found = disk.look(tmp_path)
     assert list(found.paths) == [newest, *older]
-    assert fence.after_disk(fence.plan_anew(7, ""), found.generation).generation == 3
+    assert fence.after_disk(fence.plan_new_run(7, ""), found.generation).generation == 3
     with caplog.at_level(logging.INFO, "checkmate"):
-        start, extra = restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), found)
+        start, extra = restore._from_disk(PLACE, script.watched, fence.plan_new_run(7, ""), found)
     assert (start.next_iteration, extra) == (2, {"seen": 7})
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
         f"resumed from {newest}: iteration 2 comes next",
-        f"older checkpoints were passed over: {names} and 1 more",
+        f"older checkpoints were not used: {names} and 1 more",
     ]
 
 
 @pytest.mark.parametrize("damage", ["cut short", "half copied"])
 def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path) -> None:
-    """The error names both; the older one can be asked for, and what follows is newer than all."""
+    """The error names both; the older one can be selected, and later checkpoints are newer than all."""
     script = DiskScript(1)
     newest, older = saved(script, tmp_path, (1, 900), (1, 800))
     if damage == "cut short":
         newest.write_bytes(newest.read_bytes()[:1000])
-    else:  # as `cp -r` of a folder leaves it that is interrupted
+    else:  # the result of an interrupted `cp -r`
         newest.unlink()
         newest = kept.path_of(tmp_path, 1, 900, "dcp")
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(restore.RestoreError) as caught:
-        restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), disk.look(tmp_path))
+        restore._from_disk(PLACE, script.watched, fence.plan_new_run(7, ""), disk.look(tmp_path))
     assert f"can't read {newest} as a checkpoint: " in str(caught.value)
-    assert f"; checkpoints='{older}' takes the one before it; fresh=True starts anew" in str(caught.value)
+    assert f"; checkpoints='{older}' selects the one before it; fresh=True starts from iteration 0" in str(
+        caught.value
+    )
     asked = disk.look(older)
     assert asked.paths == (older,)
     assert asked.generation == 1
-    start, _ = restore._from_disk(PLACE, script.watched, fence.plan_anew(7, ""), asked)
+    start, _ = restore._from_disk(PLACE, script.watched, fence.plan_new_run(7, ""), asked)
     assert start.next_iteration == 2
 
 
@@ -258,34 +260,36 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     made = checkpoint(script.snapshot(script.train(2)))
     path = kept.path_of(tmp_path, 0, 1, "torch")
     on_disk.save({**made, "job": "another"}, path, "torch")
-    with pytest.raises(InstallError, match="is of the job another, not of demo"):
+    with pytest.raises(InstallError, match="belongs to the job another, not to demo"):
         disk.resume(path, PLACE, script.watched)
     on_disk.save(made, path, "torch", replace=True)
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
         disk.resume(path, PLACE, DiskScript(1, width=7).watched)
     bare = Watched(script.ddp, script.optimizer)
     with pytest.raises(
-        InstallError, match="has a scheduler, a OneCycleLR: give checkmate.restore its scheduler="
+        InstallError, match="has a scheduler, a OneCycleLR: pass scheduler= to checkmate.restore"
     ):
         disk.resume(path, PLACE, bare)
     other = DiskScript(2)
     other.scheduler = ExponentialLR(other.optimizer, 0.9)  # type: ignore[assignment]
     expected = other.everything()
-    with pytest.raises(InstallError, match="scheduler is a OneCycleLR, and the script's an ExponentialLR"):
+    with pytest.raises(InstallError, match="scheduler is a OneCycleLR, but the script's is an ExponentialLR"):
         disk.resume(path, PLACE, other.watched)
     older = {name: value for name, value in made.items() if name != "scheduler_class"}
     on_disk.save(older, path, "torch", replace=True)
-    with pytest.raises(InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR gamma"):
+    with pytest.raises(
+        InstallError, match="the state's scheduler has .*total_steps.*ExponentialLR has gamma"
+    ):
         disk.resume(path, PLACE, other.watched)
     more = membership.place(job(ranks=3), 0, 3, [0, 1, 2])
-    with pytest.raises(InstallError, match="is of 2 ranks in DP group 0, and the job has 3"):
+    with pytest.raises(InstallError, match="has 2 ranks in DP group 0, but the job now has 3"):
         disk.resume(path, more, DiskScript(2).watched)
     for name in ("model", "optimizer", "scheduler"):
         assert digest(other.everything()[name]) == digest(expected[name]), name
 
 
 def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> None:
-    """One that raised alone would leave the others waiting."""
+    """Otherwise the others would wait for ever."""
 
     def load() -> None:
         raise TypeError("a scheduler of the script's own wants other keys")

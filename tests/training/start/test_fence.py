@@ -1,4 +1,4 @@
-"""Planning a restart, over real gRPC: who answers, who does not, and what is told where nothing is whole."""
+"""Planning a restart, over real gRPC: nodes that answer, nodes that do not, and incomplete state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job_at(addresses: list[str]) -> Job:
 
 
 def test_nothing_is_held() -> None:
-    """By real nodes: what they answer before any training."""
+    """Real nodes' answers before any training."""
     job = local_job(ranks=2, nodes=2)
     with ExitStack() as stack:
         for number in range(2):
@@ -89,7 +89,7 @@ def test_a_node_that_does_not_settle_has_nothing_to_give(
 def test_one_node_answers_nothing_and_the_other_is_away(
     served: list[RecordingNode], job: Job, stubs: Stubs
 ) -> None:
-    """It may hold everything: this is no beginning."""
+    """It may hold everything, so training does not begin."""
     served[1].stop()
     start = time.monotonic()
     plan = fence.plan_restore(job, stubs, 1.5)
@@ -156,7 +156,7 @@ def test_what_a_node_says_once_it_has_settled_is_told(
 
 @needs_buffers
 def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
-    """A hold is found doubtful while it settles, and dropped: the node says so until training begins."""
+    """A hold is found doubtful while it settles, and dropped. The node reports it until training begins."""
     with ExitStack() as stack:
         here = World(stack, nodes=1, ranks=2)
         training = here.started()
@@ -173,7 +173,7 @@ def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
         for _ in range(2):
             plan = fence.plan_restore(here.job, stubs, TIMEOUT)
             assert plan.kind == "none"
-            assert "does not hold it; DP group 0, shard 0: given up when a restart asked for" in plan.trouble
+            assert "does not hold it; DP group 0, shard 0: dropped when a restart asked for" in plan.trouble
             assert "parameter p3 differs" in plan.trouble
         assert fence.plan_fresh(here.job, stubs, TIMEOUT).kind == "nothing"
         training.incarnation = plan.incarnation
@@ -193,12 +193,12 @@ def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one
 ) -> None:
     served[0].status = node(0, hold((0, 0), 6, 7, generation=3))
     served[1].status = node(1, hold((0, 1), 6, 7, generation=3))
-    served[1].status.generation = 5  # it has seen one of which nothing is left
+    served[1].status.generation = 5  # it has seen a generation of which nothing is left
     served[0].settled = node(0, hold((0, 0), 7, 7))
     served[1].settled = node(1, hold((0, 1), 7, 7))
     plan = fence.plan_restore(job, stubs, TIMEOUT)
     assert (plan.kind, plan.generation, plan.generation_seen) == ("nodes", 3, 5)
-    assert fence.plan_anew(plan.incarnation, "", plan.generation_seen).generation == 6
+    assert fence.plan_new_run(plan.incarnation, "", plan.generation_seen).generation == 6
     assert fence.plan_fresh(job, stubs, TIMEOUT).generation == 6
     served[0].status = served[1].status = pb.NodeStatus(holds_nothing=True)
     plan = fence.plan_restore(job, stubs, TIMEOUT)
@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one
 
 
 def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:
-    """Real nodes refuse a job that isn't theirs."""
+    """Real nodes refuse requests for another job."""
     other = local_job(ranks=2, nodes=1)
     theirs = other.model_copy(update={"job": "another"})
     with Serving(theirs, 0, receive_buffer=1 << 16):

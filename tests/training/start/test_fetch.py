@@ -1,4 +1,4 @@
-"""A DP group's shards read from real nodes: what is not whole is refused."""
+"""A DP group's shards read from real nodes. Incomplete state is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = needs_buffers
 
 
 def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
-    """What a restart gets of a model with two buffers, after iterations whose records had those of `said`."""
+    """Fetch a model with two buffers, after iterations whose records had those of `said`."""
     with ExitStack() as stack:
         here = World(stack, nodes=2, ranks=2)
         training = here.training()

@@ -1,4 +1,4 @@
-"""A script or a job that isn't the one whose state was stored is told so, before anything is installed."""
+"""Scripts and jobs that do not fit the stored state are refused before anything is installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def process_group() -> Iterator[None]:
 
 
 def record(loop: RecordedLoop, ranks: int = 2) -> pb.IterationRecord:
-    """What is stored of a loop's three iterations."""
+    """Return the record after three iterations of a loop."""
     for _ in range(3):
         loop.backward()
         if loop.scaler is None:
@@ -72,10 +72,10 @@ def script(**watched: Make) -> Watched:
 
 
 class Lazy(LRScheduler):
-    """Has more to keep once it has stepped."""
+    """A scheduler whose state has more keys once it has stepped."""
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Half as much each time."""
+        """Halve the learning rate."""
         if self.last_epoch:
             self.halved = self.last_epoch
         return [group["lr"] / 2 for group in self.optimizer.param_groups]
@@ -104,19 +104,23 @@ OTHER: list[tuple[Make | None, Make | None, str]] = [
     (
         lambda o: StepLR(o, 2),
         lambda o: ExponentialLR(o, 0.9),
-        "is a StepLR, and the script's an ExponentialLR",
+        "is a StepLR, but the script's is an ExponentialLR",
     ),
     (
         SAME["SequentialLR"],
         lambda o: SequentialLR(o, [StepLR(o, 1), StepLR(o, 2)], [2]),
-        r"is a SequentialLR\(StepLR, ExponentialLR\), and the script's a SequentialLR\(StepLR, StepLR\)",
+        r"is a SequentialLR\(StepLR, ExponentialLR\), but the script's is a SequentialLR\(StepLR, StepLR\)",
     ),
-    (None, lambda o: StepLR(o, 2), "has no scheduler, and the script a StepLR, .*make it after restore"),
-    (lambda o: StepLR(o, 2), None, "has a scheduler, a StepLR: give checkmate.restore its scheduler="),
+    (
+        None,
+        lambda o: StepLR(o, 2),
+        "has no scheduler, but the script has a StepLR, .*create it after restore",
+    ),
+    (lambda o: StepLR(o, 2), None, "has a scheduler, a StepLR: pass scheduler= to checkmate.restore"),
     (
         lambda o: StepLR(o, 2),
         lambda o: type("StepLR", (CosineAnnealingLR,), {})(o, 5),
-        r"StepLR has .*gamma, step_size, and the script's StepLR .*T_max, eta_min",
+        r"StepLR has .*gamma, step_size, and the script's StepLR has .*T_max, eta_min",
     ),
 ]
 
@@ -130,7 +134,7 @@ def test_another_scheduler_is_named(before: Make | None, after: Make | None, wor
 
 
 def test_of_a_scheduler_whose_class_is_not_known_the_keys_are_compared() -> None:
-    """As in a checkpoint on disk."""
+    """For example in an old checkpoint on disk."""
     found = stored(scheduler=SAME["StepLR"])
     found.parts[0].step.scheduler_class = ""
     check_record(found, script(scheduler=SAME["StepLR"]), PLACE)
@@ -146,18 +150,20 @@ def test_another_scaler_is_named() -> None:
     check_record(stored(scaler=scaler()), script(scaler=scaler()), PLACE)
     check_record(stored(), script(scaler=scaler(enabled=False)), PLACE)
     check_record(stored(scaler=scaler(enabled=False)), script(), PLACE)
-    with pytest.raises(InstallError, match="has no scaler in use, and the script has one"):
+    with pytest.raises(InstallError, match="has no enabled scaler, but the script has one"):
         check_record(stored(), script(scaler=scaler()), PLACE)
-    with pytest.raises(InstallError, match="has no scaler in use, and the script has one"):
+    with pytest.raises(InstallError, match="has no enabled scaler, but the script has one"):
         check_record(stored(scaler=scaler(enabled=False)), script(scaler=scaler()), PLACE)
     for less in (script(), script(scaler=scaler(enabled=False))):
-        with pytest.raises(InstallError, match="has a scaler in use: give checkmate.restore its scaler="):
+        with pytest.raises(
+            InstallError, match="has an enabled scaler: pass an enabled scaler= to checkmate.restore"
+        ):
             check_record(stored(scaler=scaler()), less, PLACE)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_is_told(ranks: int) -> None:
-    words = f"is of {ranks} rank.* in DP group 0, and the job has 2"
+    words = f"has {ranks} rank.* in DP group 0, but the job now has 2"
     with pytest.raises(InstallError, match=words):
         check_record(stored(ranks), script(), PLACE)
 

@@ -1,4 +1,4 @@
-"""A rank's place in its job, and what it is told where it has none."""
+"""A rank's place in its job, and the errors of ranks without one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_join_reads_the_job(
 ) -> None:
     file = tmp_path / "job.yaml"
     monkeypatch.setenv("CHECKMATE_JOB", str(file))
-    with pytest.raises(SessionError, match=r"job\.yaml: .*can't be read"):
+    with pytest.raises(SessionError, match=r"job\.yaml: .*cannot be read"):
         membership.join(ddp)
     file.write_text(yaml.safe_dump(job_data(ranks=2)))
     with pytest.raises(SessionError, match="has 2 ranks, but the process group has 1"):
@@ -96,8 +96,11 @@ def test_the_layout_has_what_ddp_averages() -> None:
 
 
 def test_a_parameter_that_is_not_dense_is_refused_by_name() -> None:
-    """DDP's buckets don't follow its strides, and no optimizer lays its state out so."""
+    """DDP's buckets don't follow its strides, and optimizers do not create state with its format."""
     model = nn.Linear(5, 4)
     model.weight.data = torch.zeros(4, 6)[:, :5]
-    with alone(), pytest.raises(LayoutError, match=r"^weight can't be protected: .* gaps .*: shape \(4, 5\)"):
+    with (
+        alone(),
+        pytest.raises(LayoutError, match=r"^weight cannot be protected: .* gaps .*: shape \(4, 5\)"),
+    ):
         membership.lay_out(DistributedDataParallel(model), 2)

@@ -1,4 +1,4 @@
-"""Waiting for shadow nodes in the end: until they have stepped the last iteration, and no longer."""
+"""Waiting for shadow nodes at the end: until they have stepped the last iteration, and no longer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hold(shard: int, stepped: int, *, live: bool = True) -> pb.HoldStatus:
 
 
 def waited(place: Membership, seconds: float) -> tuple[str, float]:
-    """What is missing in the end, and how long that took."""
+    """Return what is missing at the end, and how long that took."""
     start = time.monotonic()
     with Stubs(place.job) as stubs:
         return await_stepped(place, stubs, INCARNATION, 5, start + seconds), time.monotonic() - start
@@ -70,7 +70,7 @@ def test_the_end_says_what_was_not_stepped_in_time(nodes: list[RecordingNode], p
 
 
 def test_the_end_waits_for_nobody_who_cannot_step(nodes: list[RecordingNode], place: Membership) -> None:
-    """One that has a gap, one that has died."""
+    """One has a gap, one has died."""
     nodes[0].status = pb.NodeStatus(holds=[hold(0, 3, live=False)])
     nodes[1].stop()
     missing, seconds = waited(place, 10)

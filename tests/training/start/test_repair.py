@@ -1,4 +1,4 @@
-"""Which step record parts nodes copy from each other: all that somebody has, and nothing of another start."""
+"""The parts of step records that nodes copy from one another: all that exist, of the same start only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parts = frozenset[tuple[int, int]]
 
 
 def answer(node: int, start: int, parts: Iterable[tuple[int, int]], stepped: int) -> pb.NodeStatus:
-    """Of a node whose one hold has stepped so far, and which has these parts: positions and iterations."""
+    """Return the answer of a node with one hold and these parts: positions and iterations."""
     incarnation, run, name = STARTS[start]
     said = pb.NodeStatus(job="demo", node=node)
     said.holds.add(shard=pb.Shard(group=0, shard=node), stepped=stepped)

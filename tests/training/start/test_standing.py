@@ -1,4 +1,4 @@
-"""What Checkmate keeps at models and parameters, and what becomes of it in copies of them."""
+"""Data that Checkmate attaches to models and parameters, and copies of these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkmate
 from checkmate.training.attached import attached
 from checkmate.training.record.clip import ClipListener
-from checkmate.training.start.fence import plan_anew
+from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import SessionError
 from checkmate.training.start.standing import ModelStanding, Start
 from tests.support.training.alone import alone
@@ -35,7 +35,7 @@ def held(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
 
 
 def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: DistributedDataParallel) -> None:
-    start = Start(plan_anew(3, ""))
+    start = Start(plan_new_run(3, ""))
     ModelStanding.of(ddp).start = start
     assert ModelStanding.of(DistributedDataParallel(nn.Linear(4, 2))).take_start() is None
     wrapped_again = DistributedDataParallel(ddp.module)
@@ -44,11 +44,11 @@ def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: Distrib
 
 
 def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, held: ModelStanding) -> None:
-    with pytest.raises(SessionError, match="this model is protected already"):
+    with pytest.raises(SessionError, match="this model is already protected"):
         ModelStanding.of(ddp)
-    with pytest.raises(SessionError, match="this model is protected already"):
+    with pytest.raises(SessionError, match="this model is already protected"):
         ModelStanding.of(DistributedDataParallel(ddp.module))
-    with pytest.raises(SessionError, match="another model of this process is protected"):
+    with pytest.raises(SessionError, match="another model of this process is already protected"):
         ModelStanding.of(DistributedDataParallel(nn.Linear(4, 2)))
     held.release()
     assert ModelStanding.of(ddp) is held

@@ -1,0 +1,106 @@
+"""The page of figures: tables and plots of what was measured, with the data beside the page.
+
+`python -m benchmarks NAME --report docs/figures.md` measures and writes;
+`python -m benchmarks.report docs/figures.md` draws the plots again from the data.
+
+The page has a pair of comments for each benchmark. A report replaces what is between them, and leaves the
+rest of the page, and the benchmarks that did not run, as they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+from matplotlib.figure import Figure as Picture
+
+from benchmarks.figures import Result, data, markdown
+
+PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
+    "iteration": ("", "iteration time, as a ratio"),
+    "recovery": ("s", "seconds"),
+    "allreduce": ("", "time of the ring's AllReduce / gloo's"),
+    "control_plane": ("s", "seconds"),
+}
+"""By benchmark: the unit of the figures that a plot shows, and the label of its axis."""
+
+
+def report(page: Path, found: Mapping[str, tuple[str, Sequence[Result]]], day: datetime.date) -> None:
+    """Write tables and plots of `found` to the page, and the data to a JSON file of the same name.
+
+    Args:
+        page: The Markdown file. It may be missing.
+        found: Title and results of each benchmark, by its name.
+        day: When they were measured.
+    """
+    kept = page.with_suffix(".json")
+    everything = json.loads(kept.read_text()) if kept.exists() else {}
+    text = page.read_text() if page.exists() else "# Figures\n"
+    for name, (title, results) in found.items():
+        everything[name] = {"title": title, "measured": day.isoformat(), "results": data(results)}
+        table = f"Measured on {day.isoformat()}.\n{markdown(title, results)}"
+        if picture := draw(page.parent / "pictures", name, everything[name]["results"]):
+            table += f"\n![{title}](pictures/{picture.name})\n"
+        text = _replaced(text, name, table)
+    page.write_text(text)
+    kept.write_text(json.dumps(everything, indent=2) + "\n")
+
+
+def _replaced(text: str, name: str, table: str) -> str:
+    opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    pattern = re.compile(f"{re.escape(opening)}.*?{re.escape(closing)}", re.DOTALL)
+    made = f"{opening}{table}{closing}"
+    return pattern.sub(lambda _: made, text) if pattern.search(text) else f"{text}\n{made}"
+
+
+def draw(folder: Path, name: str, results: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Draw a benchmark's medians and spreads, and return the SVG, or `None` if it has no plot."""
+    if name not in PLOTTED:
+        return None
+    unit, label = PLOTTED[name]
+    shown = [one for one in results if one["kind"] != "Skipped" and one["unit"] == unit]
+    if not shown:
+        return None
+    with matplotlib.rc_context({"svg.hashsalt": "checkmate", "svg.fonttype": "none"}):
+        picture = Picture(figsize=(8, 0.8 + 0.42 * len(shown)), layout="constrained")
+        axes = picture.add_subplot()
+        for row, one in enumerate(shown):
+            least, median, most = spread(one)
+            axes.barh(row, median, color="#9ecae1")
+            axes.errorbar(median, row, xerr=[[median - least], [most - median]], color="#08306b", capsize=3)
+        axes.set_yticks(range(len(shown)), [one["name"] for one in shown])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        if not unit:
+            axes.axvline(1, color="0.4", linewidth=1, linestyle="--")
+        axes.set_xlabel(f"{label}; bar: median, line: least to greatest")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"figures-{name}.svg"
+        picture.savefig(file, metadata={"Date": None})
+    return file
+
+
+def spread(result: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return least, median and greatest of a figure, or of a summary, of which only these are known."""
+    if result["kind"] == "Summary":
+        return result["least"], result["median"], result["most"]
+    samples = result["samples"]
+    return min(samples), statistics.median(samples), max(samples)
+
+
+def main() -> None:
+    """Draw the plots of a page again from its data."""
+    page = Path(sys.argv[1])
+    for name, one in json.loads(page.with_suffix(".json").read_text()).items():
+        draw(page.parent / "pictures", name, one["results"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Suite `replication`: segments that are forwarded without a shadow copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from ipaddress import IPv4Address
+
+from scapy.layers.inet import IP, TCP, UDP
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet, Raw
+
+from ptf_tests.base import TaggedTest, count
+from ptf_tests.packets import (
+    PEER_IP,
+    PEER_MAC,
+    PEER_PORT,
+    SACK,
+    TIMESTAMPS,
+    TRAINER_IP,
+    TRAINER_MAC,
+    TRAINER_PORT,
+    Shadow,
+    expected_copy,
+    payload,
+    tag,
+    tagged_segment,
+)
+from ptf_tests.switch import CounterValue
+
+SHADOW = Shadow(0)
+TAGGED = tagged_segment(tag(sequence=5000))
+
+
+class Passed(TaggedTest):
+    """Segments that must not be replicated: forwarded unchanged, and counted if they have the DSCP bit."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.entry = self.protect(SHADOW)
+
+    def _passes(self, *frames: bytes, without_tag: bool = False, without_entry: bool = False) -> None:
+        nothing, all_of_them = CounterValue(), count(*frames)
+        counted = (all_of_them if without_tag else nothing, all_of_them if without_entry else nothing)
+        with self.counts("passed", *counted):
+            self.check((TRAINER_PORT, frames), {PEER_PORT: frames})
+        self.check_count(self.entry)
+        # The control: a similar segment that is replicated.
+        segment = replace(TAGGED, sequence=0)
+        copy = expected_copy(segment, SHADOW, sequence=5000)
+        self.check((TRAINER_PORT, segment.frame()), {PEER_PORT: segment.frame(), SHADOW.switch_port: copy})
+
+    def test_dscp_without_option(self) -> None:
+        """DSCP without the option"""
+        without = [replace(TAGGED, options=options) for options in (b"", TIMESTAMPS, SACK)]
+        self._passes(*(segment.frame() for segment in without), without_tag=True)
+
+    def test_option_without_dscp(self) -> None:
+        """the option without DSCP"""
+        self._passes(*(replace(TAGGED, dscp=dscp).frame() for dscp in (0, 0x1F, 0x08)))
+
+    def test_other_exid(self) -> None:
+        """another ExID"""
+        others = [b"\xfd\x10" + exid + tag()[4:] for exid in (b"\xc4\xed", b"\x00\x00", b"\xec\xc4")]
+        frames = [replace(TAGGED, options=option).frame() for option in others]
+        frames += [replace(TAGGED, options=TIMESTAMPS + option).frame() for option in others]
+        self._passes(*frames, without_tag=True)
+
+    def test_other_kind_or_length(self) -> None:
+        """another option kind, or another length"""
+        others = [b"\xfe\x10" + tag()[2:], b"\xfd\x0f" + tag()[2:], b"\xfd\x11" + tag()[2:]]
+        self._passes(*(replace(TAGGED, options=option).frame() for option in others), without_tag=True)
+
+    def test_unknown_source(self) -> None:
+        """an unknown source"""
+        segment = replace(TAGGED, source=IPv4Address("10.0.0.3"))
+        self._passes(segment.frame(), without_entry=True)
+
+    def test_unknown_destination(self) -> None:
+        """an unknown destination"""
+        segment = replace(TAGGED, destination=IPv4Address("10.0.0.3"))
+        self._passes(segment.frame(), without_entry=True)
+
+    def test_unknown_shadow_id(self) -> None:
+        """an unknown shadow id"""
+        others = [replace(TAGGED, options=tag(shadow_id=shadow_id)) for shadow_id in (1, 256, 65535)]
+        self._passes(*(segment.frame() for segment in others), without_entry=True)
+
+    def test_unknown_channel(self) -> None:
+        """an unknown channel"""
+        others = [replace(TAGGED, options=tag(channel=channel)) for channel in (1, 255)]
+        self._passes(*(segment.frame() for segment in others), without_entry=True)
+
+    def test_no_payload(self) -> None:
+        """no payload: an ACK that carries the tag, also with Ethernet padding"""
+        bare = replace(TAGGED, payload=b"").frame()
+        self._passes(bare, bare + bytes(4), without_tag=True)
+
+    def test_fragment(self) -> None:
+        """fragments: the first, and a later one"""
+        first, later = TAGGED.packet(), TAGGED.packet()
+        first[IP].flags = "MF"
+        later[IP].flags = 0
+        later[IP].frag = 100
+        self._passes(bytes(first), bytes(later), without_tag=True)
+
+    def test_ip_options(self) -> None:
+        """IP options"""
+        packet = TAGGED.packet()
+        packet[IP].options = [(bytes([1, 1, 1, 0]))]
+        # A parser that assumes an IP header of 20 bytes would find a tag in these words.
+        shifted = replace(
+            TAGGED, acknowledgement=0x9000_0000, urgent_pointer=0xC4EC, options=tag()[4:]
+        ).packet()
+        shifted[IP].options = packet[IP].options
+        shifted[TCP].chksum = 0xFD10
+        sent = [bytes(packet), bytes(shifted)]
+        self.assertEqual([0x46, 0x46], [frame[14] for frame in sent])
+        self.assertEqual(tag(), sent[1][54:70])
+        self._passes(*sent, without_tag=True)
+
+    def test_sack_before_tag(self) -> None:
+        """SACK before the tag"""
+        blocks = [SACK + tag(), TIMESTAMPS + SACK + tag()[:12]]
+        self._passes(*(replace(TAGGED, options=block).frame() for block in blocks), without_tag=True)
+
+    def test_other_layouts(self) -> None:
+        """the tag before timestamps, after NOPs, or before more options"""
+        blocks = [
+            tag() + TIMESTAMPS,
+            bytes([1, 1, 1, 1]) + tag(),
+            tag() + bytes([1, 1, 1, 1]),
+            tag() + tag(),
+            TIMESTAMPS + tag() + bytes([1, 1, 1, 1]),
+        ]
+        self._passes(*(replace(TAGGED, options=block).frame() for block in blocks), without_tag=True)
+
+    def test_lying_offset(self) -> None:
+        """a data offset that does not match the options"""
+        long = replace(TAGGED, payload=payload(200))
+        after = replace(long, options=TIMESTAMPS + tag())
+        lies = [replace(long, data_offset=words) for words in (0, 4, 5, 8, 10, 12, 15)]
+        lies += [replace(after, data_offset=words) for words in (5, 9, 11, 13, 15)]
+        self._passes(*(segment.frame() for segment in lies), without_tag=True)
+
+    def test_offset_beyond_end(self) -> None:
+        """a data offset beyond the end of the datagram or of the frame"""
+        sent = []
+        for options in (b"", tag()[:4], tag()[:15]):
+            sent.append(replace(TAGGED, options=options, payload=b"", data_offset=9).frame())
+        after = TIMESTAMPS + tag()
+        for length in (0, 3, 4, 11, 12, 15, 27):
+            sent.append(replace(TAGGED, options=after[:length], payload=b"", data_offset=12).frame())
+        # The frame continues after the datagram: the apparent tag and payload are not part of it.
+        for length in (0, 19, 20, 40, 56):
+            outside = TAGGED.packet()
+            outside[IP].len = length
+            sent.append(bytes(outside))
+        self._passes(*sent, without_tag=True)
+
+    def test_cut_off(self) -> None:
+        """the frame ends before the datagram, inside the option"""
+        whole = TAGGED.frame()
+        self._passes(*(whole[:length] for length in (54, 56, 58, 62, 69)), without_tag=True)
+
+    def test_other_protocols(self) -> None:
+        """UDP and a broken IP header with DSCP; VLAN and IPv6, whose DSCP does not count"""
+        udp = IP(src=str(TRAINER_IP), dst=str(PEER_IP), tos=0x80) / UDP() / Raw(tag() * 3)
+        version = TAGGED.packet()
+        version[IP].version = 5
+        self._passes(self._to_peer(udp), bytes(version), without_tag=True)
+
+    def test_not_ipv4(self) -> None:
+        """a tagged segment inside VLAN, and one over IPv6"""
+        over_ipv6 = IPv6(src="fd00::1", dst="fd00::2", tc=0x80) / TCP(dataofs=9) / Raw(tag() + b"payload")
+        in_vlan = Dot1Q(vlan=3) / TAGGED.packet()[IP]
+        self._passes(self._to_peer(over_ipv6), self._to_peer(in_vlan))
+
+    def _to_peer(self, inside: Packet) -> bytes:
+        return bytes(Ether(dst=PEER_MAC, src=TRAINER_MAC) / inside)

@@ -1,0 +1,47 @@
+"""The embedded target as a process without ports, for P4Runtime sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkmate.job.schema import Switch
+from testbed.jobs import switch as switch_data
+
+LOOP = asyncio.new_event_loop()
+"""One for all tests, because grpc.aio does not support several loops in one process well."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def softswitch(*arguments: str | Path) -> Iterator[Switch]:
+    """Run a switch process on a loopback port, and yield its description for a job."""
+    port = free_port()
+    address = ["--grpc-server-addr", f"127.0.0.1:{port}", "--device-id", "1", "--cpu-port", "510"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "softswitch", *address, *map(str, arguments)], stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, process.communicate()[1].decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield Switch.model_validate(switch_data("tor0", 0, port=port))
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0

@@ -1,0 +1,141 @@
+"""Build the documentation site: `make docs`, or `python -m tools.site FOLDER`. Needs no network.
+
+Sphinx reads a copy of `docs` in build/site-source, with the pages of the repository's root and an API
+reference added, and with links to files that are not pages turned into plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+SOURCE: Final = ROOT / "build" / "site-source"
+FROM_ROOT: Final = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+"""Files in the repository's root, and the pages that show them."""
+PACKAGES: Final = ("checkmate", "controlplane", "softswitch", "topologies")
+TREE: Final = {
+    "Tutorial": [f"tutorial/{page.stem}" for page in sorted((ROOT / "docs/tutorial").glob("*.md"))],
+    "Guides": ["training", "job", "cli", "checkpoint", "lab", "tofino", "planning"],
+    "Reference": ["api", "packages", "glossary", "design", "figures"],
+    "Project": ["changelog", "contributing", "security"],
+}
+PUBLIC: Final = {
+    "autofunction": ("restore", "protect", "clip_grad_norm_"),
+    "autoclass": ("Restored", "RestoreError", "Protection"),
+}
+CONFIGURATION: Final = """
+project = "Checkmate"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "Checkmate"
+html_show_copyright = False
+html_copy_source = False
+myst_heading_anchors = 4
+autodoc_typehints = "signature"
+default_role = "code"
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+suppress_warnings = ["misc.highlighting_failure", "autodoc", "docutils", "ref.ref", "toc.not_included"]
+"""
+_LINK: Final = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]*)(#[^)\s]*)?\)")
+
+
+def main() -> int:
+    """Build the site in the folder given, and return Sphinx's exit status."""
+    from sphinx.cmd.build import main as build  # noqa: PLC0415 - only an extra
+
+    folder = Path(sys.argv[1]).absolute()
+    prepare()
+    status: int = build(["-q", "-W", "--keep-going", "-j", "auto", str(SOURCE), str(folder)])
+    if status == 0:
+        print(f"the documentation is in {folder / 'index.html'}")
+    return status
+
+
+def prepare() -> None:
+    """Write what Sphinx reads."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", SOURCE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for file in [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in FROM_ROOT)]:
+        source = file.relative_to(ROOT).as_posix()
+        text = linked(file.read_text(), source)
+        (SOURCE / page_of(source)).write_text(text + _tree() if source == "README.md" else text)
+    (SOURCE / "api.md").write_text(_api())
+    (SOURCE / "packages.md").write_text(_packages())
+    (SOURCE / "conf.py").write_text(CONFIGURATION)
+
+
+def page_of(source: str) -> str:
+    """Return the page that shows a file, both as paths: of the site, and of the repository."""
+    return FROM_ROOT.get(source) or source.removeprefix("docs/")
+
+
+def linked(text: str, source: str) -> str:
+    """Return a file's text with the site's links, and without links to files that are not on the site."""
+    folder, here = posixpath.dirname(source), posixpath.dirname(page_of(source)) or "."
+
+    def link(match: re.Match[str]) -> str:
+        words, target, anchor = match[1], match[2], match[3] or ""
+        if not target or re.match(r"[a-z]+:", target):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path not in FROM_ROOT and not path.startswith("docs/"):
+            return words.lstrip("!")[1:-1]
+        return f"{words}({posixpath.relpath(page_of(path), here)}{anchor})"
+
+    return _LINK.sub(link, text)
+
+
+def _tree() -> str:
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
+        for caption, pages in TREE.items()
+    )
+
+
+def _auto(kind: str, name: str, *options: str) -> str:
+    lines = [f".. {kind}:: {name}", *(f"   :{option}:" for option in options)]
+    return "\n".join(["```{eval-rst}", *lines, "```", ""])
+
+
+def _api() -> str:
+    lines = [
+        "# Python API",
+        "",
+        "A training script needs only these names. [The guide](training.md) shows how to use them.",
+        "",
+    ]
+    for kind, names in PUBLIC.items():
+        options = ("members",) if kind == "autoclass" else ()
+        lines += [f"## checkmate.{name}\n\n" + _auto(kind, f"checkmate.{name}", *options) for name in names]
+    return "\n".join(lines)
+
+
+def _packages() -> str:
+    lines = [
+        "# Packages",
+        "",
+        "Every module, from its docstrings. Users need only the [Python API](api.md).",
+        "",
+    ]
+    for package in PACKAGES:
+        lines += [f"## {package}", ""]
+        for file in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if not file.stem.startswith("__main__") and "_pb2" not in file.stem:
+                lines += [f"### {module}", "", _auto("automodule", module, "members", "no-index")]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
