@@ -1,0 +1,51 @@
+"""Draw layers.svg from pyproject.toml's import-linter contract: `python docs/pictures/layers.py`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Final
+
+from svg import arrow, box, text, write
+
+FOLDER: Final = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+PROJECT: Final = Path(__file__).parents[2] / "pyproject.toml"
+WIDTH, HEIGHT, GAP = 640, 32, 12
+LEFT, TOP = 60, 44
+
+
+def layers() -> list[list[str]]:
+    """Return the first contract's layers, highest first, each with its packages."""
+    contracts = tomllib.loads(PROJECT.read_text())["tool"]["importlinter"]["contracts"]
+    return [re.split(r" [|:] ", layer) for layer in contracts[0]["layers"]]
+
+
+def main() -> None:
+    """Write the picture."""
+    found = layers()
+    parts = [text(LEFT + WIDTH / 2, 26, "each layer imports only from the layers below it", "label")]
+    for row, packages in enumerate(found):
+        y = TOP + row * (HEIGHT + GAP)
+        width = (WIDTH - GAP * (len(packages) - 1)) / len(packages)
+        for column, package in enumerate(packages):
+            parts.append(box(LEFT + column * (width + GAP), y, width, HEIGHT, package))
+    bottom = TOP + len(found) * (HEIGHT + GAP) - GAP
+    parts.append(arrow([(30, TOP), (30, bottom)]))
+    right = LEFT + WIDTH + 30
+    parts.append(
+        box(right, TOP, 200, 90, "softswitch", ["imports none of these;", "none of these imports it"])
+    )
+    parts.append(box(right, TOP + 120, 200, 90, "examples", ["imports only", "what users import"]))
+    write(
+        FOLDER / "layers.svg",
+        right + 220,
+        bottom + 20,
+        "Layers of packages, highest first: " + "; ".join(", ".join(packages) for packages in found),
+        parts,
+    )
+
+
+if __name__ == "__main__":
+    main()
