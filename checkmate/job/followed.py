@@ -9,7 +9,7 @@ from checkmate.job.files import JobSet, is_fabric, read_set
 from checkmate.job.yaml_lines import Documents, JobError
 
 SUFFIXES = (".yaml", ".yml")
-Signature = tuple[tuple[str, int, int], ...]
+Signature = dict[Path, tuple[int, int]]
 
 
 def job_files(arguments: Iterable[Path], documents: Documents | None = None) -> list[Path]:
@@ -33,20 +33,18 @@ class JobFiles:
     def __init__(self, arguments: Sequence[Path]) -> None:
         self._arguments = arguments
         self._read: tuple[Path, ...] = ()
-        self._seen: Signature = ()
+        self._seen: Signature | None = None
 
     def __str__(self) -> str:
         return ", ".join(str(argument) for argument in self._arguments)
 
     def read(self) -> JobSet:
         """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
-        documents, first = Documents(), not self._seen
-        self._seen = self._signature()
+        documents, first, before = Documents(), self._seen is None, self._signature()
         files = job_files(self._arguments, documents)
         found = read_set([file for file in files if first or file.exists()], documents)
-        if set(found.files) != set(self._read):  # the list of fabric files has changed
-            self._read = found.files
-            self._seen = self._signature()
+        self._read = found.files
+        self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
         return found
 
     def changed(self) -> bool:
@@ -56,14 +54,14 @@ class JobFiles:
     def _signature(self) -> Signature:
         """Return name, time and size of all files in the folders, and of those that were read."""
         named = (_yaml_files(one) if one.is_dir() else [one] for one in self._arguments)
-        found = []
-        for file in sorted({*self._read, *(file for files in named for file in files)}):
+        found: Signature = {}
+        for file in {*self._read, *(file for files in named for file in files)}:
             try:
                 stat = file.stat()
             except OSError:
                 continue  # removed after the listing
-            found.append((str(file), stat.st_mtime_ns, stat.st_size))
-        return (*found, ("", 0, 0))
+            found[file] = stat.st_mtime_ns, stat.st_size
+        return found
 
 
 def _yaml_files(folder: Path) -> Iterator[Path]:

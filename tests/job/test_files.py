@@ -505,3 +505,23 @@ def test_each_file_is_parsed_once_for_each_reading(tmp_path: Path, monkeypatch: 
     assert [job.job for job in files.read().require()] == ["a"]
     os.utime(fabric, ns=(1, 1))
     assert files.changed()
+
+
+def test_a_file_that_is_written_while_it_is_read_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = yaml_lines.read_document
+
+    def written(file: Path) -> Document:
+        found = real(file)
+        os.utime(file, ns=(1, 1))
+        return found
+
+    write(tmp_path, job_data())
+    files = JobFiles([tmp_path])
+    with monkeypatch.context() as patch:
+        patch.setattr(yaml_lines, "read_document", written)
+        files.read()
+    assert files.changed()
+    files.read()
+    assert not files.changed()
