@@ -59,7 +59,7 @@ class Rotation:
 
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next windows with suspects, after earlier suspects. Callable from any thread."""
-        self._named = suspects
+        self._named = suspects or self._named  # another node's reply names none of this shard
 
     def next(self) -> list[Window]:
         """Return the next windows; the call after the last parameter begins again with the first.

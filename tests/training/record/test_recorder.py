@@ -476,6 +476,13 @@ def test_suspects_come_first_and_leave_the_others_their_turn() -> None:
     assert len(rotation.next()) == 1
 
 
+def test_suspects_of_other_shards_replace_none_of_these() -> None:
+    rotation = Rotation([0], {0: [("", 10_000, 4)]}.__getitem__, 16_384)
+    rotation.look_first([pb.Suspect(parameter=0, start=30_000, stop=30_004)])
+    rotation.look_first([])
+    assert rotation.next()[0] == Window(0, "", 7_500, 7_501)
+
+
 def test_windows_follow_state_that_comes_and_goes() -> None:
     known = {0: [("", 10, 4)], 1: [("", 1, 4)]}
     rotation = Rotation([0, 1], known.__getitem__, 32)
