@@ -15,7 +15,8 @@ demo: setup ## Training loses a rank to kill -9, and ends as if nothing had happ
 	@$(PYTHON) -m topologies.training.demo --target $(TARGET)
 
 demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams
-	@$(PYTHON) -m topologies.traffic.demo --target $(TARGET)
+	@$(PYTHON) -m checkmate.cli.entry lab down demo --if-up > /dev/null # left by a demo that was killed
+	@$(PYTHON) -m checkmate.cli.entry lab run single_tor --name demo --target $(TARGET)
 
 test: setup ## Lint and quick tests, under 10 minutes
 	@$(PYTHON) -m pytest -m "not slow" -n 2 --dist loadgroup

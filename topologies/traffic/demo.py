@@ -1,14 +1,11 @@
 """The demo of the switch: a lab, traffic through it, and the check that nothing was lost or changed.
 
-`python -m topologies.traffic.demo` is `make demo-switch`; `checkmate lab run` is the same with every option.
+`checkmate lab run` is this, and so is `make demo-switch`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,11 +13,7 @@ from rich.console import Console
 from topologies import picture
 from topologies.controller import serving
 from topologies.crew import Crew
-from topologies.describe import topology
-from topologies.describe.job_files import TARGETS, target_of
-from topologies.describe.topology import LabError
-from topologies.kernel import loss
-from topologies.lab import Lab, down
+from topologies.lab import Lab
 from topologies.progress import StepProgress
 from topologies.signals import unwinding
 from topologies.traffic import verdict
@@ -96,40 +89,3 @@ def perform(lab: Lab, load: Load, *, as_json: bool) -> bool:
     else:
         show(outcome, lab, Console())
     return outcome.good
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if every stream is equal at both ends, 1 if not, 2 for an invalid command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m topologies.traffic.demo",
-        description=__doc__,
-        epilog="example: python -m topologies.traffic.demo --target bmv2 --loss 1%%",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "topology", nargs="?", default="single_tor", help=f"{', '.join(topology.names())}, or a .yaml file"
-    )
-    parser.add_argument("--target", default="softswitch", help=" or ".join(TARGETS))
-    parser.add_argument("--megabytes", type=int, default=200, help="of tensors (default: 200)")
-    parser.add_argument("--loss", default="0", help="share of frames that training links lose, such as 1%%")
-    parser.add_argument("--json", action="store_true", help="print data instead of text")
-    chosen = parser.parse_args(arguments)
-    try:
-        lab = Lab(
-            topology.load(chosen.topology),
-            target_of(chosen.target),
-            loss=loss.fraction(chosen.loss),
-            name="demo",
-        )
-        load = Load(nbytes=chosen.megabytes * 1_000_000)
-        down(lab.name)  # left by a demo that was killed
-        return 0 if perform(lab, load, as_json=chosen.json) else 1
-    except LabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
