@@ -20,12 +20,13 @@ from topologies.describe.topology import build
 from topologies.kernel import processes
 from topologies.lab import Lab
 from topologies.traffic import orders
-from topologies.traffic.orders import Load, SinkTail
+from topologies.traffic.digests import Tail
+from topologies.traffic.orders import Load
 from topologies.traffic.run import Outcome, Traffic, received_by
 
 pytestmark = [needs_root, needs_clang]
 
-AHEAD = SinkTail(26, 12_345)
+AHEAD = Tail(26, 12_345)
 """In the middle of a segment, so that the first copy may begin before it."""
 LOAD = Load(nbytes=32_000_000, iterations=32, pause=0.2, tails=(AHEAD,))
 SLOWLY = replace(LOAD, nbytes=6_400_000)
@@ -49,7 +50,7 @@ class Brake(threading.Thread):
             (s["boundary"], s["channel"], s["shadow_id"])
             for s in orders.sinks(run.job, run.lab.topology, run.load)[STAYER]["streams"]
         ]
-        self._each = sum(orders.base(run.job, run.load, *key, SinkTail(1)) for key in keys)
+        self._each = sum(orders.base(run.job, run.load, *key, Tail(1)) for key in keys)
 
     def iteration(self) -> float:
         (stayer,) = (member for member in self._run.shadows if member.name == STAYER)
@@ -171,7 +172,7 @@ def test_no_byte_is_read_behind_a_gap(name: str) -> None:
         def change(leaver: Member, brake: Brake) -> None:
             crew.kill(leaver)
             copies = run.copies
-            late = run.join(leaver, SinkTail(1, 99))
+            late = run.join(leaver, Tail(1, 99))
             brake.go(14)
             crew.wait(lambda: counted(crew) > 2, "copies to be sent to the late node", 20)
             brake.go(20)

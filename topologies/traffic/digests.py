@@ -1,27 +1,22 @@
-"""SHA-256 of the bytes that a rank tags.
+"""SHA-256 of the bytes of streams: at the rank that tags them, and at the shadow node that reads them.
 
-The digests are of the bytes given to the tagged sockets, in that order. They are independent of the shadow
-side's arithmetic.
+A rank's digests are of the bytes given to the tagged sockets, in that order. They are independent of the
+shadow side's arithmetic.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
-Whole = Annotated[int, Field(ge=0)]
-
-
-class StrictModel(BaseModel):
-    """Base of models that reject unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from topologies.traffic.config import StrictModel, Whole
 
 
-class Tail(StrictModel):
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class Tail:
     """Start of an additional digest of each stream: an iteration, and an offset in bytes."""
 
     iteration: Whole
@@ -36,8 +31,8 @@ class TailResult(StrictModel):
     sha256: str
 
 
-class TaggedStream(StrictModel):
-    """The number of tagged bytes of a stream, and their SHA-256."""
+class StreamResult(StrictModel):
+    """The number of bytes of a stream, and their SHA-256."""
 
     boundary: int
     side: int
@@ -45,25 +40,33 @@ class TaggedStream(StrictModel):
     shadow_id: int
     bytes: int
     sha256: str
+
+
+class TaggedStream(StreamResult):
+    """The bytes of a stream that its rank has tagged."""
+
     tails: tuple[TailResult, ...] = ()
 
 
-class _Digest:
-    """SHA-256 of a stream's bytes from `base` on."""
+class StreamDigest:
+    """The number of a stream's bytes from `base` on, and their SHA-256; without `hashing`, it is empty."""
 
-    def __init__(self, base: int) -> None:
+    def __init__(self, hashing: bool, base: int = 0) -> None:
         self.base = base
         self.bytes = 0
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256() if hashing else None
+
+    @property
+    def sha256(self) -> str:
+        """The digest of the bytes so far."""
+        return self._hash.hexdigest() if self._hash else ""
 
     def update(self, at: int, view: memoryview) -> None:
         """Add the stream's bytes at position `at`, without those before `base`."""
         tail = view[max(0, self.base - at) :]
         self.bytes += len(tail)
-        self._hash.update(tail)
-
-    def result(self) -> TailResult:
-        return TailResult(base=self.base, bytes=self.bytes, sha256=self._hash.hexdigest())
+        if self._hash:
+            self._hash.update(tail)
 
 
 class Digests:
@@ -72,23 +75,21 @@ class Digests:
     def __init__(self, boundary: int, side: int, hashing: bool, tails: Sequence[Tail] = ()) -> None:
         self._boundary, self._side = boundary, side
         self._hashing = hashing
-        self._tails = tails
+        self._tails = tails if hashing else ()
         self._seen: dict[tuple[int, int], list[memoryview]] = {}
-        self._bytes: dict[tuple[int, int], int] = {}
-        self._digests: dict[tuple[int, int], list[_Digest]] = {}
+        self._digests: dict[tuple[int, int], list[StreamDigest]] = {}
 
     def expect(self, channel: int, shadow_id: int) -> None:
         """Add a stream beforehand, so that an empty one is reported and threads add no streams."""
         self._seen[channel, shadow_id] = []
-        self._bytes[channel, shadow_id] = 0
-        self._digests[channel, shadow_id] = [_Digest(0)]
+        self._digests[channel, shadow_id] = [StreamDigest(self._hashing)]
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration; hash the views taken before."""
         for tail in self._tails:
             if tail.iteration == iteration:
-                for stream, digests in self._digests.items():
-                    digests.append(_Digest(self._bytes[stream] + tail.offset))
+                for digests in self._digests.values():
+                    digests.append(StreamDigest(self._hashing, digests[0].bytes + tail.offset))
 
     def take(self, channel: int, shadow_id: int, view: memoryview) -> None:
         """Take a view of bytes that are tagged now; they must not change before `hash_taken`."""
@@ -98,26 +99,22 @@ class Digests:
         """Hash the views taken since the last call."""
         for stream, views in self._seen.items():
             for view in views:
-                if self._hashing:
-                    for digest in self._digests[stream]:
-                        digest.update(self._bytes[stream], view)
-                self._bytes[stream] += len(view)
+                at = self._digests[stream][0].bytes
+                for digest in self._digests[stream]:
+                    digest.update(at, view)
             views.clear()
 
     def results(self) -> list[TaggedStream]:
         """Return one result for each expected stream."""
-        found = []
-        for (channel, shadow_id), count in self._bytes.items():
-            whole, *tails = (digest.result() for digest in self._digests[channel, shadow_id])
-            found.append(
-                TaggedStream(
-                    boundary=self._boundary,
-                    side=self._side,
-                    channel=channel,
-                    shadow_id=shadow_id,
-                    bytes=count,
-                    sha256=whole.sha256 if self._hashing else "",
-                    tails=tuple(tails) if self._hashing else (),
-                )
+        return [
+            TaggedStream(
+                boundary=self._boundary,
+                side=self._side,
+                channel=channel,
+                shadow_id=shadow_id,
+                bytes=whole.bytes,
+                sha256=whole.sha256,
+                tails=tuple(TailResult(base=t.base, bytes=t.bytes, sha256=t.sha256) for t in tails),
             )
-        return found
+            for (channel, shadow_id), (whole, *tails) in self._digests.items()
+        ]

@@ -10,18 +10,11 @@ from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.wire.schedule import Bucket, stream_layout
 from controlplane.network import Network
 from topologies.describe.topology import BadDescription, Topology
+from topologies.traffic.digests import Tail
 
 Operation = Literal["allgather", "allreduce"]
 BUCKET_BYTES: Final = 25_000_000
 _DTYPES: Final = {4: "float32", 2: "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class SinkTail:
-    """A position in each stream: an iteration, and an offset in bytes."""
-
-    iteration: int
-    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Load:
     operation: Operation = "allgather"
     pause: float = 0.0
     receive_buffer: int = RECEIVE_BUFFER
-    tails: tuple[SinkTail, ...] = ()
+    tails: tuple[Tail, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nbytes < 1 or self.iterations < 1:
@@ -95,7 +88,7 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
     }
 
 
-def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail: SinkTail) -> int:
+def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail: Tail) -> int:
     """Return the position in a stream at which a tail begins, in bytes, computed from the schedule."""
     group, side = divmod(boundary, 2)
     layout = stream_layout(
@@ -109,9 +102,7 @@ def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail
     return tail.iteration * layout.nbytes + tail.offset
 
 
-def sinks(
-    job: Job, topology: Topology, load: Load, joining: SinkTail | None = None
-) -> dict[str, dict[str, Any]]:
+def sinks(job: Job, topology: Topology, load: Load, joining: Tail | None = None) -> dict[str, dict[str, Any]]:
     """Return the configuration of `topologies.traffic.sink_main` for each shadow node, by host.
 
     A sink has no expectations: it reads from the beginning, or from the tail `joining`, until it is stopped.

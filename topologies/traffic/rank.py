@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -17,7 +17,8 @@ from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allredu
 from checkmate.tagger import Tagger
 from checkmate.wire import tag as wire
 from checkmate.wire.schedule import Bucket, chunk_sent, chunk_slice, side_of
-from topologies.traffic.digests import Digests, StrictModel, TaggedStream, Tail, Whole
+from topologies.traffic.config import StrictModel, Whole
+from topologies.traffic.digests import Digests, TaggedStream, Tail
 from topologies.traffic.tensors import Contents
 
 DType = Literal["float32", "float64", "float16", "bfloat16", "int32", "int8"]
@@ -34,20 +35,19 @@ class BucketSpec(StrictModel):
 
 
 class RingJob(StrictModel):
-    """Configuration of all ranks of a ring, with either `iterations` or `total_bytes`, which is rounded up.
+    """Configuration of all ranks of a ring.
 
-    `total_bytes` counts the buckets' bytes. Without `digest`, for benchmarks, it does not hash; without
-    `tag` no tagger. `group` is the DP group's index in the job. `pause` is the time between two AllGathers in
-    seconds, in place of computation. `tails` are for shadow nodes that join mid-stream. An AllReduce cannot
-    be verified, because no rank knows the expected result.
+    Without `digest`, for benchmarks, it does not hash; without `tag` no tagger. `group` is the DP group's
+    index in the job. `pause` is the time between two AllGathers in seconds, in place of computation. `tails`
+    are for shadow nodes that join mid-stream. An AllReduce cannot be verified, because no rank knows the
+    expected result.
     """
 
     ips: Annotated[list[str], Field(min_length=2)]
     buckets: Annotated[list[BucketSpec], Field(min_length=1)]
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX)] = 1
     operation: Operation = "allgather"
-    iterations: Annotated[int, Field(ge=1)] | None = None
-    total_bytes: Annotated[int, Field(ge=1)] | None = None
+    iterations: Annotated[int, Field(ge=1)]
     seed: int = 0
     incarnation: Annotated[int, Field(ge=0, le=255)] = 0
     group: Whole = 0
@@ -62,14 +62,6 @@ class RingJob(StrictModel):
     timeout: Annotated[float, Field(gt=0)] = 60
 
     @model_validator(mode="after")
-    def _one_length(self) -> RingJob:
-        if (self.iterations is None) == (self.total_bytes is None):
-            raise ValueError("specify either iterations or total_bytes")
-        if self.total_bytes and not sum(spec.elements for spec in self.buckets):
-            raise ValueError("total_bytes is never reached, because all buckets are empty")
-        return self
-
-    @model_validator(mode="after")
     def _can_be_reduced(self) -> RingJob:
         if self.operation == "allreduce" and self.verify != "none":
             raise ValueError('an allreduce can\'t be verified; set verify to "none"')
@@ -79,10 +71,7 @@ class RingJob(StrictModel):
 
 
 class RankResult(StrictModel):
-    """A rank's final report. `seconds` has the time of each iteration's AllGather, from a barrier on.
-
-    `cpu_seconds` is the processor time of this process, including the kernel.
-    """
+    """A rank's final report. `seconds` has the time of each iteration's AllGather, from a barrier on."""
 
     rank: int
     incarnation: int
@@ -90,7 +79,6 @@ class RankResult(StrictModel):
     bytes_per_iteration: int
     verified: int
     seconds: list[float]
-    cpu_seconds: float
     sent_bytes: int
     goodput_bits_per_second: float
     retransmitted_segments: int
@@ -107,8 +95,6 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
         Bucket(spec.elements, tensor.element_size(), spec.shadow_id)
         for spec, tensor in zip(job.buckets, tensors, strict=True)
     ]
-    size = sum(bucket.nbytes for bucket in buckets)
-    iterations = job.iterations or -(-(job.total_bytes or 0) // size)
     side = side_of(len(job.ips), rank)
     tagging = job.tag and side is not None
     digests = Digests(2 * job.group + (side or 0), side or 0, job.digest, job.tails)
@@ -120,21 +106,18 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
         tagger = stack.enter_context(Tagger.attach()) if tagging else None
         ring = stack.enter_context(connect_ring(_place(job, rank), tagger, job.timeout))
         gather = stack.enter_context(AllGather(ring, buckets, job.slice_bytes, _STEPS[job.operation]))
-        lab = _Rank(job, ring, gather, buckets, tensors, digests, Contents(job.seed))
-        seconds = [
-            lab.iterate(iteration, last=iteration == iterations - 1) for iteration in range(iterations)
-        ]
+        seconds = _iterate(job, ring, gather, buckets, tensors, digests)
         ring.drain(job.timeout)
         ring.barrier()  # no rank leaves before all are complete
-        sent = sum(sender_bytes(job, buckets, rank, channel) for channel in range(job.channels)) * iterations
+        per_channel = (sender_bytes(job, buckets, rank, channel) for channel in range(job.channels))
+        sent = sum(per_channel) * job.iterations
         return RankResult(
             rank=rank,
             incarnation=job.incarnation,
-            iterations=iterations,
-            bytes_per_iteration=size,
-            verified=lab.verified,
+            iterations=job.iterations,
+            bytes_per_iteration=sum(bucket.nbytes for bucket in buckets),
+            verified={"each": job.iterations, "last": 1, "none": 0}[job.verify],
             seconds=seconds,
-            cpu_seconds=lab.cpu_seconds,
             sent_bytes=sent,
             goodput_bits_per_second=8 * sent / sum(seconds),
             retransmitted_segments=ring.retransmitted(),
@@ -143,55 +126,54 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
         )
 
 
-@dataclass
-class _Rank:
-    """One rank's iterations."""
-
-    job: RingJob
-    ring: Ring
-    gather: AllGather
-    buckets: list[Bucket]
-    tensors: list[torch.Tensor]
-    digests: Digests
-    contents: Contents
-    verified: int = 0
-    cpu_seconds: float = 0
-
-    def iterate(self, iteration: int, last: bool) -> float:
-        """Run one iteration; return the seconds of its AllGather."""
-        self._fill_own(iteration)
-        time.sleep(self.job.pause)
-        self.digests.begin(iteration)
-        tagging = self.digests.take if self.job.tag else None
-        self.ring.barrier()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        self.gather.run(self.tensors, tagging)
-        seconds = time.perf_counter() - start
-        self.cpu_seconds += time.process_time() - cpu_start
-        self.digests.hash_taken()
-        if self.job.verify == "each" or (last and self.job.verify == "last"):
-            self._verify(iteration)
-        return seconds
-
-    def _fill_own(self, iteration: int) -> None:
-        """Fill this rank's own chunks; all others still have the last iteration's contents."""
-        place = self.ring.place
-        own = chunk_sent(place.ranks, place.rank, 0)
-        for index, (bucket, tensor) in enumerate(zip(self.buckets, self.tensors, strict=True)):
-            for channel in range(place.channels):
-                where = chunk_slice(bucket.elements, place.channels, channel, place.ranks, own)
-                start, stop = where.start * bucket.itemsize, where.stop * bucket.itemsize
-                self.contents.fill(tensor, start, stop, bucket=index, iteration=iteration)
-
-    def _verify(self, iteration: int) -> None:
-        for index, tensor in enumerate(self.tensors):
-            if not self.contents.equal(tensor, bucket=index, iteration=iteration):
-                rank = self.ring.place.rank
-                raise RingError(f"rank {rank}: iteration {iteration}: bucket {index} has wrong contents")
-        self.verified += 1
+def _iterate(
+    job: RingJob,
+    ring: Ring,
+    gather: AllGather,
+    buckets: Sequence[Bucket],
+    tensors: Sequence[torch.Tensor],
+    digests: Digests,
+) -> list[float]:
+    """Run all iterations; return the seconds of each one's AllGather."""
+    contents = Contents(job.seed)
+    taken = []
+    for iteration in range(job.iterations):
+        _fill_own(contents, ring.place, buckets, tensors, iteration)
+        time.sleep(job.pause)
+        digests.begin(iteration)
+        ring.barrier()
+        start = time.perf_counter()
+        gather.run(tensors, digests.take if job.tag else None)
+        taken.append(time.perf_counter() - start)
+        digests.hash_taken()
+        if job.verify == "each" or (job.verify == "last" and iteration == job.iterations - 1):
+            _verify(contents, ring.place.rank, tensors, iteration)
+    return taken
 
 
-def sender_bytes(job: RingJob, buckets: list[Bucket], rank: int, channel: int) -> int:
+def _fill_own(
+    contents: Contents,
+    place: RingPlace,
+    buckets: Sequence[Bucket],
+    tensors: Sequence[torch.Tensor],
+    iteration: int,
+) -> None:
+    """Fill this rank's own chunks; all others still have the last iteration's contents."""
+    own = chunk_sent(place.ranks, place.rank, 0)
+    for index, (bucket, tensor) in enumerate(zip(buckets, tensors, strict=True)):
+        for channel in range(place.channels):
+            where = chunk_slice(bucket.elements, place.channels, channel, place.ranks, own)
+            start, stop = where.start * bucket.itemsize, where.stop * bucket.itemsize
+            contents.fill(tensor, start, stop, bucket=index, iteration=iteration)
+
+
+def _verify(contents: Contents, rank: int, tensors: Sequence[torch.Tensor], iteration: int) -> None:
+    for index, tensor in enumerate(tensors):
+        if not contents.equal(tensor, bucket=index, iteration=iteration):
+            raise RingError(f"rank {rank}: iteration {iteration}: bucket {index} has wrong contents")
+
+
+def sender_bytes(job: RingJob, buckets: Sequence[Bucket], rank: int, channel: int) -> int:
     """Return the number of bytes that a rank sends on a channel in one iteration."""
     at = Position(rank, len(job.ips), channel, job.channels)
     steps = [_STEPS[job.operation](bucket, at, job.slice_bytes) for bucket in buckets]
@@ -199,7 +181,7 @@ def sender_bytes(job: RingJob, buckets: list[Bucket], rank: int, channel: int) -
 
 
 def _place(job: RingJob, rank: int) -> RingPlace:
-    common = job.model_dump_json(include={"buckets", "channels", "ips", "iterations", "total_bytes", "seed"})
+    common = job.model_dump_json(include={"buckets", "channels", "ips", "iterations", "seed"})
     return RingPlace(
         rank,
         job.ips,

@@ -21,9 +21,7 @@ def main() -> int:
         description=__doc__,
         epilog="example: python -m topologies.traffic.rank_main --config ring.json --rank 0 --result r0.json",
     )
-    parser.add_argument(
-        "--config", required=True, help='the job, as JSON (see RingJob); "-" is standard input'
-    )
+    parser.add_argument("--config", required=True, help="the job, as JSON (see RingJob)")
     parser.add_argument("--rank", required=True, type=int, help="this rank, from 0")
     parser.add_argument("--result", help="where to write the result as JSON; default: standard output")
     arguments = parser.parse_args()

@@ -23,7 +23,8 @@ from topologies.crew import Crew, Member
 from topologies.describe.topology import LabError
 from topologies.progress import StepProgress
 from topologies.traffic import orders
-from topologies.traffic.orders import Load, SinkTail
+from topologies.traffic.digests import Tail
+from topologies.traffic.orders import Load
 from topologies.traffic.port_drops import PortDrops, port_drops
 from topologies.traffic.verdict import Digest, ReadKey, StreamKey, Verdict, compare
 
@@ -123,7 +124,7 @@ class Traffic:
             ]
         self.crew.finish(self.ranks, self.load.seconds, self._watch(tick))
 
-    def join(self, left: Member, place: SinkTail) -> Member:
+    def join(self, left: Member, place: Tail) -> Member:
         """Replace a shadow node that has ended by one that joins its streams at a position ahead.
 
         The verdict on these streams is then not equal; their tails are in the ranks' results.

@@ -24,9 +24,7 @@ def main() -> int:
         description=__doc__,
         epilog="example: python -m topologies.traffic.sink_main --config sink.json --result sink-result.json",
     )
-    parser.add_argument(
-        "--config", required=True, help='the streams, as JSON (see SinkJob); "-" is standard input'
-    )
+    parser.add_argument("--config", required=True, help="the streams, as JSON (see SinkJob)")
     parser.add_argument("--result", required=True, help="where to write the result as JSON")
     arguments = parser.parse_args()
     job = read_config(arguments.config, SinkJob)
