@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich import box
 from rich.table import Table
 
 from topologies import torchrun
 from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
 from topologies.kernel.namespaces import name_of
+from topologies.tables import plain_table
 
 SHADOWS_SHOWN: Final = 5
 """Number of shadow nodes whose commands `lab up` prints; the others are alike."""
@@ -46,7 +46,8 @@ def picture(topology: Topology) -> str:
 def _block(topology: Topology, switch: SwitchNode) -> str:
     above = _cells(topology.ranks, switch.name)
     below = _cells(topology.shadow_nodes, switch.name)
-    label = " " + " · ".join([f"{switch.name}, {switch.address}", *_links(topology, switch.name)]) + " "
+    links = [f"port {port} ── {far} port {there}" for port, far, there in topology.links_at(switch.name)]
+    label = " " + " · ".join([f"{switch.name}, {switch.address}", *links]) + " "
     width = max(len(label), *(sum(cell.width for cell in cells) for cells in (above, below)))
     lines = []
     if above:
@@ -64,15 +65,6 @@ def _block(topology: Topology, switch: SwitchNode) -> str:
 def _cells(hosts: Sequence[Host], switch: str) -> list[_Cell]:
     cells = [_Cell(h.name, tuple(n.port for n in h.interfaces if n.switch == switch)) for h in hosts]
     return [cell for cell in cells if cell.ports]
-
-
-def _links(topology: Topology, switch: str) -> list[str]:
-    found = []
-    for link in topology.links:
-        for near, far in ((link.a, link.b), (link.b, link.a)):
-            if near[0] == switch:
-                found.append(f"port {near[1]} ── {far[0]} port {far[1]}")
-    return found
 
 
 def _names(cells: Sequence[_Cell]) -> str:
@@ -102,15 +94,8 @@ def _edge(cells: Sequence[_Cell], width: int, joint: str) -> str:
 
 def host_table(topology: Topology, lab: str) -> Table:
     """Return one row for each NIC: namespace, address, switch port, management address."""
-    table = Table(
-        title=f"lab {lab}: {topology.title}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for column in ("namespace", "interface", "address", "switch port", "mgmt"):
-        table.add_column(column, no_wrap=True)
+    columns = ("namespace", "interface", "address", "switch port", "mgmt")
+    table = plain_table(f"lab {lab}: {topology.title}", *columns)
     for host in topology.hosts:
         for i, nic in enumerate(host.interfaces):
             named = name_of(lab, host.name) if i == 0 else ""

@@ -20,7 +20,7 @@ from rich.progress import track
 from benchmarks.figures import Figure, Result, Skipped
 from topologies.describe.topology import load
 from topologies.training.job import JobPlan, TrainingJob
-from topologies.training.side_by_side import cores, start, training_lab
+from topologies.training.side_by_side import start, training_lab
 
 BATCHES: Final = (1, 2, 4, 8, 16)
 TITLE: Final = (
@@ -55,9 +55,7 @@ def _times(batch: int) -> Times:
     plan = JobPlan(("--iterations", "1000000", "--batch", str(batch)), gated=True)
     with (
         tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
-        training_lab(
-            load("single_tor"), "softswitch", "bench_batch", plan, Path(folder), cores(), lambda _: None
-        ) as job,
+        training_lab(load("single_tor"), "softswitch", "bench_batch", plan, Path(folder)) as job,
     ):
         start([job])
         _train(job, _WARM_UP)

@@ -25,7 +25,7 @@ from benchmarks.training import saving, twins
 from topologies.describe.topology import load
 from topologies.training.job import JobPlan, TrainingJob
 from topologies.training.record import TimedBlock
-from topologies.training.side_by_side import cores, start, training_lab
+from topologies.training.side_by_side import start, training_lab
 
 BATCH: Final = 8
 TITLE: Final = (
@@ -64,7 +64,7 @@ def _twins(folder: Path) -> Blocks:
         for seed in range(STARTS):
             arguments = ("--iterations", str(TURNS), "--batch", str(BATCH), "--seed", str(seed))
             plan, place = JobPlan(arguments, module="benchmarks.training.twins"), folder / str(seed)
-            with training_lab(topology, "softswitch", "bench_twins", plan, place, cores(), _quietly) as job:
+            with training_lab(topology, "softswitch", "bench_twins", plan, place) as job:
                 start([job])
                 done = partial(twins.turns, place, ranks)
                 job.finish(_TWINS_SECONDS, lambda: bar.update(task, completed=seed * TURNS + done()))  # noqa: B023
@@ -88,9 +88,7 @@ def _jobs(folder: Path) -> Iterator[dict[str, TrainingJob]]:
     with contextlib.ExitStack() as labs:
         jobs = {
             name: labs.enter_context(
-                training_lab(
-                    load("single_tor"), "softswitch", f"bench_{name}", plan, folder / name, cores(), _quietly
-                )
+                training_lab(load("single_tor"), "softswitch", f"bench_{name}", plan, folder / name)
             )
             for name, plan in plans.items()
         }
@@ -172,7 +170,3 @@ def _interval(samples: Sequence[float]) -> str:
     below = max(math.floor((count - 1.96 * math.sqrt(count)) / 2), 0)
     low, high = sorted(samples)[below], sorted(samples)[count - 1 - below]
     return f"95% of the median {low:.4g} to {high:.4g}"
-
-
-def _quietly(_: str) -> None:
-    """Ignore the steps of labs."""

@@ -14,7 +14,7 @@ from topologies.describe.topology import load
 from topologies.training.job import JobPlan
 from topologies.training.orders import Kill
 from topologies.training.record import Recovery
-from topologies.training.side_by_side import cores, start, training_lab
+from topologies.training.side_by_side import start, training_lab
 
 TITLE: Final = (
     "Recovery: kill -9 of a rank to the next trained iteration, a GPT of 5 million parameters on 4 ranks"
@@ -38,9 +38,7 @@ def measure() -> list[Result]:
     with (
         tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
         Progress(transient=True) as bar,
-        training_lab(
-            load("single_tor"), "softswitch", "bench_recovery", plan, Path(folder), cores(), lambda _: None
-        ) as job,
+        training_lab(load("single_tor"), "softswitch", "bench_recovery", plan, Path(folder)) as job,
     ):
         task = bar.add_task("recovery", total=_ITERATIONS)
         start([job])

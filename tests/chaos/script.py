@@ -32,7 +32,7 @@ from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.start.membership import lay_out, trained
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
-from topologies.training.digest import digest
+from topologies.training.states import digest
 from topologies.training.substitutes import Unprotected
 
 TIMEOUT = 12.0

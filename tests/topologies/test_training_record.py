@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from topologies.describe import topology
 from topologies.training import demo
-from topologies.training.digest import digest
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.record import JobRecord, Loss, RankEvent, interval, read_events, read_losses
-from topologies.training.verdict import cost, differences, promises
+from topologies.training.states import differences, digest
+from topologies.training.verdict import cost, promises
 
 RANKS = 2
 

@@ -134,12 +134,14 @@ class Topology:
         """The name of each namespace that the lab needs."""
         return (CONTROLLER, *(s.name for s in self.switches), *(h.name for h in self.hosts))
 
+    def links_at(self, switch: str) -> list[tuple[int, str, int]]:
+        """Return the links of a switch: its own port, the other switch, and the port there."""
+        ends = [pair for link in self.links for pair in ((link.a, link.b), (link.b, link.a))]
+        return [(port, other, there) for (near, port), (other, there) in ends if near == switch]
+
     def host(self, name: str) -> Host:
         """Return the host of that name; raise `KeyError` if there is none."""
-        for host in self.hosts:
-            if host.name == name:
-                return host
-        raise KeyError(name)
+        return {host.name: host for host in self.hosts}[name]
 
 
 def names() -> list[str]:

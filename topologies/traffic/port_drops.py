@@ -64,7 +64,7 @@ def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = 
     return [
         drops
         for switch in lab.switches
-        if lab.runs(switch.name)
+        if switch.name in lab.switch_pids
         for drops in dropped(lab.topology, switch, _statistics(lab, switch, oldest, deadline))
     ]
 
@@ -72,14 +72,18 @@ def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = 
 def dropped(topology: Topology, switch: SwitchNode, statistics: Mapping[str, Any]) -> list[PortDrops]:
     """Return the ports that have dropped frames, from a switch's statistics. Pure."""
     neighbours = _neighbours(topology, switch.name)
-    found = []
-    for number, counts in sorted(statistics["ports"].items(), key=lambda item: int(item[0])):
-        if counts["disconnected"] or counts["unsendable"]:
-            neighbour = neighbours.get(int(number), "nobody")
-            found.append(
-                PortDrops(switch.name, int(number), neighbour, counts["disconnected"], counts["unsendable"])
-            )
-    return found
+    ports = sorted((int(number), counts) for number, counts in statistics["ports"].items())
+    return [
+        PortDrops(
+            switch.name,
+            number,
+            neighbours.get(number, "nobody"),
+            disconnected=counts["disconnected"],
+            unsendable=counts["unsendable"],
+        )
+        for number, counts in ports
+        if counts["disconnected"] or counts["unsendable"]
+    ]
 
 
 def _neighbours(topology: Topology, switch: str) -> dict[int, str]:
@@ -90,8 +94,7 @@ def _neighbours(topology: Topology, switch: str) -> dict[int, str]:
         for nic in host.interfaces
         if nic.switch == switch
     }
-    ends = [pair for link in topology.links for pair in ((link.a, link.b), (link.b, link.a))]
-    return hosts | {near[1]: f"{far[0]} port{far[1]}" for near, far in ends if near[0] == switch}
+    return hosts | {port: f"{other} port{there}" for port, other, there in topology.links_at(switch)}
 
 
 def _statistics(lab: Lab, switch: SwitchNode, since: float, deadline: float) -> Mapping[str, Any]:

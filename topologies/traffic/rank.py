@@ -74,7 +74,6 @@ class RankResult(StrictModel):
     """A rank's final report. `seconds` has the time of each iteration's AllGather, from a barrier on."""
 
     rank: int
-    incarnation: int
     iterations: int
     bytes_per_iteration: int
     verified: int
@@ -113,7 +112,6 @@ def run_rank(job: RingJob, rank: int) -> RankResult:
         sent = sum(per_channel) * job.iterations
         return RankResult(
             rank=rank,
-            incarnation=job.incarnation,
             iterations=job.iterations,
             bytes_per_iteration=sum(bucket.nbytes for bucket in buckets),
             verified={"each": job.iterations, "last": 1, "none": 0}[job.verify],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,11 +26,10 @@ from topologies.traffic import orders
 from topologies.traffic.digests import Tail
 from topologies.traffic.orders import Load
 from topologies.traffic.port_drops import PortDrops, port_drops
-from topologies.traffic.verdict import Digest, ReadKey, StreamKey, Verdict, compare
+from topologies.traffic.verdict import Digest, StreamKey, Verdict, compare
 
 _CONNECT_SECONDS: Final = 60.0
 _QUIET_SECONDS: Final = 5.0
-_LOOK_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,13 @@ class Traffic:
                 self.start_host(f"rank{rank.rank}", "rank_main", ring, "--rank", str(place))
                 for place, rank in enumerate(group.ranks)
             ]
-        self.crew.finish(self.ranks, self.load.seconds, self._watch(tick))
+
+        def look() -> None:
+            received = self.received()
+            self._steps.moved(received, self.copies)
+            tick(received)
+
+        self.crew.finish(self.ranks, self.load.seconds, look if self.shadows else lambda: None)
 
     def join(self, left: Member, place: Tail) -> Member:
         """Replace a shadow node that has ended by one that joins its streams at a position ahead.
@@ -184,20 +189,6 @@ class Traffic:
     def _result_file(self, host: str) -> Path:
         return self.lab.directory / f"{host}.result.json"
 
-    def _watch(self, tick: Callable[[int], None]) -> Callable[[], None]:
-        """Return a function that reports the bytes read by the shadow nodes, a few times a second."""
-        looked = 0.0
-
-        def look() -> None:
-            nonlocal looked
-            if self.shadows and time.monotonic() - looked > _LOOK_SECONDS:
-                looked = time.monotonic()
-                received = self.received()
-                self._steps.moved(received, self.copies)
-                tick(received)
-
-        return look
-
     def _await_end(self, quiet: float) -> None:
         """Wait until all copies are read, or none arrives; the switch has received everything by now."""
         read, since = -1, time.monotonic()
@@ -211,19 +202,22 @@ class Traffic:
         self.crew.wait(ended, "shadow nodes to read to the end", self.load.seconds)
 
     def _judge(self, ranks: Sequence[dict[str, Any]]) -> Verdict:
-        tagged: dict[StreamKey, Digest] = {}
-        read: dict[ReadKey, Digest] = {}
-        seconds = 0.0
-        for result in ranks:
-            seconds = max(seconds, sum(result["seconds"]))
-            for s in result["streams"]:
-                tagged[s["boundary"], s["channel"], s["shadow_id"]] = Digest(s["bytes"], s["sha256"])
-        for member in self.shadows:
-            node = self.lab.topology.host(member.name).number
-            for s in self.result(member)["streams"]:
-                read[s["boundary"], s["channel"], s["shadow_id"], node] = Digest(s["bytes"], s["sha256"])
+        tagged = dict(pair for rank in ranks for pair in _digests(rank))
+        read = {
+            (*key, self.lab.topology.host(member.name).number): digest
+            for member in self.shadows
+            for key, digest in _digests(self.result(member))
+        }
         rows = compare(self.job, tagged, read) if self.load.tagged else ()
+        seconds = max(sum(rank["seconds"]) for rank in ranks)
         return Verdict(rows, seconds, orders.gathered(self.job, self.load))
+
+
+def _digests(result: dict[str, Any]) -> Iterator[tuple[StreamKey, Digest]]:
+    """Yield each stream in the result of a rank or a sink, with its digest."""
+    for stream in result["streams"]:
+        key = (stream["boundary"], stream["channel"], stream["shadow_id"])
+        yield key, Digest(stream["bytes"], stream["sha256"])
 
 
 def received_by(sink: Member) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from checkmate.job.boundaries import streams
 from checkmate.job.schema import Job
+from topologies.tables import plain_table
 
 StreamKey = tuple[int, int, int]
 """Boundary, channel, shadow id: a stream of the tagging rank."""
@@ -94,18 +94,8 @@ def compare(
 
 def table(verdict: Verdict) -> Table:
     """Return the verdict as a table, with the first ten digits of each SHA-256."""
-    shown = Table(
-        title="shadow streams",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for column in ("boundary", "ch", "shard", "node", "NIC"):
-        shown.add_column(column, no_wrap=True)
-    shown.add_column("bytes", justify="right", no_wrap=True)
-    for column in ("tagged", "read", "equal"):
-        shown.add_column(column, no_wrap=True)
+    columns = ("boundary", "ch", "shard", "node", "NIC", "bytes", "tagged", "read", "equal")
+    shown = plain_table("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
         shown.add_row(
             f"{row.boundary // 2} {SIDES[row.boundary % 2]}",

@@ -25,11 +25,10 @@ from topologies.describe.job_files import TARGETS, Target, target_of
 from topologies.describe.topology import LabError, Topology
 from topologies.progress import StepProgress
 from topologies.signals import unwinding
-from topologies.training import consolidated, curve, report, side_by_side
+from topologies.training import report, side_by_side
 from topologies.training.job import JobPlan, TrainingJob
 from topologies.training.orders import PHASES, Kill, Phase
 from topologies.training.record import JobRecord
-from topologies.training.side_by_side import Cores
 from topologies.training.verdict import Cost, Promise, cost, promises
 
 _BLOCK: Final = 5
@@ -45,8 +44,6 @@ class Story:
     iterations: int
     kill: Kill
     out: Path
-    on: Cores
-    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,14 +79,15 @@ def perform(story: Story, console: Console) -> Ending:
     console.print(f"lab {story.topology.name}, twice: {story.topology.title}\n", highlight=False)
     console.print(picture.picture(story.topology) + "\n", highlight=False, soft_wrap=True)
     with unwinding(), StepProgress(console) as steps, contextlib.ExitStack() as labs:
+        arguments = ("--iterations", str(story.iterations))
         plans = {
-            "uninterrupted": JobPlan(_arguments(story), reduce="untagged", gated=True),
-            "protected": JobPlan(_arguments(story), kills=(story.kill,), gated=True),
+            "uninterrupted": JobPlan(arguments, reduce="untagged", gated=True),
+            "protected": JobPlan(arguments, kills=(story.kill,), gated=True),
         }
         reference, protected = (
             labs.enter_context(
                 side_by_side.training_lab(
-                    story.topology, story.target, f"demo_{name}", plan, story.out / name, story.on, steps
+                    story.topology, story.target, f"demo_{name}", plan, story.out / name, steps
                 )
             )
             for name, plan in plans.items()
@@ -101,14 +99,10 @@ def perform(story: Story, console: Console) -> Ending:
         states: dict[str, object] = {
             "the uninterrupted run": reference.state(),
             "the protected run": protected.state(),
-            "its shadow nodes": consolidated.state(protected, story.iterations - 1),
+            "its shadow nodes": protected.consolidated(story.iterations - 1),
         }
         records = reference.record(), protected.record()
     return _ending(story, *records, states)
-
-
-def _arguments(story: Story) -> tuple[str, ...]:
-    return ("--iterations", str(story.iterations), *story.arguments)
 
 
 def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: StepProgress) -> None:
@@ -126,7 +120,7 @@ def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: 
 
 def _ending(story: Story, reference: JobRecord, protected: JobRecord, states: dict[str, object]) -> Ending:
     file = story.out / "losses.png"
-    curve.draw(file, reference.curve, protected.curve, protected.recoveries())
+    report.draw_losses(file, reference.curve, protected.curve, protected.recoveries())
     return Ending(
         reference,
         protected,
@@ -173,14 +167,7 @@ def _story(chosen: argparse.Namespace) -> Story:
         )
     when: Phase = phase
     kill = Kill(int(rank), int(iteration), when)
-    return Story(
-        topology,
-        target_of(chosen.target),
-        chosen.iterations,
-        kill,
-        chosen.out.resolve(),
-        side_by_side.cores(),
-    )
+    return Story(topology, target_of(chosen.target), chosen.iterations, kill, chosen.out.resolve())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import runpy
-import signal
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -20,9 +19,9 @@ from typing import Any, Final
 
 import checkmate
 from topologies.training import substitutes
-from topologies.training.digest import digest
-from topologies.training.kill_points import arm
+from topologies.training.kill_points import arm, die
 from topologies.training.orders import PHASES, Kill, Orders, read
+from topologies.training.states import digest
 
 _POLL_SECONDS: Final = 0.005
 
@@ -37,15 +36,11 @@ class Driven:
         self._file = Path(orders.events, f"rank{self.rank}.events.jsonl")
         self.attempt = self._file.read_text().count('"event": "started"') if self._file.exists() else 0
         self.mode = ""
-        self._next = 0
+        self.iteration = -1
+        """The iteration that began last."""
         self._began: float | None = None
         self._used = 0.0
         self._state: Callable[[], object] = dict
-
-    @property
-    def iteration(self) -> int:
-        """The iteration that began last."""
-        return self._next - 1
 
     def note(self, event: str, **more: object) -> None:
         """Record an event with the current time."""
@@ -64,11 +59,10 @@ class Driven:
         def restoring(*arguments: Any, **options: Any) -> Any:
             self.note("group_ready")
             restored = restore(*arguments, **options)
-            self._next = restored.iteration
+            self.iteration = restored.iteration - 1
             self.note("restored", iteration=restored.iteration)
             for kill in self._kills("restore"):
-                self._before_dying(kill)()
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(self._before_dying(kill))
             return restored
 
         def protecting(ddp: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
@@ -96,14 +90,14 @@ class Driven:
         self._note_iteration()
         while not self._may_begin():
             time.sleep(_POLL_SECONDS)
-        self._next += 1
+        self.iteration += 1
         self._began, self._used = time.monotonic(), time.process_time()
 
     def _may_begin(self) -> bool:
         if self._gate is None:
             return True
         until, self.mode = self._gate.read_text().split(" ", 1)
-        return self._next < int(until)
+        return self.iteration + 1 < int(until)
 
     def _note_iteration(self) -> None:
         if self._began is not None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from topologies import torchrun
-from topologies.controller import CHECKMATE
+from topologies.controller import CHECKMATE, checkmate
 from topologies.crew import TEMPORARY, Crew, Member
 from topologies.describe.topology import Host, LabError
 from topologies.training.orders import Kill, Orders, Reduce
@@ -126,18 +126,15 @@ class TrainingJob:
         fresh.write_text(f"{iterations} {mode}")
         fresh.replace(self._gate)
 
-    def reached(self, iterations: int) -> bool:
-        """Return whether each rank has completed all iterations below this one."""
-        return self.next_iteration() >= iterations
-
     def next_iteration(self) -> int:
         """Return the first iteration that not all ranks have completed."""
         return 1 + min(self._last_iteration(rank) for rank in self.crew.lab.topology.ranks)
 
     def await_iterations(self, iterations: int, seconds: float) -> None:
         """Wait until each rank has completed this many iterations."""
+        last = f"iteration {iterations - 1} to end"
         with self._explained():
-            self.crew.wait(lambda: self.reached(iterations), f"iteration {iterations - 1} to end", seconds)
+            self.crew.wait(lambda: self.next_iteration() >= iterations, last, seconds)
 
     def await_ready(self, seconds: float) -> None:
         """Wait until each rank is protected and about to begin."""
@@ -189,6 +186,19 @@ class TrainingJob:
         if not file.exists():
             raise LabError(f"training ended without {file}")
         return dict(torch.load(file, weights_only=True))
+
+    def consolidated(self, iteration: int) -> dict[str, Any]:
+        """Return parameters and optimizer state that the shadow nodes hold, by `checkmate consolidate`.
+
+        Raises:
+            LabError: The newest iteration is not `iteration`, or the state is not available in time.
+        """
+        file = self.folder / "checkpoint.pt"
+        checkmate(self.crew, "consolidate", self.crew.lab.job_file, "--out", file, "--format", "torch")
+        found = torch.load(file, weights_only=True)
+        if found["iteration"] != iteration:
+            raise LabError(f"the shadow nodes' newest iteration is {found['iteration']}, not {iteration}")
+        return {key: found[key] for key in ("model", "optimizer")}
 
     def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
         job = str(self.crew.lab.job_file)

@@ -34,7 +34,7 @@ def arm(
 
     def die_if_due(*_: Any) -> None:
         if iteration() == kill.iteration:
-            _die(last_words)
+            die(last_words)
 
     if kill.phase == "forward":
         modules = list(ddp.module.modules())
@@ -66,7 +66,7 @@ def _watch_ring(
     def write(sock: Any, piece: memoryview | bytes, original: Callable[..., None]) -> None:
         if watched[:1] == [sock] and begun in chunks[1:]:
             original(sock, piece[: len(piece) // 2])
-            _die(last_words)
+            die(last_words)
         original(sock, piece)
 
     for kind in (PlainSocket, TaggedSocket):
@@ -79,6 +79,7 @@ def _wrap(kind: Any, begin: Callable[..., None], write: Callable[..., None]) -> 
     kind.write = lambda self, piece: write(self, piece, write_before)
 
 
-def _die(last_words: Callable[[], None]) -> None:
+def die(last_words: Callable[[], None]) -> None:
+    """Call `last_words`, and kill this process with SIGKILL."""
     last_words()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
+
+from pydantic import TypeAdapter
 
 Reduce = Literal["checkmate", "untagged", "gloo"]
 Phase = Literal["forward", "reduce-scatter", "all-gather", "before the step", "after the step"]
@@ -51,13 +52,12 @@ class Orders:
 
     def to_json(self) -> str:
         """Return the JSON for `read`."""
-        return json.dumps(asdict(self))
+        return _ORDERS.dump_json(self).decode()
+
+
+_ORDERS: Final = TypeAdapter(Orders)
 
 
 def read(text: str) -> Orders:
     """Return the orders that `Orders.to_json` wrote."""
-    said = json.loads(text)
-    kills = tuple(Kill(**kill) for kill in said.pop("kills"))
-    cpus = said.pop("cpus")
-    arguments = tuple(said.pop("arguments"))
-    return Orders(**said, arguments=arguments, kills=kills, cpus=None if cpus is None else tuple(cpus))
+    return _ORDERS.validate_json(text)

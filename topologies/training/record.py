@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,13 +87,9 @@ class JobRecord:
     @property
     def repeated(self) -> dict[int, int]:
         """Iterations that a rank has completed more than once, with the highest count."""
-        counts: dict[int, int] = {}
+        counts: Counter[int] = Counter()
         for each in self.completed.values():
-            seen: dict[int, int] = {}
-            for one in each:
-                seen[one.iteration] = seen.get(one.iteration, 0) + 1
-            for iteration, count in seen.items():
-                counts[iteration] = max(counts.get(iteration, 0), count)
+            counts |= Counter(one.iteration for one in each)  # the greater counts
         return {iteration: count for iteration, count in sorted(counts.items()) if count > 1}
 
     @property
@@ -109,8 +106,12 @@ class JobRecord:
     @property
     def digests(self) -> dict[int, str]:
         """Each rank's digest of its final parameters and optimizer state."""
-        ends = ((rank, self._last(rank, "ended")) for rank in self.events)
-        return {rank: str(event.more["digest"]) for rank, event in ends if event}
+        return {
+            rank: str(event.more["digest"])
+            for rank, events in self.events.items()
+            for event in events
+            if event.name == "ended"
+        }
 
     @cached_property
     def timed(self) -> dict[int, list[Timed]]:
@@ -132,15 +133,15 @@ class JobRecord:
         processor = sum(rank.processor for one in range(first, stop) for rank in self.timed[one])
         return TimedBlock(seconds / (stop - first), processor / (stop - first))
 
-    def recoveries(self, kills: Sequence[tuple[float, int, int, str]] = ()) -> list[Recovery]:
-        """Return the recovery from each kill in the records, or in `kills` (at, rank, iteration, phase)."""
-        noted = [
+    def recoveries(self) -> list[Recovery]:
+        """Return the recovery from each kill in the records."""
+        kills = [
             (event.at, rank, int(event.more["iteration"]), str(event.more["phase"]))
             for rank, events in self.events.items()
             for event in events
             if event.name == "killed"
         ]
-        found = (self._recovery(*kill) for kill in sorted([*noted, *kills]))
+        found = (self._recovery(*kill) for kill in sorted(kills))
         return [recovery for recovery in found if recovery is not None]
 
     def _recovery(self, at: float, rank: int, iteration: int, phase: str) -> Recovery | None:
@@ -177,9 +178,6 @@ class JobRecord:
             for events in self.events.values()
         ]
         return [event for event in found if event] if None not in found else []
-
-    def _last(self, rank: int, name: str) -> RankEvent | None:
-        return next((event for event in reversed(self.events[rank]) if event.name == name), None)
 
 
 def read_events(lines: Iterable[str]) -> list[RankEvent]:

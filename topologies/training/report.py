@@ -1,15 +1,17 @@
-"""The report of the training demo: losses, recovery, cost, promises."""
+"""The report of the training demo: losses, recovery, cost, promises; and a plot of the losses."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
-from rich import box
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from topologies.tables import plain_table
 from topologies.training.record import Interval, JobRecord, Recovery
 from topologies.training.verdict import Cost, Promise
 
@@ -32,10 +34,8 @@ def show(
 
 def losses(reference: JobRecord, protected: JobRecord) -> Table:
     """Return a table of losses at regular iterations, and around crashes."""
-    table = _table("loss, mean of all ranks")
-    for column in ("iteration", "uninterrupted", "protected", "equal"):
-        table.add_column(column, justify="right", min_width=len(column))
-    table.add_column("")
+    numbers = ("iteration", "uninterrupted", "protected", "equal")
+    table = plain_table("loss, mean of all ranks", *numbers, "", numbers=numbers)
     ours, theirs = protected.curve, reference.curve
     notes = {}
     for r in protected.recoveries():
@@ -52,9 +52,8 @@ def losses(reference: JobRecord, protected: JobRecord) -> Table:
 
 def parts(recovery: Recovery) -> Table:
     """Return a table of the parts of a recovery."""
-    table = _table(f"from kill -9 of rank {recovery.rank} to the next trained iteration")
-    table.add_column("part", no_wrap=True)
-    table.add_column("seconds", justify="right")
+    title = f"from kill -9 of rank {recovery.rank} to the next trained iteration"
+    table = plain_table(title, "part", "seconds", numbers=("seconds",))
     for name, seconds in recovery.parts.items():
         table.add_row(name, f"{seconds:.2f}")
     table.add_row("total", f"{recovery.seconds:.2f}", style="bold")
@@ -66,11 +65,9 @@ def costs(cost: Cost) -> Table | str:
     pairs = len(cost.seconds.reference)
     if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
-    table = _table(
-        f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval)"
-    )
-    for column in ("", "untagged", "protected: more", "more, %"):
-        table.add_column(column, no_wrap=True, justify="right" if column else "left")
+    title = f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval)"
+    numbers = ("untagged", "protected: more", "more, %")
+    table = plain_table(title, "", *numbers, numbers=numbers)
     for name, found in (("time", cost.seconds), ("processor", cost.processor)):
         row = (_milliseconds(found.difference), _percent(found.ratio))
         table.add_row(name, f"{1e3 * statistics.fmean(found.reference):.0f}", *row)
@@ -86,5 +83,35 @@ def _percent(ratio: Interval) -> str:
     return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+def draw_losses(
+    file: Path, reference: Mapping[int, float], protected: Mapping[int, float], recoveries: Sequence[Recovery]
+) -> None:
+    """Write a PNG: the protected run's losses as dots on the line of the uninterrupted run."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*_points(reference), color="0.6", linewidth=4, label="uninterrupted")
+    axes.plot(
+        *_points(protected), "o", color="C0", markersize=3.5, label="protected by Checkmate, a rank killed"
+    )
+    for recovery in recoveries:
+        said = f"rank {recovery.rank}: kill -9 in {recovery.phase}\nresumed after {recovery.seconds:.1f} s"
+        axes.axvline(recovery.iteration, color="C3", linewidth=1)
+        axes.annotate(
+            f"{said}, at iteration {recovery.resumed_with}",
+            (recovery.iteration, 0.97),
+            xycoords=("data", "axes fraction"),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color="C3",
+            fontsize=9,
+        )
+    axes.set(xlabel="iteration", ylabel="loss in nats per byte, mean of all ranks")
+    axes.legend(loc="lower left")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+
+
+def _points(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    return list(losses), list(losses.values())

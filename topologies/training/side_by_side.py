@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,20 +22,6 @@ _START_SECONDS: Final = 180.0
 _TURN_SECONDS: Final = 180.0
 
 
-@dataclass(frozen=True)
-class Cores:
-    """CPUs for the trainers, and for switches, controller and shadow nodes. `None` means all."""
-
-    trainers: Collection[int] | None = None
-    others: Collection[int] | None = None
-
-
-def cores() -> Cores:
-    """Return one CPU for the trainers and another for all else, if this machine has two for us."""
-    usable = sorted(os.sched_getaffinity(0))
-    return Cores({usable[0]}, {usable[1]}) if len(usable) > 1 else Cores()
-
-
 @contextlib.contextmanager
 def training_lab(
     topology: Topology,
@@ -44,13 +29,17 @@ def training_lab(
     name: str,
     plan: JobPlan,
     folder: Path,
-    on: Cores,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[TrainingJob]:
-    """Yield a job in a new lab, with controller and, if needed, shadow nodes; training is not started."""
-    lab = Lab(topology, target, name=name, switch_cpus=on.others, progress=progress)
-    with lab, Crew(lab) as crew, serving(crew, cpus=on.others):
-        training = TrainingJob(crew, plan, folder, cpus=on.trainers, shadow_cpus=on.others)
+    """Yield a job in a new lab, with controller and, if needed, shadow nodes; training is not started.
+
+    Trainers share one CPU, and all else shares another, if this machine has two for us.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    trainers, others = ({usable[0]}, {usable[1]}) if len(usable) > 1 else (None, None)
+    lab = Lab(topology, target, name=name, switch_cpus=others, progress=progress)
+    with lab, Crew(lab) as crew, serving(crew, cpus=others):
+        training = TrainingJob(crew, plan, folder, cpus=trainers, shadow_cpus=others)
         try:
             if plan.reduce == "checkmate":
                 progress("shadow nodes")

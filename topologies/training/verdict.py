@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from topologies.training.record import Interval, JobRecord, TimedBlock, interval
+from topologies.training.states import differences, leaves
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ def _states(states: Mapping[str, object]) -> Promise:
     unequal = {name: differences(one, other) for name, other in others}
     what = f"parameters and optimizer state of {', '.join(states)}: torch.equal, tensor by tensor"
     wrong = "; ".join(f"{name} differs at {', '.join(at[:3])}" for name, at in unequal.items() if at)
-    seen = wrong or f"{len(list(tensors(one)))} tensors equal"
-    return Promise(what, not wrong and bool(others) and any(True for _ in tensors(one)), seen)
+    seen = wrong or f"{len(list(leaves(one)))} tensors equal"
+    return Promise(what, not wrong and bool(others) and any(True for _ in leaves(one)), seen)
 
 
 def _repeated(protected: JobRecord, kills: int) -> Promise:
@@ -137,28 +136,3 @@ def _resumed(protected: JobRecord, kills: int) -> Promise:
     seen = "; ".join(f"killed in iteration {r.iteration}, resumed with {r.resumed_with}" for r in found)
     kept = len(found) == kills and all(r.resumed_with >= r.iteration - 1 for r in found)
     return Promise(what, kept, seen or "no rank resumed")
-
-
-def tensors(state: object, path: str = "") -> Sequence[tuple[str, object]]:
-    """Return every leaf of a nested state, with its path."""
-    if isinstance(state, Mapping):
-        return [leaf for key in state for leaf in tensors(state[key], f"{path}.{key}".lstrip("."))]
-    if isinstance(state, list | tuple):
-        return [leaf for i, one in enumerate(state) for leaf in tensors(one, f"{path}.{i}".lstrip("."))]
-    return [(path, state)]
-
-
-def differences(one: object, other: object) -> list[str]:
-    """Return the paths at which two states differ."""
-    ours, theirs = dict(tensors(one)), dict(tensors(other))
-    return [
-        key
-        for key in {**ours, **theirs}
-        if key not in ours or key not in theirs or not _equal(ours[key], theirs[key])
-    ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)

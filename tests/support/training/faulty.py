@@ -20,11 +20,10 @@ from topologies.controller import LabController, serving
 from topologies.crew import Crew
 from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
-from topologies.training import consolidated
 from topologies.training.job import SCRIPT, JobPlan, TrainingJob
 from topologies.training.orders import Kill
 from topologies.training.record import JobRecord
-from topologies.training.verdict import differences, tensors
+from topologies.training.states import differences, leaves
 
 ITERATIONS = 40
 SMALL = (
@@ -164,7 +163,7 @@ def same(found: Finished) -> None:
     assert not found.record.changed_when_repeated
     assert set(found.record.digests.values()) == set(reference.record.digests.values())
     assert sorted(found.record.digests) == [0, 1, 2, 3]
-    assert len(tensors(found.state)) > 20
+    assert len(leaves(found.state)) > 20
     assert differences(found.state, reference.state) == []
 
 
@@ -179,5 +178,5 @@ def check(run: Faulty, repeated: int = 0) -> Finished:
     nodes = range(len(run.lab.topology.shadow_nodes))
     last = ITERATIONS - 1
     run.until(lambda: all(run.stepped(node) == last for node in nodes), "shadow nodes at the end", 20)
-    assert differences(consolidated.state(run.training, last), found.state) == []
+    assert differences(run.training.consolidated(last), found.state) == []
     return found
