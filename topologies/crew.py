@@ -29,17 +29,14 @@ TEMPORARY: Final = "tmp"
 """Below a lab's directory."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
-    """A process, its command, and the files with its standard output and standard error."""
+    """A process, how to launch it again, and the files with its standard output and standard error."""
 
     name: str
-    node: str
-    argv: tuple[str | Path, ...]
-    cpus: frozenset[int] | None
-    environment: Mapping[str, str]
     output: Path
     errors: Path
+    launch: Callable[[], subprocess.Popen[bytes]]
     process: subprocess.Popen[bytes]
     _output_from: int = 0
     _errors_from: int = 0
@@ -96,7 +93,7 @@ class Crew:
 
     def __contains__(self, member: Member) -> bool:
         """Return whether a process is watched: it was started, and not killed, stopped or finished since."""
-        return any(other is member for other in self._members)
+        return member in self._members
 
     def start(
         self,
@@ -111,12 +108,15 @@ class Crew:
         output, errors = self.lab.log(f"{name}.out"), self.lab.log(name)
         for file in (output, errors):
             file.write_bytes(b"")
-        pinned = None if cpus is None else frozenset(cpus)
         temporary = self.lab.directory / TEMPORARY
         temporary.mkdir(exist_ok=True)
         given = {"TMPDIR": str(temporary), **(environment or {})}
-        process = self._launch(node, argv, pinned, given, output, errors)
-        member = Member(name, node, tuple(argv), pinned, given, output, errors, process)
+
+        def launch() -> subprocess.Popen[bytes]:
+            with output.open("ab") as out, errors.open("ab") as err:
+                return self.lab.start(node, argv, stdout=out, stderr=err, cpus=cpus, environment=given)
+
+        member = Member(name, output, errors, launch, launch())
         self._members.append(member)
         return member
 
@@ -139,9 +139,7 @@ class Crew:
         self.kill(member)
         member._output_from = member.output.stat().st_size
         member._errors_from = member.errors.stat().st_size
-        member.process = self._launch(
-            member.node, member.argv, member.cpus, member.environment, member.output, member.errors
-        )
+        member.process = member.launch()
         self._members.append(member)
 
     def run(self, name: str, node: str, argv: Sequence[str | Path], seconds: float) -> str:
@@ -184,20 +182,9 @@ class Crew:
         if member.process.returncode:
             raise LabError(member.obituary())
 
-    def _launch(
-        self,
-        node: str,
-        argv: Sequence[str | Path],
-        cpus: Collection[int] | None,
-        environment: Mapping[str, str],
-        output: Path,
-        errors: Path,
-    ) -> subprocess.Popen[bytes]:
-        with output.open("ab") as out, errors.open("ab") as err:
-            return self.lab.start(node, argv, stdout=out, stderr=err, cpus=cpus, environment=environment)
-
     def _forget(self, member: Member) -> None:
-        self._members = [other for other in self._members if other is not member]
+        if member in self:
+            self._members.remove(member)
 
     def _failed(self) -> list[Member]:
         return [member for member in self._members if member.process.poll() not in (None, 0)]

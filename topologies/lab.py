@@ -20,7 +20,6 @@ from topologies.describe import job_files
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
 from topologies.kernel import cables, cgroups, links, namespaces, processes
-from topologies.removal import remove
 from topologies.signals import undisturbed
 
 _INTO_CGROUP: Final = 'echo $$ > "$0" && exec "$@"'
@@ -77,8 +76,7 @@ class Lab:
         self._lock = contextlib.ExitStack()
         self._cgroup: str | None = None
         self._made = False
-        self._switch_processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._others: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def switches(self) -> tuple[SwitchNode, ...]:
@@ -88,7 +86,8 @@ class Lab:
     @property
     def switch_pids(self) -> dict[str, int]:
         """Process numbers of the running switches, by name."""
-        return {name: process.pid for name, process in self._switch_processes.items()}
+        running = {switch.name: self._processes.get(switch.name) for switch in self.switches}
+        return {name: process.pid for name, process in running.items() if process}
 
     @property
     def directory(self) -> Path:
@@ -132,11 +131,10 @@ class Lab:
                     self._progress("removing the lab")
             finally:  # even if the report fails, as on a closed terminal
                 if self._made:
-                    remove(self.name)
-                    for process in (*self._switch_processes.values(), *self._others):
+                    state.remove(self.name)
+                    for process in self._processes.values():
                         process.wait()
-                    self._switch_processes.clear()
-                    self._others.clear()
+                    self._processes.clear()
                     self._made = False
                 self.release()
 
@@ -190,14 +188,10 @@ class Lab:
 
     def stop_switch(self, name: str) -> None:
         """Kill a switch's process with SIGKILL: its entries are lost, its ports stay."""
-        process = self._switch_processes.pop(name, None)
+        process = self._processes.pop(name, None)
         if process is not None:
             process.kill()
             process.wait()
-
-    def runs(self, name: str) -> bool:
-        """Return whether a switch is running."""
-        return name in self._switch_processes
 
     def restart_switch(self, name: str) -> None:
         """Kill a switch if it runs, start it without entries, and wait until it listens."""
@@ -227,9 +221,7 @@ class Lab:
             namespaces.create(self.namespace(node))
             links.prepare(self.namespace(node))
         cables.management(self.name, self.topology)
-        cables.training(self.name, self.topology, self.mtu, cut=cut)
-        if not self.offloads:
-            cables.switch_offloads_off(self.name, self.topology, cut=cut)
+        cables.training(self.name, self.topology, self.mtu, cut=cut, offload=self.offloads)
         if self.loss:
             self.loss_by = cables.lose(self.name, self.topology, self.loss)
         if cut:
@@ -256,7 +248,7 @@ class Lab:
         with process.stdout as output:
             if output.readline() != b"ready\n":
                 raise LabError(f"cables: {self.log(CABLES).read_text().strip()}")
-        self._others.append(process)
+        self._processes[CABLES] = process
 
     def _start_switch(self, switch: SwitchNode) -> None:
         own_socket = self.target == "bmv2" and switches.has_notifications()
@@ -264,12 +256,12 @@ class Lab:
         statistics = switches.statistics_file(self.directory, switch)
         command = switches.command(switch, self.target, notifications, statistics)
         with self.log(switch.name).open("ab") as log:
-            self._switch_processes[switch.name] = self.start(
+            self._processes[switch.name] = self.start(
                 switch.name, command, stdout=log, stderr=subprocess.STDOUT, cpus=self.switch_cpus
             )
 
     def _await_switch(self, switch: SwitchNode) -> None:
-        process = self._switch_processes[switch.name]
+        process = self._processes[switch.name]
         switches.wait_listening(self.name, switch, process, self.log(switch.name))
         if self.target == "bmv2":
             switches.deepen_queues(self.name, switch)
@@ -290,5 +282,5 @@ def down(name: str) -> bool:
     if name not in state.existing() and not namespaces.of_lab(name):
         return False
     with state.locked(name), undisturbed():
-        remove(name)
+        state.remove(name)
     return True

@@ -1,4 +1,4 @@
-"""The state of a lab on the machine: a folder under /run, and its lock.
+"""The state of a lab on the machine: a folder under /run, its lock, and removal of all that exists.
 
 The folder is created first and removed last, so that `down` finds everything even if the process that created
 the lab has crashed.
@@ -19,6 +19,7 @@ from typing import Final
 
 from topologies.describe.job_files import JOB_FILE, Target
 from topologies.describe.topology import BadDescription, LabInUse
+from topologies.kernel import cgroups, namespaces
 
 RUN: Final = Path("/run/checkmate/labs")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -110,9 +111,16 @@ def _open_lock(lab: str) -> int:
         os.close(descriptor)
 
 
-def forget(lab: str) -> None:
-    """Remove the lab's folder, and the empty folders above it."""
-    shutil.rmtree(folder(lab), ignore_errors=False)
+def remove(lab: str) -> None:
+    """Remove a lab in any state: its processes, namespaces, cgroup and folder, and empty folders above it."""
+    record = read_record(lab)
+    present = namespaces.of_lab(lab)
+    cgroup = None if record is None else record.cgroup
+    namespaces.end_processes(present, lambda: cgroups.kill(cgroup))
+    for namespace in present:
+        namespaces.remove(namespace)
+    cgroups.remove(cgroup)
+    shutil.rmtree(folder(lab))
     for parent in (RUN, RUN.parent):
         with contextlib.suppress(OSError):  # there are other labs
             parent.rmdir()

@@ -74,7 +74,7 @@ class ForkedLab(Lab):
 
     def switch_process(self, name: str) -> subprocess.Popen[bytes]:
         """Return the process of a running switch."""
-        return self._switch_processes[name]
+        return self._processes[name]
 
     @classmethod
     def serve(cls) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from topologies.describe.topology import CABLES, CONTROLLER, DATA_NET, MGMT_NET, Host, SwitchNode, Topology
-from topologies.kernel import links, loss, offloads
+from topologies.kernel import links, loss
 from topologies.kernel.namespaces import name_of
 
 
@@ -16,40 +18,30 @@ def management(lab: str, topology: Topology) -> None:
         links.join_bridge(controller, node.name, name_of(lab, node.name), node.mgmt, MGMT_NET)
 
 
-def training(lab: str, topology: Topology, mtu: int, *, cut: bool = False) -> None:
-    """Connect each NIC to its switch, and the switches to each other.
+def training(lab: str, topology: Topology, mtu: int, *, cut: bool = False, offload: bool = True) -> None:
+    """Connect each NIC to its switch, and the switches to each other; without `offload`, offloads are off.
 
     With `cut`, each rank's cable has two pieces, both of which end in the namespace of the cables.
     """
+    connect = partial(links.add_cable, mtu=mtu, offload=offload)
     for host in topology.hosts:
+        own = name_of(lab, host.name)
         for nic in host.interfaces:
             there, port = name_of(lab, nic.switch), f"port{nic.port}"
             if cut and host.role == "rank":
                 inside, near, far = name_of(lab, CABLES), *cut_ends(host)
-                links.add_cable(inside, far, there, port, mtu=mtu)
+                connect(inside, far, there, port)
                 there, port = inside, near
-            links.connect(name_of(lab, host.name), there, port, nic, DATA_NET, mtu)
+            connect(there, port, own, nic.name, far_mac=nic.mac)
+            links.set_address(own, nic.name, nic.ip, DATA_NET)
     for link in topology.links:
         (a, a_port), (b, b_port) = link.a, link.b
-        links.add_cable(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}", mtu=mtu)
+        connect(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}")
 
 
 def cut_ends(rank: Host) -> tuple[str, str]:
     """Return the interface names where a rank's cable is cut: towards the host, towards the switch."""
     return f"host{rank.number}", f"switch{rank.number}"
-
-
-def switch_offloads_off(lab: str, topology: Topology, *, cut: bool = False) -> None:
-    """Switch offloads off at both ends of every cable of the training network."""
-    for host in topology.hosts:
-        for nic in host.interfaces:
-            offloads.switch_off(name_of(lab, host.name), nic.name)
-        if cut and host.role == "rank":
-            for end in cut_ends(host):
-                offloads.switch_off(name_of(lab, CABLES), end)
-    for switch in topology.switches:
-        for port in range(1, switch.ports + 1):
-            offloads.switch_off(name_of(lab, switch.name), f"port{port}")
 
 
 def lose(lab: str, topology: Topology, share: float) -> str | None:

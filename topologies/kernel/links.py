@@ -6,43 +6,37 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Final
 
-from topologies.describe.topology import Interface
+from topologies.kernel import offloads
 from topologies.kernel.namespaces import netlink
 
 MGMT_BRIDGE: Final = "mgmt"
 MGMT_INTERFACE: Final = "mgmt0"
 
 _CONGESTION: Final = "net/ipv4/tcp_congestion_control"
-_TCP: Final = {
-    _CONGESTION: "cubic",
-    # Enough for 64 MB per stream, and for a ring over a switch with queues; the kernel adapts the default.
-    "net/ipv4/tcp_rmem": "4096 131072 67108864",
-    "net/ipv4/tcp_wmem": "4096 65536 16777216",
-}
-_QUIET: Final = {
-    # Neighbour discovery would add noise to the switches' counters.
-    "net/ipv6/conf/all/disable_ipv6": "1",
-    "net/ipv6/conf/default/disable_ipv6": "1",
-}
 _TWO_NICS: Final = {
     # Two NICs in one subnet: each answers for its own address only, and replies may arrive on either.
     "arp_ignore": "1",
     "arp_announce": "2",
     "rp_filter": "0",
 }
-
-
-def settings() -> dict[str, str]:
-    """Return a namespace's sysctls by path below /proc/sys; they must be set before it gets links."""
-    scopes = ("all", "default")
-    arp = {f"net/ipv4/conf/{scope}/{key}": value for scope in scopes for key, value in _TWO_NICS.items()}
-    return _TCP | _QUIET | arp
+_SETTINGS: Final = {
+    _CONGESTION: "cubic",
+    # Enough for 64 MB per stream, and for a ring over a switch with queues; the kernel adapts the default.
+    "net/ipv4/tcp_rmem": "4096 131072 67108864",
+    "net/ipv4/tcp_wmem": "4096 65536 16777216",
+    # Neighbour discovery would add noise to the switches' counters.
+    "net/ipv6/conf/all/disable_ipv6": "1",
+    "net/ipv6/conf/default/disable_ipv6": "1",
+    **{f"net/ipv4/conf/all/{key}": value for key, value in _TWO_NICS.items()},
+    **{f"net/ipv4/conf/default/{key}": value for key, value in _TWO_NICS.items()},
+}
+"""A namespace's sysctls by path below /proc/sys; they must be set before it gets links."""
 
 
 def prepare(namespace: str) -> None:
     """Set a new namespace's sysctls, and bring its loopback interface up."""
     with netlink(namespace) as ip:
-        for key, value in settings().items():
+        for key, value in _SETTINGS.items():
             path = Path("/proc/sys", key)
             if key.startswith("net/ipv6") and not path.exists():
                 continue  # a kernel without IPv6 needs no setting
@@ -77,15 +71,24 @@ def join_bridge(
 
 
 def add_cable(
-    here: str, port: str, there: str, far_port: str, *, mtu: int, far_mac: str | None = None
+    here: str,
+    port: str,
+    there: str,
+    far_port: str,
+    *,
+    mtu: int,
+    far_mac: str | None = None,
+    offload: bool = True,
 ) -> None:
     """Create a veth pair between two namespaces, up at both ends, without a trace in other namespaces."""
     far = {"ifname": far_port, "net_ns_fd": there, "mtu": mtu} | ({"address": far_mac} if far_mac else {})
     with netlink(here) as ip:
         ip.link("add", ifname=port, kind="veth", mtu=mtu, peer=far)
-        ip.link("set", index=ip.link_lookup(ifname=port)[0], state="up")
-    with netlink(there) as ip:
-        ip.link("set", index=ip.link_lookup(ifname=far_port)[0], state="up")
+    for namespace, interface in ((here, port), (there, far_port)):
+        with netlink(namespace) as ip:
+            ip.link("set", index=ip.link_lookup(ifname=interface)[0], state="up")
+        if not offload:
+            offloads.switch_off(namespace, interface)
 
 
 def set_address(namespace: str, interface: str, address: IPv4Address, subnet: IPv4Network) -> None:
@@ -93,12 +96,6 @@ def set_address(namespace: str, interface: str, address: IPv4Address, subnet: IP
     with netlink(namespace) as ip:
         index = ip.link_lookup(ifname=interface)[0]
         ip.addr("add", index=index, address=str(address), prefixlen=subnet.prefixlen)
-
-
-def connect(host: str, there: str, port: str, nic: Interface, subnet: IPv4Network, mtu: int) -> None:
-    """Connect a host's NIC to a port in the namespace `there`, such as its switch's; set its addresses."""
-    add_cable(there, port, host, nic.name, mtu=mtu, far_mac=nic.mac)
-    set_address(host, nic.name, nic.ip, subnet)
 
 
 def counters(namespace: str) -> dict[str, dict[str, int]]:

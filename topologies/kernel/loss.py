@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import struct
+import sys
 from typing import Final
 
 from pyroute2.netlink.exceptions import NetlinkError
@@ -86,12 +87,8 @@ def _instruction(
     opcode: int, destination: int = 0, source: int = 0, offset: int = 0, immediate: int = 0
 ) -> bytes:
     """Return a `struct bpf_insn` in the machine's byte order."""
-    registers = source << 4 | destination if _little() else destination << 4 | source
+    registers = source << 4 | destination if sys.byteorder == "little" else destination << 4 | source
     return struct.pack("=BBhI", opcode, registers, offset, immediate & 0xFFFFFFFF)
-
-
-def _little() -> bool:
-    return struct.pack("=H", 1) == b"\1\0"
 
 
 def load_program(share: float) -> int:

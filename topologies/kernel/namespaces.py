@@ -17,7 +17,7 @@ from pathlib import Path
 from pyroute2 import IPRoute, netns
 
 from topologies.describe.topology import LabError
-from topologies.kernel.processes import signal_each
+from topologies.kernel.processes import all_processes, signal_each
 from topologies.signals import undisturbed
 
 FOLDER = Path(netns.NETNS_RUN_DIR)
@@ -55,12 +55,8 @@ def remove(name: str) -> None:
 
 def own_name() -> str | None:
     """Return the name of this process's namespace, such as a lab's; `None` if it has no name."""
-    own = _identity(Path("/proc/self/ns/net"))
-    for name in netns.listnetns():
-        with contextlib.suppress(FileNotFoundError):  # already removed
-            if _identity(FOLDER / name) == own:
-                return str(name)
-    return None
+    name: str | None = netns.pid_to_ns(os.getpid())
+    return name
 
 
 @contextlib.contextmanager
@@ -90,7 +86,7 @@ def processes(names: Iterable[str]) -> list[int]:
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             inodes.add(_identity(FOLDER / name))
-    return [pid for pid in _all_processes() if pid != os.getpid() and _namespace(pid) in inodes]
+    return [pid for pid in all_processes() if pid != os.getpid() and _namespace(pid) in inodes]
 
 
 def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: None) -> None:
@@ -106,10 +102,6 @@ def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: 
         if time.monotonic() > deadline:
             raise LabError(f"processes {', '.join(map(str, left))} do not end, even after SIGKILL")
         signal_each(lambda: processes(chosen), signal.SIGKILL, _KILL_SECONDS)
-
-
-def _all_processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -6,8 +6,7 @@ segment data and compute checksums themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Final
 
 from pyroute2.ethtool.ioctl import IoctlEthtool
@@ -25,23 +24,13 @@ _OFFLOADS: Final = {
 
 def switch_off(namespace: str, interface: str) -> None:
     """Switch all offloads of an interface off."""
-    with _ethtool(namespace, interface) as ethtool:
+    with entered(namespace), closing(IoctlEthtool(interface)) as ethtool:
         for name in _OFFLOADS.values():
             ethtool.set_offload_flag(name, 0)
 
 
 def states(namespace: str, interface: str) -> dict[str, bool]:
     """Return for each offload of an interface whether it is on."""
-    with _ethtool(namespace, interface) as ethtool:
+    with entered(namespace), closing(IoctlEthtool(interface)) as ethtool:
         flags = ethtool.get_offload_flags()
     return {offload: bool(flags[name]) for offload, name in _OFFLOADS.items()}
-
-
-@contextmanager
-def _ethtool(namespace: str, interface: str) -> Iterator[IoctlEthtool]:
-    with entered(namespace):
-        ethtool = IoctlEthtool(interface)
-        try:
-            yield ethtool
-        finally:
-            ethtool.close()

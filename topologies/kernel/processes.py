@@ -16,12 +16,17 @@ from topologies.describe.topology import BadDescription
 _ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 
+def all_processes() -> list[int]:
+    """Return the processes of this machine."""
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
 def descendants(pid: int) -> list[int]:
     """Return a process's descendants, parents first."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (parent := _parent(int(entry))) is not None:
-            children.setdefault(parent, []).append(int(entry))
+    for one in all_processes():
+        if (parent := _parent(one)) is not None:
+            children.setdefault(parent, []).append(one)
     found = [pid]
     for one in found:
         found += children.get(one, [])
@@ -55,15 +60,21 @@ def signal_each(find: Callable[[], Collection[int]], number: signal.Signals, sec
         number: The signal.
         seconds: Time for the processes to end.
     """
-    held = [fd for pid in find() if (fd := _hold(pid, find)) is not None]
-    try:
-        for fd in held:
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        held: dict[int, int] = {}
+        for pid in find():
+            with contextlib.suppress(ProcessLookupError):
+                held[pid] = os.pidfd_open(pid)
+                stack.callback(os.close, held[pid])
+        chosen = [held[pid] for pid in find() if pid in held]
+        for fd in chosen:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, number)
-        _wait_all(held, seconds)
-    finally:
-        for fd in held:
-            os.close(fd)
+        for fd in chosen:  # one at a time, because a pidfd stays readable
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
 
 
 def described(pid: int) -> str | None:
@@ -97,26 +108,6 @@ def _parent(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return None
-
-
-def _hold(pid: int, find: Callable[[], Collection[int]]) -> int | None:
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    if pid in find():
-        return fd
-    os.close(fd)
-    return None
-
-
-def _wait_all(pidfds: Iterable[int], seconds: float) -> None:
-    """Wait until all have ended, one at a time, because a pidfd stays readable."""
-    deadline = time.monotonic() + seconds
-    for fd in pidfds:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
 
 
 def last_lines(log: str) -> str:
