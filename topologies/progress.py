@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
@@ -19,7 +18,7 @@ class StepProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._text: str | None = None
+        self._text = ""
         self._began = self._said = 0.0
         self._live = Progress(
             SpinnerColumn(),
@@ -54,11 +53,9 @@ class StepProgress:
             self._live.update(self._task, completed=done, total=total, amount=amount)
 
     def _done(self) -> None:
-        if self._text is not None:
+        if self._task is not None:
             seconds = time.monotonic() - self._began
             self._console.print(f"{self._text:<60} {seconds:6.1f} s", highlight=False, markup=False)
-            self._text = None
-        if self._task is not None:
             self._live.remove_task(self._task)
             self._task = None
 
@@ -66,9 +63,7 @@ class StepProgress:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._done()
         self._live.stop()
