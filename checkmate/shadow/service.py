@@ -22,7 +22,7 @@ from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
-from checkmate.state import StateError, from_seeds
+from checkmate.state import SeedReader, StateError
 from checkmate.wire import tcp
 
 R = TypeVar("R")
@@ -65,7 +65,7 @@ class ShadowService(rpc.ShadowServicer):
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
-            context, lambda: pb.SeedReply(again=seed.seed(self._node, from_seeds(request_iterator)))
+            context, lambda: pb.SeedReply(again=seed.seed(self._node, SeedReader(request_iterator)))
         )
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
