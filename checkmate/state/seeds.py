@@ -32,8 +32,6 @@ def to_pieces(
     """
     yield from _tensor_pieces(parameter, "", tensor)
     for name, value in state.items():
-        if not name:
-            raise StateError("an entry of the optimizer state has an empty name")
         if isinstance(value, torch.Tensor):
             yield from _tensor_pieces(parameter, name, value)
         else:
