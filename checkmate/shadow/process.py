@@ -9,7 +9,7 @@ from functools import partial
 from checkmate.job.schema import Job
 from checkmate.rpc.channels import server_context
 from checkmate.shadow import memory
-from checkmate.shadow.calls.seed import record
+from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
