@@ -252,7 +252,7 @@ class SmallTraining:
         request = pb.FetchRequest(
             job=self.job.job, shard=pb.Shard(group=self.group, shard=shard), iteration=iteration
         )
-        reader = state.from_seeds(self.stubs[node].Fetch(request, timeout=10))
+        reader = state.SeedReader(self.stubs[node].Fetch(request, timeout=10))
         return reader.header, reader.all()
 
     def check(self, node: int, shard: int, iteration: int) -> pb.SeedHeader:

@@ -17,7 +17,7 @@ from rich.progress import track
 from benchmarks.figures import Figure, Result, Skipped
 from benchmarks.switch.rings import controlled, gather, quiet_warmup
 from checkmate.job.files import read_job
-from checkmate.wire.schedule import FIRST, LAST, stream_elements
+from checkmate.wire.schedule import FIRST, LAST, tagged_chunks
 from topologies.crew import Crew
 from topologies.describe.topology import load
 from topologies.lab import Lab
@@ -81,8 +81,8 @@ def _run(lab: Lab, crew: Crew, copies: int, operation: Operation) -> list[Result
 
 def tagged_share(elements: int = 1_000_000) -> float:
     """Return the share of an AllGather's traffic that is tagged: all chunks once, of n - 1 times."""
-    once = sum(stream_elements(elements, 1, 0, RANKS, side) for side in (FIRST, LAST))
-    return once / (elements * (RANKS - 1))
+    tagged = [chunk for side in (FIRST, LAST) for chunk in tagged_chunks(elements, 1, 0, RANKS, side)]
+    return sum(len(chunk.where) for chunk in tagged) / (elements * (RANKS - 1))
 
 
 _WAYS = ("rx_bytes", "tx_bytes", "rx_packets", "tx_packets")

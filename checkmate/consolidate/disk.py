@@ -56,7 +56,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
             else:
                 _save_folder(checkpoint, temporary)
             _put(temporary, path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     except (OSError, RuntimeError, CheckpointException) as error:
         raise DiskError(f"can't write {path}: {reason_of(error)}") from None
 
@@ -75,10 +75,7 @@ def load(path: Path) -> dict[str, Any]:
         DiskError: It can't be read as a checkpoint.
     """
     try:
-        if not path.is_dir():
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            found = _load_folder(path)
+        found = _read(path)
         if "model" in found:
             return _by_number(found)
         return {f"group{i}": _by_number(found[f"group{i}"]) for i in range(max(len(found), 1))}
@@ -89,10 +86,7 @@ def load(path: Path) -> dict[str, Any]:
 def run_of(path: Path) -> str | None:
     """Return a checkpoint's run without reading tensors, or `None` if it can't be read."""
     try:
-        if path.is_dir():
-            found = _load_folder(path, {"run", "group0.run"})
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = _read(path, {"run", "group0.run"})
         run = found.get("group0", found)["run"]
     except (CheckpointException, Exception):  # noqa: BLE001 - pickle and torch raise anything
         return None
@@ -134,8 +128,7 @@ def _put(temporary: Path, path: Path) -> None:
 def _save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         torch.save(dict(checkpoint), file)
-        file.flush()
-        os.fsync(file.fileno())
+    _sync(path)
 
 
 def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -143,18 +136,19 @@ def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
         warnings.simplefilter("ignore")  # about the missing process group
         writer = filesystem.FileSystemWriter(path, sync_files=True)
         state_dict_saver.save(dict(checkpoint), storage_writer=writer, no_dist=True)
-    for file in path.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    _sync_folder(path)
+    for one in (*path.iterdir(), path):
+        _sync(one)
 
 
-def _load_folder(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
-    """Read all or some keys, like `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`."""
+def _read(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
+    """Read all or some keys; a folder like `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`."""
     found: dict[str, Any] = {}
-    planner = default_planner._EmptyStateDictLoadPlanner(keys)  # type: ignore[no-untyped-call]
-    reader = filesystem.FileSystemReader(path)
-    state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    if path.is_dir():
+        planner = default_planner._EmptyStateDictLoadPlanner(keys)  # type: ignore[no-untyped-call]
+        reader = filesystem.FileSystemReader(path)
+        state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    else:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=keys is not None)
     return found
 
 
@@ -179,8 +173,9 @@ def _by_number(group: Mapping[str, Any]) -> dict[str, Any]:
     return found if exact is None else {**found, **state.loads(exact)}
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -42,12 +42,9 @@ def remove(path: Path) -> None:
 
     This works even on a full disk. May raise `OSError`.
     """
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    hidden = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex}")
-    path.rename(hidden)
-    _remove_tree(hidden)
+    if path.is_dir():
+        path = path.rename(path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex}"))
+    _delete(path)
 
 
 def clear(folder: Path) -> list[tuple[Path, OSError]]:
@@ -65,7 +62,7 @@ def clear(folder: Path) -> list[tuple[Path, OSError]]:
     for left in found:
         try:
             if left.name.startswith(_REMOVED):
-                _remove_tree(left)
+                _delete(left)
             else:
                 _clear(left)
         except PermissionError:
@@ -118,28 +115,23 @@ def _lock(descriptor: int, *, otherwise: bool) -> bool:
 
 def _remove(folder: Path) -> None:
     """Remove a folder and its content. The lock is removed last, so that `clear` can remove the rest."""
-    content = folder / _CONTENT
-    if content.is_dir():
-        _remove_tree(content)
-    else:
-        content.unlink(missing_ok=True)
+    _delete(folder / _CONTENT)
     (folder / _LOCK).unlink(missing_ok=True)
     _remove_empty(folder)
 
 
-def _remove_tree(folder: Path) -> None:
-    """Remove a folder that another process may also be removing."""
-    while folder.is_dir():
+def _delete(path: Path) -> None:
+    """Delete a file, or a folder in parts. Another process may be deleting it too."""
+    while path.is_dir():
         with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def _remove_empty(folder: Path) -> None:
     """Remove a folder without a lock if it is empty. Another process may have removed it already."""
     try:
         folder.rmdir()
-    except FileNotFoundError:
-        return
     except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
             raise

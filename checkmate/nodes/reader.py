@@ -79,7 +79,7 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
     stream = stub.Fetch(request, timeout=max(how.deadline - time.monotonic(), _LEAST_SECONDS))
     try:
         with _cancelled_after(how.step_seconds, stream):
-            reader = state.from_seeds(stream)
+            reader = state.SeedReader(stream)
         layout = check_header(reader.header, asked)
         how.accept(reader.header, layout)
         states: States = {}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -77,9 +77,7 @@ class Hold:
         Raises `ReplicaError` if the record or the gradients do not fit.
         """
         with self.lock:
-            troubles = []
-            if self.state.parameters:
-                troubles = self.replica.step(iteration, self.sets.gradients(iteration), step)
+            troubles = self.replica.step(iteration, self.sets.gradients(iteration), step)
             self.sets.released = iteration
             comparison = self.replica.comparison
             equal = min(comparison.doubtful.values(), default=iteration - 1)
@@ -137,12 +135,6 @@ class Hold:
         """Stop receiving."""
         for inlet in self.inlets:
             inlet.close()
-
-    def read(
-        self, iteration: int, parameters: Sequence[int]
-    ) -> Iterator[tuple[int, torch.Tensor, Mapping[str, object]]]:
-        """Yield the state after a stepped iteration, of the given parameters or all."""
-        return iter(self.replica.read(iteration, tuple(parameters))) if self.state.parameters else iter(())
 
     def _snapshot(self) -> HoldSnapshot:
         self._version += 1

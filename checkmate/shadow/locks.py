@@ -7,7 +7,6 @@ the network while it holds `node`. Tests switch on `check_order`, which checks e
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Final
 
 ORDER: Final = ("attempt", "node", "hold", "inlet", "replica", "reader")
@@ -17,16 +16,24 @@ ORDER: Final = ("attempt", "node", "hold", "inlet", "replica", "reader")
 (`receive.reader`).
 """
 
-_held = threading.local()
-_checked = False
-
 
 class LockOrderError(AssertionError):
     """A thread has acquired a lock that precedes one that it holds."""
 
 
+class _Held(threading.local):
+    """The locks that this thread holds."""
+
+    def __init__(self) -> None:
+        self.locks: list[OrderedLock] = []
+
+
+_held = _Held()
+_checked = False
+
+
 def check_order(on: bool) -> None:
-    """Switch the check of the order on or off, for locks that are not held at the moment."""
+    """Switch the check of the order on or off."""
     global _checked  # noqa: PLW0603 - a switch of the whole process, for its tests
     _checked = on
 
@@ -39,51 +46,26 @@ class OrderedLock:
         self.name = name
         self._place = ORDER.index(name)
         self._lock = threading.Lock()
-        self._owner = 0
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Acquire it like `threading.Lock`. Raise `LockOrderError` if the order is checked and violated."""
-        if _checked:
-            self._check()
-        taken = self._lock.acquire(blocking, timeout)
-        if taken:
-            self._owner = threading.get_ident()
-            if _checked:
-                _places().append(self._place)
-        return taken
+    def acquire(self) -> None:
+        """Acquire the lock. Raise `LockOrderError` if the order is checked and violated."""
+        if _checked and any(lock._place >= self._place for lock in _held.locks):
+            held = ", ".join(lock.name for lock in _held.locks)
+            raise LockOrderError(f"lock {self.name!r} acquired while holding {held}; the order is {ORDER}")
+        self._lock.acquire()
+        _held.locks.append(self)
 
     def release(self) -> None:
-        """Release the lock."""
-        self._owner = 0
+        """Release the lock, in the thread that has acquired it."""
+        _held.locks.remove(self)
         self._lock.release()
-        if _checked and self._place in _places():
-            _places().remove(self._place)
-
-    def locked(self) -> bool:
-        """Return whether any thread holds it."""
-        return self._lock.locked()
 
     def _is_owned(self) -> bool:
         """Return whether this thread holds it, for `threading.Condition`."""
-        return self._owner == threading.get_ident()
+        return self in _held.locks
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def __enter__(self) -> None:
+        self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
-
-    def _check(self) -> None:
-        if _places() and max(_places()) >= self._place:
-            held = ", ".join(ORDER[place] for place in _places())
-            raise LockOrderError(f"lock {self.name!r} acquired while holding {held}; the order is {ORDER}")
-
-
-def _places() -> list[int]:
-    """Return the places of the locks that this thread holds."""
-    found: list[int] | None = getattr(_held, "places", None)
-    if found is None:
-        found = _held.places = []
-    return found

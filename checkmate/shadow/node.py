@@ -175,11 +175,11 @@ class Node:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Connect(state, incarnation):
-                self._connect(self.data[state], incarnation)
-            case Join(state, incarnation):
+            case Connect(state):
+                self._connect(self.data[state])
+            case Join(state):
                 self.data[state].join()
-                self._connect(self.data[state], incarnation)
+                self._connect(self.data[state])
             case Empty(state):
                 self.data[state].empty()
             case Close(state):
@@ -190,10 +190,11 @@ class Node:
             case Log(level, message):
                 log.log(level, "%s", message)
 
-    def _connect(self, hold: Hold, incarnation: int) -> None:
+    def _connect(self, hold: Hold) -> None:
         """Connect a hold's streams in the background."""
         for reader in self.readers:
             reader.wake()  # to close sockets of closed inlets
+        incarnation = self.state.groups[hold.state.plan.group].begin.incarnation
         for inlet in hold.inlets:
             self._connector.connect(inlet, incarnation)
 
@@ -203,7 +204,7 @@ class Node:
         with self.changed:
             group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:
-                self._connector.connect_again(inlet, group.begin.incarnation)
+                self._connector.connect(inlet, group.begin.incarnation, again=True)
 
     def _step_forever(self) -> None:
         if self._torch_threads:

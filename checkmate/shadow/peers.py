@@ -6,7 +6,6 @@ iteration to step (`commit`).
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -20,10 +19,9 @@ from checkmate.job.schema import split_address
 from checkmate.nodes.shards import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
+from checkmate.rpc.channels import open_channel
 from checkmate.shadow.logic.commit import PATIENCE, Kept, Progress
 from checkmate.shadow.node import Node
-
-log = logging.getLogger("checkmate")
 
 M = TypeVar("M", bound=Message)
 
@@ -31,14 +29,11 @@ HEARTBEAT = 0.25
 _BACKOFF = (0.05, 1.0)
 _PROBE_SECONDS = 0.5
 
-Channels = Callable[[int], grpc.Channel]
-"""Opens a channel to the node with that id."""
-
 
 class Peers:
     """Our streams to nodes with lower ids, and our answers to nodes with higher ids."""
 
-    def __init__(self, node: Node, channel_to: Channels) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
         self._stopping = threading.Event()
         self._calls: dict[int, grpc.Call] = {}
@@ -47,7 +42,10 @@ class Peers:
         lower = [other.id for other in node.job.shadow_nodes if other.id < node.id]
         self._threads = [
             threading.Thread(
-                target=self._tell_forever, args=(other, channel_to(other)), name=f"peer {other}", daemon=True
+                target=self._tell_forever,
+                args=(other, open_channel(node.job, other)),
+                name=f"peer {other}",
+                daemon=True,
             )
             for other in lower
         ]
@@ -138,16 +136,15 @@ class Peers:
     def _told(self, other: int, decision: pb.Decision) -> None:
         with self._node.moving() as state:
             committee = state.committee
-            same = (decision.incarnation, decision.start) == (committee.incarnation, committee.start)
-            step_to = decision.step_to if same else committee.committed
-            kept = _kept(decision.kept) if same else ()
+            if (decision.incarnation, decision.start) != (committee.incarnation, committee.start):
+                decision = pb.Decision(step_to=committee.committed, patience=decision.patience)
             committee.told(
                 other,
-                step_to,
-                decision.active and same,
+                decision.step_to,
+                decision.active,
                 self._node.now(),
-                kept,
-                _shards(decision.shards) if same else frozenset(),
+                _kept(decision.kept),
+                _shards(decision.shards),
                 decision.patience or PATIENCE,
             )
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from checkmate.job.schema import Job
-from checkmate.rpc.channels import open_channel, server_context
+from checkmate.rpc.channels import server_context
 from checkmate.shadow import memory
-from checkmate.shadow.calls.seed import record
+from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.node import GRACE, Node
@@ -62,7 +62,7 @@ class Serving:
                 self.node.state.troubles.append(shortfall)
             self._inbox = Inbox(listener, partial(record, self.node), tls)
             self.node.also_unread.append(self._inbox.unread)
-            self._peers = Peers(self.node, lambda other: open_channel(job, other))
+            self._peers = Peers(self.node)
             self._copier = Copier(self.node)
             self._server = Server(self.node, self._peers)
             undo.pop_all()

@@ -16,13 +16,13 @@ from checkmate.job.schema import Job, split_address
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, server_credentials
-from checkmate.shadow.calls import begin, fence, fetch, seed
+from checkmate.shadow.calls import begin, fence, transfer
 from checkmate.shadow.calls.status import node_status
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
-from checkmate.state import StateError, from_seeds
+from checkmate.state import SeedReader, StateError
 from checkmate.wire import tcp
 
 R = TypeVar("R")
@@ -65,21 +65,21 @@ class ShadowService(rpc.ShadowServicer):
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
-            context, lambda: pb.SeedReply(again=seed.seed(self._node, from_seeds(request_iterator)))
+            context, lambda: pb.SeedReply(again=transfer.seed(self._node, SeedReader(request_iterator)))
         )
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return self._answer(
-            context, lambda: fetch.reserve(self._node, request.job, request.iteration, request.seconds)
+            context, lambda: transfer.reserve(self._node, request.job, request.iteration, request.seconds)
         )
 
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
-        self._answer(context, lambda: fetch.release(self._node, request.job, request.iteration))
+        self._answer(context, lambda: transfer.release(self._node, request.job, request.iteration))
         return pb.ReleaseReply()
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.Seeds]:
         try:
-            yield from fetch.fetch(self._node, request, min(_left(context), FETCH_SECONDS))
+            yield from transfer.fetch(self._node, request, min(_left(context), FETCH_SECONDS))
         except (CallRefused, StateError, LookupError) as error:
             _abort(context, error)
 
@@ -138,8 +138,7 @@ def records_listener(job: Job, node_id: int, receive_buffer: int) -> socket.sock
 
 def _listen(address: tuple[str, int], what: str, node_id: int, receive_buffer: int = 0) -> socket.socket:
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        family, kind, _, _, place = found[0]
+        (family, kind, _, _, place), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         listener = socket.socket(family, kind)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

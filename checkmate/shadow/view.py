@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +52,13 @@ class Watch:
 def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool, as_json: bool) -> None:
     """Show a node until `stopped`: a live view, a line of JSON each second, or nothing."""
     watch = Watch(node)
-    if live:
-        with Live(Group(), console=console, refresh_per_second=4) as shown:
-            while not stopped.wait(SECONDS):
-                shown.update(picture(watch.see()))
-    elif as_json:
-        while not stopped.wait(SECONDS):
-            print(json.dumps(data(watch.see())), flush=True)
-    else:
+    shown = Live(Group(), console=console, refresh_per_second=4)
+    with shown if live else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
-            pass
+            if live:
+                shown.update(picture(watch.see()))
+            elif as_json:
+                print(json.dumps(data(watch.see())), flush=True)
 
 
 def data(seen: Seen) -> dict[str, object]:

@@ -2,19 +2,24 @@
 
 from checkmate.state.frozen import frozen_states, is_frozen_state, name_frozen
 from checkmate.state.generators import dump_generators, load_generators
-from checkmate.state.order import from_held, in_memory_order, to_held
 from checkmate.state.plain import dumps, loads
 from checkmate.state.seeds import (
     PIECE_BYTES,
     Checksum,
     SeedReader,
-    from_number,
-    from_seeds,
     to_number,
     to_pieces,
     to_seeds,
 )
-from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
+from checkmate.state.tensors import (
+    DTYPES,
+    StateError,
+    bytes_of,
+    dtype_name,
+    from_held,
+    in_memory_order,
+    to_held,
+)
 
 __all__ = [
     "DTYPES",
@@ -27,8 +32,6 @@ __all__ = [
     "dump_generators",
     "dumps",
     "from_held",
-    "from_number",
-    "from_seeds",
     "frozen_states",
     "in_memory_order",
     "is_frozen_state",

@@ -24,24 +24,19 @@ def dump_generators(found: Mapping[str, Any]) -> bytes:
             generators. `in_loop`, if present, is true if they were captured between two batches of one
             iterator. Words may be bytes of native uint32, as from `load_generators`.
     """
-    message = pb.Generators()
+    message = pb.Generators(in_loop=bool(found.get("in_loop")))
     for name in ("torch", "cuda"):
         if found.get(name) is not None:
             setattr(message, name, bytes(bytes_of(found[name])))
-    message.in_loop = bool(found.get("in_loop"))
     if "python" in found:
         version, words, gauss = found["python"]
-        message.python.version = version
-        message.python.words = _packed(words)
-        if gauss is not None:
-            message.python.gauss = gauss
+        message.python.CopyFrom(pb.PythonGenerator(version=version, words=_packed(words), gauss=gauss))
     if "numpy" in found:
         kind, words, position, has_gauss, gauss = found["numpy"]
-        message.numpy.kind = kind
-        message.numpy.words = _packed(words)
-        message.numpy.position = position
-        message.numpy.has_gauss = has_gauss
-        message.numpy.gauss = gauss
+        state = pb.NumpyGenerator(
+            kind=kind, words=_packed(words), position=position, has_gauss=has_gauss, gauss=gauss
+        )
+        message.numpy.CopyFrom(state)
     return message.SerializeToString()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickle
 import struct
@@ -88,10 +89,5 @@ def _numpy_globals() -> list[Any]:
     array = np.zeros(1).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    return [array, scalar, np.ndarray, np.dtype, *dtypes, bytes, _encode_codec()]
-
-
-def _encode_codec() -> Any:
-    import _codecs  # noqa: PLC0415 - used for bytes by pickle's protocol 2
-
-    return _codecs.encode
+    # Pickle's protocol 2 uses `encode` for bytes.
+    return [array, scalar, np.ndarray, np.dtype, *dtypes, bytes, codecs.encode]

@@ -21,8 +21,6 @@ from checkmate.wording import counted
 PIECE_BYTES: Final = 1 << 20
 """Maximum tensor data of a piece."""
 
-_NO_MORE: Final = object()
-
 
 def to_pieces(
     parameter: int, tensor: torch.Tensor, state: Mapping[str, object]
@@ -34,8 +32,6 @@ def to_pieces(
     """
     yield from _tensor_pieces(parameter, "", tensor)
     for name, value in state.items():
-        if not name:
-            raise StateError("an entry of the optimizer state has an empty name")
         if isinstance(value, torch.Tensor):
             yield from _tensor_pieces(parameter, name, value)
         else:
@@ -58,15 +54,6 @@ def to_number(name: str, value: object) -> pb.Number:
     )
 
 
-def from_number(number: pb.Number) -> bool | int | float | None:
-    """Return the argument of `to_number`. Raise `StateError` if it has no value."""
-    kind = number.WhichOneof("kind")
-    if kind is None:
-        raise StateError("a number without a value")
-    found: bool | int | float | None = None if kind == "none" else getattr(number, kind)
-    return found
-
-
 def to_seeds(
     header: pb.SeedHeader, parameters: Iterable[tuple[int, torch.Tensor, Mapping[str, object]]]
 ) -> Iterator[pb.Seeds]:
@@ -83,14 +70,10 @@ def to_seeds(
     yield pb.Seeds(checksum=checksum.digest())
 
 
-def from_seeds(seeds: Iterable[pb.Seeds]) -> SeedReader:
-    """Read a stream of `to_seeds`: the header at once, the rest during iteration."""
-    return SeedReader(seeds)
-
-
 class SeedReader:
-    """A stream of seeds: its `header`, then each parameter as (number, tensor, optimizer state).
+    """A stream of `to_seeds`: its `header`, then each parameter as (number, tensor, optimizer state).
 
+    The header is read at once, the rest during iteration.
     Iteration raises `StateError` for gaps, unexpected or missing parameters, and a wrong checksum. The
     checksum comes last, so **data is valid only once iteration has ended without an error**. Tensors are new
     and belong to the caller.
@@ -127,7 +110,7 @@ class SeedReader:
                 case "checksum":
                     if message.checksum != self._checksum.digest():
                         raise StateError("wrong checksum: the data was corrupted")
-                    if next(self._seeds, _NO_MORE) is not _NO_MORE:
+                    if next(self._seeds, None) is not None:
                         raise StateError("data follows the checksum")
                     return
                 case kind:
@@ -194,9 +177,10 @@ def _value(what: str, run: Iterable[pb.ParameterPiece]) -> object:
         return _tensor(what, first.tensor, pieces)
     if next(pieces, None) is not None:
         raise StateError(f"{what}: a number is one piece")
-    if first.number.WhichOneof("kind") is None:
+    kind = first.number.WhichOneof("kind")
+    if kind is None:
         raise StateError(f"{what} has no value")
-    return from_number(first.number)
+    return None if kind == "none" else getattr(first.number, kind)
 
 
 def _tensor(what: str, first: pb.TensorPiece, more: Iterator[pb.ParameterPiece]) -> torch.Tensor:

@@ -1,11 +1,13 @@
-"""Supported tensors in state, and their bytes."""
+"""Supported tensors in state, their bytes, and their order of dimensions in memory. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+
+from checkmate.wire.layout import Parameter
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
@@ -23,6 +25,9 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     )
 }
 """Supported types of tensors, by name."""
+
+Values = tuple[torch.Tensor, dict[str, object]]
+"""A parameter and its optimizer state."""
 
 
 class StateError(ValueError):
@@ -43,3 +48,36 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and `view` wants 1
     data: Any = flat.view(torch.uint8).numpy()  # a buffer, though not according to NumPy's types
     return memoryview(data)
+
+
+def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a tensor with its dimensions in the given order, or unchanged if `order` is empty."""
+    return tensor.permute(*order) if order else tensor
+
+
+def from_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return the argument of `in_memory_order`, with the same strides if it is contiguous."""
+    return tensor.permute([order.index(d) for d in range(len(order))]) if order else tensor
+
+
+def to_held(parameter: Parameter, tensor: torch.Tensor, state: Mapping[str, object]) -> Values:
+    """Convert a parameter and its state from the script's form to that of shadow nodes."""
+    return _turned(in_memory_order, parameter.dim_order, tensor, state)
+
+
+def from_held(parameter: Parameter, tensor: torch.Tensor, state: Mapping[str, object]) -> Values:
+    """Convert a parameter and its state from the form of shadow nodes to the script's."""
+    return _turned(from_memory_order, parameter.dim_order, tensor, state)
+
+
+def _turned(
+    turn: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    order: Sequence[int],
+    tensor: torch.Tensor,
+    state: Mapping[str, object],
+) -> Values:
+    """Convert a parameter, and all tensors of its state that have the parameter's shape."""
+    return turn(tensor, order), {
+        name: turn(value, order) if isinstance(value, torch.Tensor) and value.shape == tensor.shape else value
+        for name, value in state.items()
+    }

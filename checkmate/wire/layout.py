@@ -107,11 +107,6 @@ class BucketLayout:
         """How many elements it has."""
         return self.places[-1].stop
 
-    @property
-    def bucket(self) -> Bucket:
-        """The bucket in the form that the ring's schedule uses."""
-        return Bucket(self.elements, ITEMSIZES[self.dtype], self.shard)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -125,7 +120,7 @@ class Layout:
     @cached_property
     def schedule(self) -> tuple[Bucket, ...]:
         """The buckets in the form that the ring's schedule and `stream_layout` use."""
-        return tuple(bucket.bucket for bucket in self.buckets)
+        return tuple(Bucket(one.elements, ITEMSIZES[one.dtype], one.shard) for one in self.buckets)
 
     @cached_property
     def where(self) -> dict[int, tuple[int, BucketPlace]]:

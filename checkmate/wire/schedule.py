@@ -14,40 +14,27 @@ FIRST, LAST = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Elements [start, stop) of a bucket."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """A tagged chunk of a stream: its round, its index in the ring and its elements."""
 
     round: int
     index: int
-    where: Slice
+    where: range
 
 
-def cut(length: int, parts: int, index: int) -> Slice:
-    """Return part `index` of `length` elements: [length*i//parts, length*(i+1)//parts)."""
-    return Slice(length * index // parts, length * (index + 1) // parts)
+def cut(whole: range, parts: int, index: int) -> range:
+    """Return part `index` of N elements: [N*i//parts, N*(i+1)//parts)."""
+    return whole[len(whole) * index // parts : len(whole) * (index + 1) // parts]
 
 
-def channel_slice(elements: int, channels: int, channel: int) -> Slice:
+def channel_slice(elements: int, channels: int, channel: int) -> range:
     """Return the elements of a bucket that `channel` carries."""
-    return cut(elements, channels, channel)
+    return cut(range(elements), channels, channel)
 
 
-def chunk_slice(elements: int, channels: int, channel: int, ranks: int, chunk: int) -> Slice:
+def chunk_slice(elements: int, channels: int, channel: int, ranks: int, chunk: int) -> range:
     """Return the elements of chunk `chunk` of `channel`, within the bucket."""
-    whole = channel_slice(elements, channels, channel)
-    part = cut(len(whole), ranks, chunk)
-    return Slice(whole.start + part.start, whole.start + part.stop)
+    return cut(channel_slice(elements, channels, channel), ranks, chunk)
 
 
 def chunk_sent(ranks: int, rank: int, round_: int) -> int:
@@ -83,11 +70,6 @@ def tagged_chunks(elements: int, channels: int, channel: int, ranks: int, side: 
                 yield Chunk(round_, index, where)
 
 
-def stream_elements(elements: int, channels: int, channel: int, ranks: int, side: int) -> int:
-    """Return the number of elements of one bucket in a boundary's stream on `channel`."""
-    return sum(len(c.where) for c in tagged_chunks(elements, channels, channel, ranks, side))
-
-
 def nic_of(channel: int, side: int, nics: int) -> int:
     """Return the index of the shadow node's NIC that receives stream (side, channel)."""
     return (channel + side) % nics
@@ -113,7 +95,7 @@ class Piece:
 
     offset: int
     bucket: int
-    where: Slice
+    where: range
 
 
 @dataclass(frozen=True)

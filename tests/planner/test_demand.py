@@ -24,6 +24,7 @@ from testbed.followed import followed
 from testbed.jobs import job
 from tests.support.jobs import some_jobs
 from tests.support.planner import LINE, SIZES, demand, model
+from tests.support.shadow.replicas import bytes_of_hold
 from tests.support.shadow.world import World
 
 
@@ -107,7 +108,7 @@ def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None
     setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
     for planned in Demand(here.job, (whole,), setting).nodes:
         real = here.nodes[planned.node].node
-        taken = sum(hold.replica.nbytes + hold.sets.nbytes for hold in real.holds())
+        taken = sum(bytes_of_hold(hold) for hold in real.holds())
         assert taken == pytest.approx(planned.memory.process, rel=0.01)
         assert sum(nic.streams for nic in planned.nics) == sum(len(hold.inlets) for hold in real.holds())
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from checkmate.cli.entry import main
-from checkmate.shadow.calls import fetch as reading
+from checkmate.shadow.calls import transfer as reading
 from checkmate.shadow.receive.buckets import BucketSets
 from checkmate.shadow.replica.blocks import Batch
 from checkmate.shadow.replica.replica import Replica

@@ -14,7 +14,6 @@ import torch
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import open_channel
 from checkmate.shadow.calls import fence as restarting
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.commit import NEVER, Committee
@@ -325,7 +324,7 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
     here = world(nodes=2, ranks=2)
     node = here.nodes[0].node
     here.stop(1)
-    peers = Peers(node, lambda other: open_channel(here.job, other))
+    peers = Peers(node)
     with node.changed:
         node.state.committee = Committee(0, [0, 1], 5, time.monotonic())
     heard = node.state.committee._higher[1]

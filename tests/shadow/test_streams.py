@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from checkmate.shadow import StreamError, connect_stream, tcp_memory_shortfall
 from checkmate.shadow.receive import connect
+from checkmate.shadow.receive.connect import StreamError, connect_stream, tcp_memory_shortfall
 from checkmate.wire import tcp
 from checkmate.wire.tag import HELLO_LENGTH, Hello
 from tests.support.labs.end_hosts import HostPair, inside, needs_root, veth_pair

@@ -18,11 +18,11 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import (
     DTYPES,
     PIECE_BYTES,
+    SeedReader,
     StateError,
     bytes_of,
     dump_generators,
     dumps,
-    from_seeds,
     frozen_states,
     is_frozen_state,
     load_generators,
@@ -80,7 +80,7 @@ def send(parameters: dict[int, tuple[torch.Tensor, dict[str, object]]]) -> list[
 def test_everything_comes_back_bit_for_bit(
     parameters: dict[int, tuple[torch.Tensor, dict[str, object]]],
 ) -> None:
-    reader = from_seeds(send(parameters))
+    reader = SeedReader(send(parameters))
     assert reader.header == header_of(parameters)
     found = reader.all()
     assert list(found) == list(parameters)
@@ -119,7 +119,7 @@ def test_a_message_that_is_lost_doubled_moved_or_changed_is_noticed(
         if damaged[at] == messages[at]:
             return
     with pytest.raises(StateError):
-        from_seeds(damaged).all()
+        SeedReader(damaged).all()
 
 
 def test_pieces_are_small_and_in_order() -> None:
@@ -134,7 +134,7 @@ def test_pieces_are_small_and_in_order() -> None:
 def test_views_and_parameters_are_read_as_they_look() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     parameter = torch.nn.Parameter(base.t())
-    ((_, got, _),) = from_seeds(send({0: (parameter, {})}))
+    ((_, got, _),) = SeedReader(send({0: (parameter, {})}))
     assert torch.equal(got, base.t())
     assert got.is_contiguous()
 
@@ -156,17 +156,17 @@ def test_faults_are_said(change: Callable[[list[pb.Seeds]], list[pb.Seeds]], wor
     tensor = torch.zeros(PIECE_BYTES // 4 + 1)
     messages = send({0: (tensor, {"momentum_buffer": torch.ones(3)})})
     with pytest.raises(StateError, match=words):
-        from_seeds(change(messages)).all()
+        SeedReader(change(messages)).all()
 
 
 def test_a_stranger_is_refused() -> None:
     messages = send({0: (torch.zeros(3), {}), 1: (torch.ones(3), {})})
     messages[0].header.parameters[:] = [0]
     with pytest.raises(StateError, match="parameter 1 was not announced"):
-        from_seeds(messages).all()
+        SeedReader(messages).all()
     messages[0].header.parameters[:] = [0, 1, 2]
     with pytest.raises(StateError, match="wrong checksum"):
-        from_seeds(messages).all()
+        SeedReader(messages).all()
 
 
 def test_what_can_not_be_sent_is_named() -> None:

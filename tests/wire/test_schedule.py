@@ -18,7 +18,6 @@ from checkmate.wire.schedule import (
     cut,
     nic_of,
     side_of,
-    stream_elements,
     stream_layout,
     tagged_chunks,
     tags,
@@ -40,7 +39,7 @@ BUCKETS = buckets_of(ELEMENTS)
 
 @given(length=st.integers(0, 10_000), parts=st.integers(1, 64))
 def test_parts_follow_one_another_and_differ_by_one_at_most(length: int, parts: int) -> None:
-    pieces = [cut(length, parts, index) for index in range(parts)]
+    pieces = [cut(range(length), parts, index) for index in range(parts)]
     assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
     assert pieces[-1].stop == length
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
@@ -104,10 +103,11 @@ def test_every_byte_is_tagged_exactly_once(buckets: list[Bucket], channels: int,
         for channel in range(channels):
             for shadow_id in range(4):
                 layout = stream_layout(buckets, channels, channel, ranks, side=side, shadow_id=shadow_id)
-                elements = [stream_elements(b.elements, channels, channel, ranks, side) for b in buckets]
+                tagged = [tagged_chunks(b.elements, channels, channel, ranks, side) for b in buckets]
                 assert layout.nbytes == sum(
-                    count * bucket.itemsize
-                    for count, bucket in zip(elements, buckets, strict=True)
+                    len(chunk.where) * bucket.itemsize
+                    for chunks, bucket in zip(tagged, buckets, strict=True)
+                    for chunk in chunks
                     if bucket.shadow_id == shadow_id
                 )
                 for piece in layout.pieces:

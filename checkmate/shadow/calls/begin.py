@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_begin, reusable, start_of, warnings
-from checkmate.shadow.logic.hold_state import AHEAD
+from checkmate.shadow.logic.hold_state import AHEAD, HoldState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
 from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong
@@ -31,11 +32,16 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
                 precondition=True,
             )
         old = state.groups.get(request.group)
-        if old is not None and _same(old, request, layout):
+        if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             return warnings(request)
-        holds = _new_holds(node, request, layout, old)
+        kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
+        records = Records(request.ranks, request.first_iteration, request.buffers)
+        if old is not None and kept:
+            records.adopt(old.records.served(request.first_iteration - 1))
+        holds = _new_holds(node, request, layout, kept)
         node.data.update({hold.state: hold for hold in holds})
-        state.begun(_new_group(request, layout, old, holds), node.now())
+        group = ShadowGroup(request, layout, records, [hold.state for hold in holds])
+        state.begun(group, node.now())
     log.info(
         "DP group %d: incarnation %d begins at iteration %d",
         request.group,
@@ -45,49 +51,27 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
     return warnings(request)
 
 
-def _same(old: ShadowGroup, request: pb.BeginRequest, layout: Layout) -> bool:
-    return start_of(old.begin) == start_of(request) and old.layout.fingerprint == layout.fingerprint
-
-
-def _new_holds(node: Node, request: pb.BeginRequest, layout: Layout, old: ShadowGroup | None) -> list[Hold]:
-    """Return the group's holds on this node. Holds that a restart has settled keep their state."""
-    kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
+def _new_holds(
+    node: Node, request: pb.BeginRequest, layout: Layout, kept: Mapping[int, HoldState]
+) -> list[Hold]:
+    """Return the group's holds on this node. Holds that a restart has `kept`, by shard, keep their state."""
+    first, late = request.first_iteration, request.next_iteration > request.first_iteration
+    joined = request.next_iteration + AHEAD if late else first
+    ranks, channels = request.ranks, node.job.channels
     holds = []
     for plan in node.plans:
         if plan.group != request.group:
             continue
         before = kept.get(plan.shard)
         replica = node.data[before].replica if before is not None else _replica(layout, plan, request)
-        hold = _new_hold(node, plan, layout, replica, request)
+        try:
+            hold = Hold(plan, layout, replica, channels=channels, ranks=ranks, first=first, joined=joined)
+        except StreamTooLong as error:
+            raise CallRefused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
         if before is not None:
             hold.state.doubt.past = before.doubt.past
         holds.append(hold)
     return holds
-
-
-def _new_hold(node: Node, plan: HoldPlan, layout: Layout, replica: Replica, request: pb.BeginRequest) -> Hold:
-    late = request.next_iteration > request.first_iteration
-    try:
-        return Hold(
-            plan,
-            layout,
-            replica,
-            channels=node.job.channels,
-            ranks=request.ranks,
-            first=request.first_iteration,
-            joined=request.next_iteration + AHEAD if late else request.first_iteration,
-        )
-    except StreamTooLong as error:
-        raise CallRefused(f"DP group {plan.group}, shard {plan.shard}: {error}") from None
-
-
-def _new_group(
-    request: pb.BeginRequest, layout: Layout, old: ShadowGroup | None, holds: list[Hold]
-) -> ShadowGroup:
-    records = Records(request.ranks, request.first_iteration, request.buffers)
-    if old is not None and reusable(old, request, layout):
-        records.adopt(old.records.served(request.first_iteration - 1))
-    return ShadowGroup(request, layout, records, [hold.state for hold in holds])
 
 
 def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:

@@ -12,8 +12,8 @@ from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.shadow.calls.seed import record
 from checkmate.shadow.calls.status import locked_status, node_status
+from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState

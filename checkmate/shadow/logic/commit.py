@@ -50,24 +50,12 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Higher:
-    """A node with a higher id than ours, as reported by itself."""
+class _Other:
+    """Another node, as reported by itself. If its id is lower than ours, it is `live` if it may decide."""
 
     heard: float
-    progress: Progress | None = None
+    progress: Progress | None = None  # None: unknown
     gone: bool = False
-
-
-@dataclass(slots=True)
-class _Lower:
-    """A node with a lower id than ours, which may decide."""
-
-    heard: float
-    active: bool | None = None  # None: unknown
-    gone: bool = False
-    kept: tuple[Kept, ...] = ()
-    shards: frozenset[Shard] = frozenset()
-    patience: float = PATIENCE
 
 
 @dataclass
@@ -87,9 +75,9 @@ class Committee:
 
     def __post_init__(self) -> None:
         self.mine = Progress(self.incarnation, NEVER, NEVER, False, start=self.start)
-        others = set(self.nodes) - {self.me}
-        self._higher = {node: _Higher(self.began) for node in others if node > self.me}
-        self._lower = {node: _Lower(self.began) for node in others if node < self.me}
+        self._others = {node: _Other(self.began) for node in sorted(self.nodes) if node != self.me}
+        self._lower = {node: other for node, other in self._others.items() if node < self.me}
+        self._higher = {node: other for node, other in self._others.items() if node > self.me}
         self.behind: dict[int, int] = {}
         """If we decide: live nodes that do not count, and the number of committed iterations they lack."""
 
@@ -120,25 +108,25 @@ class Committee:
         patience: float = PATIENCE,
     ) -> None:
         """Process an answer of a node with a lower id."""
-        if node in self._lower:
-            self._lower[node] = _Lower(now, active, False, kept, shards, patience)
+        if other := self._lower.get(node):
+            said = Progress(self.incarnation, step_to, step_to, active, patience, shards, kept)
+            other.heard, other.progress, other.gone = now, said, False
             self.committed = max(self.committed, step_to)
 
     def gone(self, node: int) -> None:
         """Record that a node's process has ended, and its state is lost."""
-        if node in self._lower:
-            self._lower[node].gone = True
-        elif node in self._higher:
-            self._higher[node].gone = True
+        if other := self._others.get(node):
+            other.gone = True
 
     def decider(self, now: float) -> int | None:
         """Return the lowest live id, or `None` if it is not known yet."""
-        for node in sorted(self._lower):
-            other = self._lower[node]
-            if other.gone or now - other.heard > self.silence:
+        for node, other in self._lower.items():
+            if not self._counts(other, now):
                 continue
-            if other.active is not False:
-                return node if other.active else None
+            if other.progress is None:
+                return None
+            if other.progress.live:
+                return node
         return self.me if self.active else None
 
     @property
@@ -156,13 +144,9 @@ class Committee:
         """Return whether no node is live, so that no agreement is needed. Unknown nodes may be live."""
         if self.mine.live:
             return False
-        known: list[tuple[_Higher | _Lower, bool | None]] = [
-            *((other, other.progress.live if other.progress else None) for other in self._higher.values()),
-            *((other, other.active) for other in self._lower.values()),
-        ]
-        return all(
-            other.gone or live is False or (live is None and now - other.heard > self.silence)
-            for other, live in known
+        return not any(
+            self._counts(other, now) if other.progress is None else other.progress.live and not other.gone
+            for other in self._others.values()
         )
 
     def decide(self, now: float) -> int:
@@ -176,7 +160,7 @@ class Committee:
         live = [self.mine]
         for node, other in self._higher.items():
             progress = other.progress
-            if other.gone or now - other.heard > self.silence:
+            if not self._counts(other, now):
                 continue
             if progress is None:
                 return self.committed  # unknown until it reports, or has been silent too long
@@ -195,27 +179,25 @@ class Committee:
         self.committed = target
         return self.committed
 
-    def _silent(self, now: float) -> frozenset[Shard]:
+    def _counts(self, other: _Other, now: float) -> bool:
+        """Return whether a node is neither gone nor silent."""
+        return not other.gone and now - other.heard <= self.silence
+
+    def _silent(self, now: float) -> set[Shard]:
         """Return shards of live nodes that are silent but may still have room in their buffers."""
         found: set[Shard] = set()
-        for lower in self._lower.values():
-            if lower.active and not lower.gone and self.silence < now - lower.heard <= lower.patience:
-                found |= lower.shards
-        for higher in self._higher.values():
-            said = higher.progress
-            if said is None or not said.live or higher.gone:
+        for other in self._others.values():
+            said = other.progress
+            if said is None or not said.live or other.gone:
                 continue
-            if self.silence < now - higher.heard <= said.patience:
+            if self.silence < now - other.heard <= said.patience:
                 found |= said.shards
-        return frozenset(found)
+        return found
 
-    def _level(self, now: float) -> frozenset[Shard]:
+    def _level(self, now: float) -> set[Shard]:
         """Return shards of holds that are not live, but whose state is at the last committed iteration."""
         kept = set(self.mine.kept)
-        for lower in self._lower.values():
-            if not lower.gone and now - lower.heard <= self.silence:
-                kept.update(lower.kept)
-        for higher in self._higher.values():
-            if higher.progress and not higher.gone and now - higher.heard <= self.silence:
-                kept.update(higher.progress.kept)
-        return frozenset(shard for shard, at in kept if at == self.committed)
+        for other in self._others.values():
+            if other.progress and self._counts(other, now):
+                kept.update(other.progress.kept)
+        return {shard for shard, at in kept if at == self.committed}

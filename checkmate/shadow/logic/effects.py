@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkmate.shadow.logic.hold_state import HoldState
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(NamedTuple):
     """Connect all streams of a hold."""
 
     hold: HoldState
-    incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """Close a hold's streams, and open new ones that receive from its `joined` on."""
 
     hold: HoldState
-    incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Empty:
+class Empty(NamedTuple):
     """Discard a hold's parameters and optimizer state."""
 
     hold: HoldState
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """Close a hold for good."""
 
     hold: HoldState
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """End one reservation of an iteration, on all holds."""
 
     iteration: int
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(NamedTuple):
     """Log a message, at a level of `logging`."""
 
     level: int

@@ -96,28 +96,17 @@ def check_job(job: Job, name: str) -> None:
 def in_start(
     group: ShadowGroup | None, number: int, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld
 ) -> ShadowGroup:
-    """Return a group that has begun in the same start as `said`. Raise `CallRefused` if it has not."""
-    if group is None:
-        raise CallRefused(
-            f"DP group {number} has not begun incarnation {said.incarnation} here; none has",
-            precondition=True,
-        )
-    check_start(group.begin, said)
-    return group
-
-
-def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader | pb.PartsHeld) -> None:
-    """Raise `CallRefused` if a record or seeds belong to another start of training than the group's `Begin`.
+    """Return a group that has begun in the same start as `said`. Raise `CallRefused` if it has not.
 
     Neither number is unique: incarnations wrap after 256 starts, and a run continues over restarts.
     """
-    number = begin.group
-    if begin.incarnation != said.incarnation:
+    if group is None or group.begin.incarnation != said.incarnation:
+        others = "none" if group is None else f"incarnation {group.begin.incarnation}"
         raise CallRefused(
-            f"DP group {number} has not begun incarnation {said.incarnation} here; "
-            f"incarnation {begin.incarnation} has",
+            f"DP group {number} has not begun incarnation {said.incarnation} here; {others} has",
             precondition=True,
         )
+    begin = group.begin
     if begin.run != said.run:
         raise CallRefused(
             f"run {said.run or '(unnamed)'}: DP group {number} is in run {begin.run} here, in the same "
@@ -136,6 +125,7 @@ def check_start(begin: pb.BeginRequest, said: pb.RecordPart | pb.SeedHeader | pb
             f"{said.incarnation} and run {said.run}",
             precondition=True,
         )
+    return group
 
 
 def warnings(request: pb.BeginRequest) -> list[str]:

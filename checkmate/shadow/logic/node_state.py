@@ -81,7 +81,7 @@ class NodeState:
             self.start = start
             self.committee = self._new_committee(group.begin.incarnation, group.begin.start, now)
         self.phase = Phase.OPEN
-        self._effects += [Connect(hold, group.begin.incarnation) for hold in group.holds]
+        self._effects += [Connect(hold) for hold in group.holds]
 
     @property
     def fenced(self) -> bool:
@@ -275,7 +275,7 @@ class NodeState:
         """Join a hold some iterations ahead. Return that iteration."""
         iteration = hold.joinable(group.newest)
         hold.join(iteration)
-        self._effects.append(Join(hold, group.begin.incarnation))
+        self._effects.append(Join(hold))
         return iteration
 
     def _join_again(self, group: ShadowGroup, hold: HoldState, lost: str) -> None:

@@ -42,8 +42,3 @@ class BucketSets:
     def room(self, iteration: int, bucket: int, start: int, stop: int) -> memoryview:
         """Return writable bytes [start, stop) of a bucket."""
         return self._bytes[iteration % SETS][bucket][start:stop]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of both sets, in bytes."""
-        return sum(len(view) for views in self._bytes for view in views.values())

@@ -45,18 +45,13 @@ class Connector:
         self._pauses: dict[StreamPlan, float] = {}
         """Seconds to wait before the next attempt."""
 
-    def connect(self, inlet: Inlet, incarnation: int) -> None:
-        """Start to connect a stream at the inlet's position. Not thread-safe."""
-        self._pauses.pop(inlet.plan, None)
-        self._start(inlet, incarnation)
+    def connect(self, inlet: Inlet, incarnation: int, *, again: bool = False) -> None:
+        """Start to connect a stream at the inlet's position. Not thread-safe.
 
-    def connect_again(self, inlet: Inlet, incarnation: int) -> None:
-        """Start to reconnect a broken stream, after a growing pause if it breaks often. Not thread-safe."""
-        if time.monotonic() - self._attached.get(inlet.plan, 0.0) > _STEADY:
+        `again` if the connection broke: after a growing pause if this happens often.
+        """
+        if not again or time.monotonic() - self._attached.get(inlet.plan, 0.0) > _STEADY:
             self._pauses.pop(inlet.plan, None)
-        self._start(inlet, incarnation)
-
-    def _start(self, inlet: Inlet, incarnation: int) -> None:
         self._turns[inlet.plan]  # creates it, so that threads need not
         name = f"connect {inlet.plan}"
         threading.Thread(target=self._connect, args=(inlet, incarnation), name=name, daemon=True).start()

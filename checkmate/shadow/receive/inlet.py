@@ -59,17 +59,13 @@ class Inlet:
         self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
         """The last iterations, each with the arrival times of its first and last byte."""
         self._lock = OrderedLock("inlet")
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """Whether we have closed it, so that nothing more is written into the buckets."""
-        return self._closed
 
     @property
     def connected(self) -> bool:
         """Whether the switch sends it copies, as far as is known."""
-        return self.socket is not None and self.broken is None and not self._closed
+        return self.socket is not None and self.broken is None and not self.closed
 
     @property
     def whole(self) -> int | None:
@@ -80,7 +76,7 @@ class Inlet:
         """Take over a socket connected at `position`. Return false if the inlet is closed."""
         sock.setblocking(False)
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return False
             self.socket, self.broken = sock, None
             return True
@@ -88,7 +84,7 @@ class Inlet:
     def close(self) -> None:
         """Stop writing into the buckets before this returns. The reader closes the socket."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             if self.socket is not None:
                 with contextlib.suppress(OSError):  # no longer connected
                     self.socket.shutdown(socket.SHUT_RDWR)
@@ -100,7 +96,7 @@ class Inlet:
     def take(self) -> Took:
         """Read available data, for one turn at most."""
         with self._lock:
-            if self._closed or self.socket is None:
+            if self.closed or self.socket is None:
                 return Took.ENDED
             return self._take(self.socket)
 

@@ -59,10 +59,7 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
     nics = [nic.ip for nic in node.nics]
     stubs = {s.name: (str(s.stub.ip), s.stub.port) for s in job.fabric.switches}
     of_hold: dict[tuple[int, int], list[StreamPlan]] = {}
-    holders: dict[tuple[int, int], set[int]] = {}
     for stream in boundaries.streams(job):
-        key = (stream.boundary.group, stream.shadow_id)
-        holders.setdefault(key, set()).add(stream.node.id)
         if stream.node.id == node_id:
             plan = StreamPlan(
                 group=stream.boundary.group,
@@ -73,10 +70,14 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
                 nic_ip=str(stream.nic.ip),
                 stub=stubs[stream.boundary.switch],
             )
-            of_hold.setdefault(key, []).append(plan)
+            of_hold.setdefault((plan.group, plan.shard), []).append(plan)
+    holders = {
+        key: {job.holder(*key, replication_id).id for replication_id in range(1, job.replicas + 1)}
+        for key in of_hold
+    }
     return tuple(
-        HoldPlan(group, shard, tuple(sorted(holders[group, shard] - {node_id})), tuple(plans))
-        for (group, shard), plans in sorted(of_hold.items())
+        HoldPlan(*key, tuple(sorted(holders[key] - {node_id})), tuple(plans))
+        for key, plans in sorted(of_hold.items())
     )
 
 

@@ -29,7 +29,6 @@ class Reader:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._lock = OrderedLock("reader")
-        self._new: list[Inlet] = []
         self._inlets: dict[int, Inlet] = {}
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -38,8 +37,9 @@ class Reader:
     def add(self, inlet: Inlet) -> None:
         """Start to read a stream, which has its socket already."""
         with self._lock:
-            self._new.append(inlet)
-        self.wake()
+            if inlet.socket is not None and not self._ended:
+                self._epoll.register(inlet.socket, select.EPOLLIN)
+                self._inlets[inlet.socket.fileno()] = inlet
 
     def wake(self) -> None:
         """Look at all streams, because a set of buckets was released or a stream was closed."""
@@ -69,12 +69,6 @@ class Reader:
 
     def _look_again(self) -> None:
         os.eventfd_read(self._wake)
-        with self._lock:
-            new, self._new = self._new, []
-        for inlet in new:
-            if inlet.socket is not None:
-                self._inlets[inlet.socket.fileno()] = inlet
-                self._epoll.register(inlet.socket, select.EPOLLIN)
         for inlet in list(self._inlets.values()):
             if inlet.paused or inlet.closed:
                 self._turn(inlet)
@@ -85,15 +79,12 @@ class Reader:
         self.bytes += inlet.received - received
         if inlet.iteration != iteration:
             self._on_iteration()
-        match took:
-            case Took.ENDED:
-                self._drop(inlet)
-                if not inlet.closed:
-                    self._on_broken(inlet)
-            case Took.PAUSED:
-                self._pause(inlet, True)
-            case Took.MORE:
-                self._pause(inlet, False)
+        if took is not Took.ENDED:
+            self._pause(inlet, took is Took.PAUSED)
+            return
+        self._drop(inlet)
+        if not inlet.closed:
+            self._on_broken(inlet)
 
     def _pause(self, inlet: Inlet, paused: bool) -> None:
         """Pause or resume a stream. A paused one is edge-triggered, or a broken connection would spin."""

@@ -183,12 +183,10 @@ def _torch_set(threads: int, default: torch.dtype) -> Iterator[None]:
     before = torch.get_num_threads(), torch.get_default_dtype()
     if threads not in (0, before[0]):
         torch.set_num_threads(threads)
-    if default != before[1]:
-        torch.set_default_dtype(default)
+    torch.set_default_dtype(default)
     try:
         yield
     finally:
         if torch.get_num_threads() != before[0]:
             torch.set_num_threads(before[0])
-        if default != before[1]:
-            torch.set_default_dtype(before[1])
+        torch.set_default_dtype(before[1])

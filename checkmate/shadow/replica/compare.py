@@ -6,13 +6,13 @@ Whatever differs is suspect, even after it has been reseeded, until it is found 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.replica.held import Held
 from checkmate.state import bytes_of, to_number
-from checkmate.wire.layout import Parameter
 
 CLOSE_ENOUGH: Final[Mapping[torch.dtype, tuple[float, float]]] = {
     torch.float64: (1e-8, 1e-10),
@@ -28,16 +28,6 @@ STEPS_TO_TRUST: Final = 2
 
 Compared = tuple[int, str]
 """A parameter and an entry of its optimizer state; an empty entry is the parameter itself."""
-
-
-class Holding(Protocol):
-    """A parameter as a replica holds it."""
-
-    parameter: Parameter
-
-    def entry(self, name: str) -> object:
-        """Return the parameter (empty name) or an entry of its state. Raise `KeyError` if there is none."""
-        ...
 
 
 class Comparison:
@@ -68,9 +58,7 @@ class Comparison:
         for what in [(n, entry) for n, entry in self.suspects if n == number and entry not in ("", *entries)]:
             del self.suspects[what]  # the trainers no longer have it
 
-    def compare(
-        self, iteration: int, slices: Sequence[pb.Slice], held: Mapping[int, Holding]
-    ) -> Iterator[str]:
+    def compare(self, iteration: int, slices: Sequence[pb.Slice], held: Mapping[int, Held]) -> Iterator[str]:
         """Compare `held`, at `iteration`, with the trainers' slices. Yield a message per difference."""
         for one in slices:
             ours, what = held.get(one.parameter), (one.parameter, one.state)
@@ -106,7 +94,7 @@ class Comparison:
         else:
             del self.suspects[what]
 
-    def _same(self, ours: Holding, one: pb.Slice) -> bool:
+    def _same(self, ours: Held, one: pb.Slice) -> bool:
         try:
             value = ours.entry(one.state)
         except KeyError:

@@ -122,11 +122,6 @@ class Held:
                     view.copy_(value)
                 piece.views[name] = state[name] = view
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter and its state, without scalars."""
-        return sum(tensor.nbytes for tensor in (self.tensor, *self.whole.values()))
-
     def _by_element(self, value: object) -> bool:
         return bool(self.parameter.shape) and _like(value, self.tensor)
 

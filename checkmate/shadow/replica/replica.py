@@ -80,25 +80,6 @@ class Replica:
         self._moving: set[int] = set()
         self._kept: dict[int, _Kept] = {}
 
-    @property
-    def iteration(self) -> int | None:
-        """Iteration of all parameters, or `None` if they differ or some are not seeded."""
-        found = {self.at.get(number) for number in self.numbers}
-        return found.pop() if len(found) == 1 else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of parameters and optimizer state, copies for readers included."""
-        with self._lock:
-            copies = [copy for kept in self._kept.values() for copy in kept.copies.values()]
-            own = sum(held.nbytes for held in self._held.values())
-        return own + sum(
-            value.nbytes
-            for tensor, state in copies
-            for value in (tensor, *state.values())
-            if isinstance(value, torch.Tensor)
-        )
-
     def load(self, parameter: int, tensor: torch.Tensor, state: State, iteration: int) -> None:
         """Seed a parameter with its state after `iteration`. Takes over both, without a copy.
 

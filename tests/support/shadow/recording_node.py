@@ -14,7 +14,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
 from checkmate.shadow.inbox import Inbox
-from checkmate.state import from_seeds
+from checkmate.state import SeedReader
 
 SECONDS = 20.0
 """Longer than any wait in tests."""
@@ -84,7 +84,7 @@ class RecordingNode(rpc.ShadowServicer):
         return pb.RecordReply(iteration=part.iteration, wanted=wanted)
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
-        reader = from_seeds(request_iterator)
+        reader = SeedReader(request_iterator)
         self.seeds.append((reader.header, dict(reader.all())))
         return pb.SeedReply(again=self.again(reader.header))
 

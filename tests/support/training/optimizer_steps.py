@@ -15,6 +15,7 @@ from checkmate.shadow.replica.replica import Replica
 from checkmate.state import bytes_of, dtype_name, to_held
 from checkmate.training.record.windows import Window, to_message
 from checkmate.wire.layout import Parameter, make_layout
+from tests.support.shadow.replicas import iteration_of
 
 SHAPES: list[tuple[int, ...]] = [(40, 30), (), (1,), (7,), (300,), (13, 5, 3), (1000,), (36, 36)]
 State = dict[int, tuple[torch.Tensor, dict[str, object]]]
@@ -150,7 +151,7 @@ def follow(trainer: Trainer, replicas: list[Replica], gradients: Mapping[int, to
     step = trainer.update()
     for replica in replicas:
         assert replica.step(trainer.iteration, buckets_of(gradients, replica), step) == []
-        assert replica.iteration == trainer.iteration
+        assert iteration_of(replica) == trainer.iteration
         assert_same(read(replica, trainer.iteration), trainer.state(), replica.numbers)
 
 

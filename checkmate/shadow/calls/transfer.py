@@ -1,4 +1,7 @@
-"""`Reserve`, `Release` and `Fetch`: reading an iteration's state while training continues or is fenced."""
+"""State that comes and goes: step records, `Seed`, `Reserve`, `Release` and `Fetch` (design, section 7).
+
+Seeds and records come from trainers. An iteration's state is read while training continues or is fenced.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,54 @@ from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.node import Node
 from checkmate.shadow.replica.replica import Replica
+
+ASKED_SECONDS = 5.0
+"""Interval between requests for seeds."""
+
+
+def seed(node: Node, seeds: state.SeedReader) -> list[int]:
+    """Load seeds. Return late parameters, which must be sent again. Raise `StateError` or `CallRefused`."""
+    header = seeds.header
+    with node.changed:
+        group = node.state.group(header.shard.group, header)
+        hold = group.hold(header.shard.shard)
+    late = node.load(hold, header.iteration, seeds.all())
+    with node.moving():
+        group.records.adopt(header.record)
+    return late
+
+
+def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
+    """Add a rank's part of a step record. Return the reply, with requests for seeds, if one is wanted."""
+    with node.moving() as moved:
+        group = moved.group(part.group, part)
+        group.records.add(part, node.now())
+    if not answer:
+        return None
+    with node.changed:
+        return _reply(group, part, node.now())
+
+
+def _reply(group: ShadowGroup, part: pb.RecordPart, now: float) -> pb.RecordReply:
+    wanted = [
+        pb.SeedWanted(shard=hold.plan.shard, parameters=numbers)
+        for hold in group.holds
+        if hold.plan.shard % group.begin.ranks == part.position and (numbers := _to_ask(hold, now))
+    ]
+    reply = pb.RecordReply(iteration=part.iteration, wanted=wanted)
+    if part.position == 0:  # it reports to the user
+        reply.trouble = "; ".join(f"{hold}: {hold.trouble}" for hold in group.holds if hold.doubtful)
+        reply.buffers = group.records.take_wants_buffers()
+        reply.suspects.extend(one for hold in group.holds for one in hold.suspects)
+    return reply
+
+
+def _to_ask(hold: HoldState, now: float) -> list[int]:
+    """Return the parameters to request from trainers, unless another holder provides them."""
+    if not hold.wants_seeds or hold.from_holder or now - hold.asked < ASKED_SECONDS:
+        return []
+    hold.asked = now
+    return hold.wanted()
 
 
 def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveReply:
@@ -41,8 +92,8 @@ def _reserve_all(node: Node, holds: Sequence[HoldState], iteration: int) -> bool
 def release(node: Node, job: str, iteration: int) -> None:
     """End one reservation of an iteration."""
     check_job(node.job, job)
-    with node.moving() as state:
-        state.release(iteration)
+    with node.moving() as moved:
+        moved.release(iteration)
 
 
 def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.Seeds]:
@@ -57,7 +108,7 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if group is None:
             raise CallRefused(f"DP group {request.shard.group} has not begun here", precondition=True)
         hold = group.hold(request.shard.shard)
-        data = node.data[hold]
+        replica = node.data[hold].replica
         if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
         node.wait_for(lambda: _kept(hold, iteration) or iteration not in reserved, timeout)
@@ -68,7 +119,7 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if hold.doubt.covers(iteration):
             raise _refused(hold, f"its iteration {iteration} was found doubtful later")
         header = _header(node, group, hold, request)
-    return state.to_seeds(header, data.read(iteration, request.parameters))
+    return state.to_seeds(header, replica.read(iteration, request.parameters))
 
 
 def _kept(hold: HoldState, iteration: int) -> bool:

@@ -1,0 +1,28 @@
+"""Measures of replicas that only tests need."""
+
+from __future__ import annotations
+
+import torch
+
+from checkmate.shadow.hold import Hold
+from checkmate.shadow.replica.replica import Replica
+
+
+def iteration_of(replica: Replica) -> int | None:
+    """Return the iteration of all parameters, or `None` if they differ or some are not seeded."""
+    found = {replica.at.get(number) for number in replica.numbers}
+    return found.pop() if len(found) == 1 else None
+
+
+def bytes_of_replica(replica: Replica) -> int:
+    """Return the bytes of parameters and optimizer state, without scalars, copies for readers included."""
+    held = [tensor for one in replica._held.values() for tensor in (one.tensor, *one.whole.values())]
+    copies = [copy for kept in replica._kept.values() for copy in kept.copies.values()]
+    values = [value for tensor, state in copies for value in (tensor, *state.values())]
+    return sum(tensor.nbytes for tensor in (*held, *values) if isinstance(tensor, torch.Tensor))
+
+
+def bytes_of_hold(hold: Hold) -> int:
+    """Return the bytes of a hold's replica and buckets."""
+    buckets = [bucket for one in hold.sets.tensors for bucket in one.values()]
+    return bytes_of_replica(hold.replica) + sum(bucket.nbytes for bucket in buckets)
