@@ -27,8 +27,9 @@ from checkmate.training.gradients.wiring import connect
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
+from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
-from checkmate.training.record.recorder import PendingFault, Recorder, Watched
+from checkmate.training.record.recorder import PendingFault, Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
 from checkmate.training.start.followers import Followers

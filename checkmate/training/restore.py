@@ -17,7 +17,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training.checks import check_script
-from checkmate.training.record.recorder import Watched
+from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import FetchError, WantedShards, fetch

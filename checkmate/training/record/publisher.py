@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
-from checkmate.training.record.recorder import Noted
+from checkmate.training.record.capture import Noted
 from checkmate.training.record.windows import to_message
 
 _log: Final = logging.getLogger("checkmate")
@@ -49,6 +49,7 @@ class Author:
 
 def to_part(author: Author, noted: Noted) -> pb.RecordPart:
     """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored."""
+    captured = noted.captured
     part = pb.RecordPart(
         job=author.job,
         incarnation=author.incarnation,
@@ -57,8 +58,8 @@ def to_part(author: Author, noted: Noted) -> pb.RecordPart:
         group=author.group,
         position=author.position,
         iteration=noted.iteration,
-        rng=state.dump_generators(noted.rng),
-        extra=b"" if noted.extra is None else state.dumps(noted.extra),
+        rng=state.dump_generators(captured.rng),
+        extra=b"" if captured.extra is None else state.dumps(captured.extra),
     )
     if noted.buffers:
         part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()}, known=True)
@@ -71,16 +72,17 @@ def to_part(author: Author, noted: Noted) -> pb.RecordPart:
 
 
 def _step(noted: Noted) -> pb.Step:
+    captured = noted.captured
     step = pb.Step(
         skipped=noted.skipped(),
         last=noted.last,
         options=noted.options,
-        next_options=noted.next_options,
+        next_options=captured.next_options,
         without_gradient=noted.without_gradient,
         beginnings=noted.beginnings,
-        scheduler=b"" if noted.scheduler is None else state.dumps(noted.scheduler),
-        scheduler_class=noted.scheduler_class,
-        scaler=b"" if noted.scaler is None else state.dumps(noted.scaler),
+        scheduler=b"" if captured.scheduler is None else state.dumps(captured.scheduler),
+        scheduler_class=captured.scheduler_class,
+        scaler=b"" if captured.scaler is None else state.dumps(captured.scaler),
         slices=[to_message(window, later()) for window, later in noted.slices],
     )
     for scaled in noted.scaled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,15 +20,12 @@ from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record import clip
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, Watched
+from checkmate.training.record.capture import Capture, Noted, Scaled, Watched
 from checkmate.training.record.drift import DriftWatch
-from checkmate.training.record.noted import Noted, Scaled
 from checkmate.training.record.scaler import ScalerWatch
 from checkmate.training.record.scheduler import SchedulerWatch
 from checkmate.training.record.step_checks import StepChecks, check_even
 from checkmate.training.record.windows import Slices
-
-__all__ = ["Noted", "PendingFault", "Recorder", "RefusedError", "Scaled", "Watched"]
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -119,9 +117,8 @@ class Recorder:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         if self._open is not None:
             self._finish(self._open)
-        end = self._capture.take()  # in case the iteration gets neither a step nor a mark
-        self._open = Noted(iteration, self._stream_ends(iteration), end.rng, end.extra)
-        self._open.ends_with(end)
+        captured = self._capture.take()  # in case the iteration gets neither a step nor a mark
+        self._open = Noted(iteration, self._stream_ends(iteration), captured)
         self._checks.gradients.start()
 
     def marks(self) -> None:
@@ -154,7 +151,7 @@ class Recorder:
             if self._marking and not noted.marked:
                 self.mark()
             if last and noted.left:  # whoever resumes makes that loop's iterator again
-                noted.rng = {**noted.rng, "in_loop": True}
+                noted.captured = replace(noted.captured, rng={**noted.captured.rng, "in_loop": True})
             self._finish(noted)
         self._open = None
         self._checks.gradients.forget()
@@ -242,11 +239,10 @@ class Recorder:
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
-        end = self._capture.take(in_loop=in_loop)
-        noted.ends_with(end)
+        noted.captured = self._capture.take(in_loop=in_loop)
         noted.buffers = self._capture.buffers(noted.buffers)
         if self._drift is not None:
-            self._drift.note(end)
+            self._drift.note(noted.captured)
 
     def _finish(self, noted: Noted) -> None:
         self._open = None

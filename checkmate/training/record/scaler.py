@@ -35,7 +35,6 @@ class ScalerWatch:
         self._optimizer = optimizer
         self._listener = listener
         self._unscale, self._step, self._update = scaler.unscale_, scaler.step, scaler.update
-        self._unscaled = False
         scaler.unscale_, scaler.step, scaler.update = self.unscale_, self.step, self.update
 
     def remove(self) -> None:
@@ -50,29 +49,24 @@ class ScalerWatch:
         self._listener.check_gradients()
         factor = self._scaler._scale.double().reciprocal().float()  # as GradScaler computes it
         self._unscale(optimizer)
-        self._unscaled = True
         self._listener.scaled(pb.Scaling.UNSCALE, factor)
 
-    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> float | None:
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
         """Call `GradScaler.step` and note it. A fused optimizer unscales and skips by itself."""
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
-            return self._passed(self._step(optimizer, *arguments, **keywords))
+            return self._step(optimizer, *arguments, **keywords)
         # From the scaler, because a script may unscale and then not step.
-        self._unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
         scale = self._scaler._scale.clone()
         result = self._step(optimizer, *arguments, **keywords)
-        if not self._unscaled:
+        if not unscaled:
             self._listener.scaled(pb.Scaling.FUSED, scale)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         # Cloned because update() adds other optimizers' findings to the first of these.
         self._listener.scaler_stepped([one.clone() for one in found.values()])
-        return self._passed(result)
+        return result
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
         """Call `GradScaler.update` and note it."""
         self._update(*arguments, **keywords)
         self._listener.moved_on()
-
-    @staticmethod
-    def _passed(result: Any) -> float | None:
-        return None if result is None else float(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ SLICE_BYTES: Final = 64 * 1024
 WINDOW_BYTES: Final = 1024
 """A window counts as at least this many bytes, because even a small copy costs time."""
 
-Copy = Callable[[], object]
+Copy = Callable[[], Any]
 """Returns a window's earlier content: a flat tensor on the CPU, once it has arrived, or a number."""
 
 Entry = tuple[str, int, int]

@@ -14,7 +14,7 @@ from checkmate.consolidate import disk, kept
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record import rng
-from checkmate.training.record.recorder import Watched
+from checkmate.training.record.capture import Watched
 from checkmate.training.start.fits import check_ranks, check_scaler, check_scheduler
 from checkmate.training.start.install import InstallError, install_buffers, load_optimizer
 from checkmate.training.start.membership import Membership, trained

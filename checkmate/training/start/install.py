@@ -13,7 +13,7 @@ from checkmate import state
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record import rng
-from checkmate.training.record.recorder import Watched
+from checkmate.training.record.capture import Watched
 from checkmate.training.start.formats import lay_out_state
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]

@@ -14,8 +14,9 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers, kept_beside
+from checkmate.training.record.capture import Noted, Watched
 from checkmate.training.record.publisher import Author, to_part
-from checkmate.training.record.recorder import Noted, PendingFault, Recorder, Watched
+from checkmate.training.record.recorder import PendingFault, Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
 

@@ -27,8 +27,9 @@ from checkmate.training import restore
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.loop import resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, state_names
+from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Author, to_part
-from checkmate.training.record.recorder import PendingFault, Recorder, Watched
+from checkmate.training.record.recorder import PendingFault, Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import plan_new_run
