@@ -34,6 +34,7 @@ from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
 from checkmate.training.start.followers import Followers
 from checkmate.training.start.formats import lay_out_state
+from checkmate.training.start.install import own_buffers
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.opening import Opening
 from checkmate.training.start.standing import ModelStanding, Start
@@ -181,7 +182,8 @@ def _buffers(
         return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(trained)), everything=True)
     if synchronised(ddp):
         return None
-    return Buffers(lambda: kept_beside(ddp), everything=False, changed=start.own_buffers)
+    changed = own_buffers(start.record, place.position)
+    return Buffers(lambda: kept_beside(ddp), everything=False, changed=changed)
 
 
 class Protection:

@@ -28,7 +28,7 @@ from checkmate.training.start.install import (
     install_optimizer,
     install_parameters,
     install_record,
-    own_buffers,
+    part_of,
 )
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.standing import ModelStanding, Start
@@ -198,8 +198,7 @@ def _from_disk(
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
     if older:
         _log_once(place, f"older checkpoints were not used: {found.passed_over}")
-    own = own_buffers(record, place.position)
-    return Start(plan, record.iteration + 1, record=record, own_buffers=own), extra
+    return Start(plan, record.iteration + 1, record=record), extra
 
 
 def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
@@ -217,12 +216,9 @@ def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start,
     check_record(got.record, watched, place)
     states = {n: from_held(got.layout.parameters[n], *values) for n, values in got.states.items()}
     install_parameters(parameters, states)
-    options = next(
-        (list(part.step.next_options) for part in got.record.parts if part.position == 0),
-        [group.options for group in got.optimizer.groups],
-    )
+    given = [group.options for group in got.optimizer.groups]
+    options = part_of(got.record, 0).step.next_options or given
     install_optimizer(watched.optimizer, numbers, states, options, got.record)
     start.keep = got.same_buckets
     start.record = got.record
-    start.own_buffers = own_buffers(got.record, place.position)
     return install_record(watched, got.record, place.position)

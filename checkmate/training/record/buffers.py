@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -107,7 +107,7 @@ class Buffers:
         find: Find,
         *,
         everything: bool,
-        changed: Sequence[str] = (),
+        changed: Iterable[str] = (),
     ) -> None:
         """Look at the buffers for the first time.
 

@@ -35,6 +35,7 @@ class ScalerWatch:
         self._optimizer = optimizer
         self._listener = listener
         self._unscale, self._step, self._update = scaler.unscale_, scaler.step, scaler.update
+        self._unscaled = False
         scaler.unscale_, scaler.step, scaler.update = self.unscale_, self.step, self.update
 
     def remove(self) -> None:
@@ -49,6 +50,7 @@ class ScalerWatch:
         self._listener.check_gradients()
         factor = self._scaler._scale.double().reciprocal().float()  # as GradScaler computes it
         self._unscale(optimizer)
+        self._unscaled = True
         self._listener.scaled(pb.Scaling.UNSCALE, factor)
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
@@ -56,10 +58,10 @@ class ScalerWatch:
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
             return self._step(optimizer, *arguments, **keywords)
         # From the scaler, because a script may unscale and then not step.
-        unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+        self._unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
         scale = self._scaler._scale.clone()
         result = self._step(optimizer, *arguments, **keywords)
-        if not unscaled:
+        if not self._unscaled:
             self._listener.scaled(pb.Scaling.FUSED, scale)
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         # Cloned because update() adds other optimizers' findings to the first of these.

@@ -9,7 +9,7 @@ from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.scheduler import class_of
-from checkmate.training.start.install import InstallError
+from checkmate.training.start.install import InstallError, part_of
 from checkmate.training.start.membership import Membership
 from checkmate.wording import counted
 
@@ -25,7 +25,7 @@ def check_record(record: pb.IterationRecord, watched: Watched, place: Membership
     if not record.parts:
         return
     check_ranks(len(record.parts), place)
-    step = next((part.step for part in record.parts if part.position == 0), pb.Step())
+    step = part_of(record, 0).step
     scheduler, scaler = (state.loads(data) if data else None for data in (step.scheduler, step.scaler))
     check_scheduler(watched.scheduler, scheduler, step.scheduler_class)
     check_scaler(watched.scaler, scaler)

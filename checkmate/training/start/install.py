@@ -118,17 +118,11 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     Returns:
         This rank's `extra`, or `None`.
     """
-    parts = {part.position: part for part in record.parts}
+    own, step = part_of(record, position), part_of(record, 0).step
     buffers = {name: state.loads(data) for name, data in record.buffers.items()}
-    own, first = parts.get(position), parts.get(0)
-    if own is not None and own.buffers:
-        buffers |= state.loads(own.buffers)
-    install_buffers(watched.ddp, buffers)
-    if first is not None:
-        _load(watched.scheduler, "scheduler", first.step.scheduler)
-        _load(watched.scaler, "scaler", first.step.scaler)
-    if own is None:
-        return None
+    install_buffers(watched.ddp, buffers | own_buffers(record, position))
+    _load(watched.scheduler, "scheduler", step.scheduler)
+    _load(watched.scaler, "scaler", step.scaler)
     if own.rng:
         rng.install(state.load_generators(own.rng))
     return state.loads(own.extra) if own.extra else None
@@ -147,9 +141,12 @@ def _load(thing: Any, name: str, data: bytes) -> None:
         ) from error
 
 
-def own_buffers(record: pb.IterationRecord, position: int) -> list[str]:
-    """Return the names of the buffers in this rank's part."""
-    for part in record.parts:
-        if part.position == position and part.buffers:
-            return list(state.loads(part.buffers))
-    return []
+def own_buffers(record: pb.IterationRecord, position: int) -> dict[str, torch.Tensor]:
+    """Return the buffers in a rank's part."""
+    data = part_of(record, position).buffers
+    return state.loads(data) if data else {}
+
+
+def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
+    """Return a rank's part, which is empty if the record lacks it."""
+    return next((part for part in record.parts if part.position == position), pb.RecordPart())
