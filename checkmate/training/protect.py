@@ -32,11 +32,10 @@ from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import PendingFault, Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
-from checkmate.training.start.followers import Followers
+from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.formats import lay_out_state
 from checkmate.training.start.install import own_buffers
 from checkmate.training.start.membership import Membership
-from checkmate.training.start.opening import Opening
 from checkmate.training.start.standing import ModelStanding, Start
 from checkmate.wire.layout import Layout
 
