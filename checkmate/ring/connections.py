@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire import tag, tcp
@@ -133,9 +132,7 @@ class Ring:
     def __enter__(self) -> Ring:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _sockets(self) -> list[socket.socket]:

@@ -11,8 +11,7 @@ import time
 from collections import deque
 
 from checkmate.tagger.errors import TaggerError
-from checkmate.tagger.program import Tagger
-from checkmate.tagger.state import RANGES, SocketState
+from checkmate.tagger.program import RANGES, SocketState, Tagger
 from checkmate.wire import tag, tcp
 
 CHUNK_MAX = (1 << 31) - 1
