@@ -15,8 +15,7 @@ import torch
 
 from checkmate import state
 from checkmate.nodes.headers import Asked, check_header
-from checkmate.nodes.shards import Shard
-from checkmate.nodes.standing import lacking
+from checkmate.nodes.standing import Shard, lacking
 from checkmate.nodes.stubs import Stubs, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub

@@ -29,7 +29,7 @@ from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
-from checkmate.training.record.recorder import PendingFault, Recorder
+from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
 from checkmate.training.start.followers import Followers, Opening
@@ -95,7 +95,11 @@ def protect(
     check_ddp(ddp)
     check_script(watched)
     check_kept(watched)
-    layout, spec = _describe(place, watched)
+    names = membership.trained(ddp)
+    layout = membership.lay_out(ddp, place.shards)
+    spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
+    check_all_stepped(spec, list(names))
+    lay_out_state(optimizer)
     with ExitStack() as undo:
         stubs = Stubs(place.job)
         undo.callback(stubs.close)
@@ -103,16 +107,6 @@ def protect(
         standing.hold()
         undo.callback(standing.release)
         return _assemble(place, watched, layout, spec, stubs, start, deadline, undo)
-
-
-def _describe(place: Membership, watched: Watched) -> tuple[Layout, pb.OptimizerSpec]:
-    """Return the description of model and optimizer for shadow nodes, after checking that they can follow."""
-    names = membership.trained(watched.ddp)
-    layout = membership.lay_out(watched.ddp, place.shards)
-    spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
-    check_all_stepped(spec, list(names))
-    lay_out_state(watched.optimizer)
-    return layout, spec
 
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
@@ -142,17 +136,13 @@ def _assemble(
     ring = connect(place, layout, start, undo)
     hook = GradientHook(watched.ddp, layout, parameters, ring, start.next_iteration)
     undo.callback(hook.close)
-    steps, buffers, fault = (
-        StepExclusion(start.next_iteration),
-        _buffers(place, watched, parameters, start),
-        PendingFault(),
-    )
+    steps, buffers = StepExclusion(start.next_iteration), _buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), slices)
     undo.callback(followers.close)
-    publisher = Publisher(opening.author(), followers.lines, hook.passed, fault.set)
+    publisher = Publisher(opening.author(), followers.lines, hook.passed)
     undo.callback(publisher.close, 0.0)
     recorder = Recorder(
         watched,
@@ -160,7 +150,6 @@ def _assemble(
         steps,
         publisher.put,
         hook.stream_ends,
-        fault,
         slices=slices,
         buffers=buffers,
         await_departed=publisher.await_departed,

@@ -104,7 +104,8 @@ class GradientHook:
                 undo.callback(self._stagings[device].close)
             self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
             self._finisher.start()
-            undo.callback(self._end_finisher)
+            undo.callback(self._finisher.join)
+            undo.callback(self._reduced.put, None)
             self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
             undo.callback(self._allreduce.close)
             self._undo = undo.pop_all()
@@ -155,10 +156,6 @@ class GradientHook:
     def close(self) -> None:
         """End the threads. A reduction in progress fails and breaks the ring, which the caller closes."""
         self._undo.close()
-
-    def _end_finisher(self) -> None:
-        self._reduced.put(None)
-        self._finisher.join()
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.

@@ -103,12 +103,11 @@ class Publisher:
         author: Author,
         sinks: Sequence[RecordSink],
         passed: Callable[[Mapping[tuple[int, int], int]], bool],
-        on_fault: Callable[[Exception], None],
     ) -> None:
         self._author = author
         self._sinks = sinks
         self._passed = passed
-        self._on_fault = on_fault
+        self._error: Exception | None = None  # of the thread
         self.newest: int | None = None
         """The last iteration published."""
         self._put = -1
@@ -126,9 +125,11 @@ class Publisher:
     def await_departed(self) -> None:
         """Wait until all iterations put have left this process, so that its death does not lose any.
 
-        This blocks only if iterations take just a few milliseconds. For a node that does not accept records
-        it waits `DEPARTURE_SECONDS` once.
+        If an iteration could not be published, raise the error. This blocks only if iterations take just a
+        few milliseconds. For a node that does not accept records it waits `DEPARTURE_SECONDS` once.
         """
+        if self._error is not None:
+            raise self._error
         deadline = time.monotonic() + DEPARTURE_SECONDS
         while self._behind(self._put):
             if self._ended.is_set() or not self._thread.is_alive():
@@ -165,7 +166,7 @@ class Publisher:
                 if not self._await_passed(noted):
                     return
             except Exception as error:  # noqa: BLE001 - the training thread raises it
-                self._on_fault(error)
+                self._error = error
                 return
             for sink in self._sinks:
                 sink.send(noted.iteration, data)

@@ -30,22 +30,6 @@ from checkmate.training.record.windows import Slices
 _log: Final = logging.getLogger("checkmate")
 
 
-class PendingFault:
-    """An error in a background thread, which the script's next step raises."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def set(self, error: Exception) -> None:
-        """Store the error. Callable from any thread."""
-        self.error = error
-
-    def check(self) -> None:
-        """Raise the error, if there is one."""
-        if self.error is not None:
-            raise self.error
-
-
 class Recorder:
     """Notes iterations through hooks that it registers.
 
@@ -60,7 +44,6 @@ class Recorder:
         steps: StepExclusion,
         emit: Callable[[Noted], None],
         stream_ends: Callable[[int], Mapping[tuple[int, int], int]],
-        fault: PendingFault,
         slices: Slices | None = None,
         buffers: Buffers | None = None,
         await_departed: Callable[[], None] = lambda: None,
@@ -73,18 +56,17 @@ class Recorder:
             steps: Locks parameters during the optimizer's step.
             emit: Called with each iteration once the next forward has begun.
             stream_ends: Returns the ends of the streams at the end of an iteration.
-            fault: Errors of background threads.
             slices: Selects slices to compare, on the group's first rank, which also records the optimizer's
                 step; `None` on other ranks.
             buffers: The buffers to record, if any.
-            await_departed: Returns once this process's death can't lose iterations emitted before.
+            await_departed: Returns once this process's death can't lose iterations emitted before. It raises
+                the error if one of them can't be published.
         """
         self._await_departed = await_departed
         self._watched = watched
         self._steps = steps
         self._emit = emit
         self._stream_ends = stream_ends
-        self._fault = fault
         self._slices = slices
         self._capture = Capture(watched, buffers, first=slices is not None)
         self._drift = DriftWatch(watched) if slices is not None else None
@@ -206,7 +188,6 @@ class Recorder:
         self._finish(noted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        self._fault.check()
         self._await_departed()
         noted = self._open
         if noted is None or noted.stepped:

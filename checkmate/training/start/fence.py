@@ -14,8 +14,7 @@ import grpc
 
 from checkmate.job.schema import Job
 from checkmate.nodes import target
-from checkmate.nodes.shards import Shard, node_name
-from checkmate.nodes.standing import Answers, Lacking
+from checkmate.nodes.standing import Answers, Lacking, Shard, node_name
 from checkmate.nodes.stubs import Stubs, reason
 from checkmate.nodes.target import Target
 from checkmate.rpc import shadow_pb2 as pb

@@ -9,8 +9,7 @@ from functools import partial
 
 from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.reader import Reading, States, read_shards
-from checkmate.nodes.shards import names
-from checkmate.nodes.standing import Lacking
+from checkmate.nodes.standing import Lacking, names
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout, Parameter

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from checkmate.nodes.shards import node_name
+from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import UNREACHABLE, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.membership import Membership

@@ -198,9 +198,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line.start()
     acknowledged = {(0, 0): 0}
     author = Author("demo", 7, "first", b"start", 1, 3, 1)
-    publisher = Publisher(
-        author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()), lambda _: None
-    )
+    publisher = Publisher(author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()))
     for iteration in range(2):
         publisher.put(
             Noted(iteration, {(0, 0): 100 * iteration}, IterationEnd({"torch": torch.zeros(1)}, {"at": 4}))
@@ -241,7 +239,7 @@ class Carrier:
 def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
     swift, stuck = Carrier(), Carrier()
     author = Author("demo", 0, "first", b"start", 0, 1, None)
-    publisher = Publisher(author, [swift, stuck], lambda _: True, lambda _: None)
+    publisher = Publisher(author, [swift, stuck], lambda _: True)
     publisher.await_departed()  # nothing was put
     for iteration in range(3):
         publisher.put(Noted(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
@@ -282,11 +280,11 @@ class Unwilling:
 
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
-    faults: list[Exception] = []
-    publisher = Publisher(Author("demo", 0, "first", b"start", 0, 1, None), [], lambda _: True, faults.append)
+    publisher = Publisher(Author("demo", 0, "first", b"start", 0, 1, None), [], lambda _: True)
     publisher.put(Noted(0, {}, IterationEnd({}, extra)))
     publisher.close(SECONDS)
-    assert isinstance(faults[0], state.StateError)
+    with pytest.raises(state.StateError):
+        publisher.await_departed()
 
 
 def test_a_step_waits_for_one_copy_at_most() -> None:

@@ -301,7 +301,7 @@ def test_a_second_step_on_the_same_gradients() -> None:
 
 def test_what_the_background_finds_is_raised_in_the_script() -> None:
     loop = RecordedLoop(adamw)
-    loop.fault.set(state.StateError("extra: a generator can't be kept"))
+    loop.error = state.StateError("extra: a generator can't be kept")
     loop.backward()
     with pytest.raises(state.StateError, match="a generator"):
         loop.optimizer.step()

@@ -29,7 +29,7 @@ from checkmate.training.loop import resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, state_names
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Author, to_part
-from checkmate.training.record.recorder import PendingFault, Recorder
+from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import plan_new_run
@@ -78,7 +78,6 @@ class DiskScript:
             StepExclusion(0),
             emitted.append,
             lambda _: {},
-            PendingFault(),
             slices=Slices(layout, list(names.values()), self.optimizer),
             buffers=Buffers(
                 lambda: kept_beside(self.ddp) | frozen_state(self.optimizer, set(names.values())),
