@@ -36,18 +36,16 @@ class Loop:
         """Yield the batches. An iteration ends when the next batch is requested, before it is drawn."""
         self._recorder.marks()
         iterator = iter(batches)
-        if self._generators is not None and not self._begun():
-            rng.install(dict(self._generators))
-        try:
-            for batch in iterator:
-                try:
-                    yield batch
-                except GeneratorExit:  # left by `break` or an error
-                    self._recorder.mark(left=True)
-                    raise
-                self._recorder.mark(in_loop=True)
-        finally:
-            self._generators = None  # the next loop is a new one
+        generators, self._generators = self._generators, None  # the next loop is a new one
+        if generators is not None and not self._begun():
+            rng.install(dict(generators))
+        for batch in iterator:
+            try:
+                yield batch
+            except GeneratorExit:  # left by `break` or an error
+                self._recorder.mark(left=True)
+                raise
+            self._recorder.mark(in_loop=True)
 
 
 def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.nodes.headers import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
@@ -20,11 +21,11 @@ from checkmate.training.checks import check_script
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import RestartPlan
-from checkmate.training.start.fetch import FetchError, WantedShards, fetch
-from checkmate.training.start.fits import check_record
+from checkmate.training.start.fetch import FetchError, fetch
 from checkmate.training.start.install import (
     InstallError,
     check_optimizer,
+    check_record,
     install_optimizer,
     install_parameters,
     install_record,
@@ -207,8 +208,11 @@ def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start,
     parameters = list(membership.trained(watched.ddp).values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     plan = start.plan
-    holders = {shard: nodes for (group, shard), nodes in plan.holders.items() if group == place.group}
-    wanted = WantedShards(place.job.job, place.group, plan.run, plan.iteration, holders)
+    wanted = {
+        Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
+        for (group, shard), nodes in plan.holders.items()
+        if group == place.group
+    }
     got = fetch(wanted, layout, stubs, place.rank, timeout)
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")

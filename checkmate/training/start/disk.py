@@ -12,8 +12,13 @@ from checkmate.consolidate import disk, kept
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.capture import Watched
-from checkmate.training.start.fits import check_ranks, check_record
-from checkmate.training.start.install import InstallError, install_record, load_optimizer
+from checkmate.training.start.install import (
+    InstallError,
+    check_ranks,
+    check_record,
+    install_record,
+    load_optimizer,
+)
 from checkmate.training.start.membership import Membership, trained
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"

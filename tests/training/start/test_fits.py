@@ -27,8 +27,7 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.start import membership
 from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import Fetched
-from checkmate.training.start.fits import check_record
-from checkmate.training.start.install import InstallError, install_record
+from checkmate.training.start.install import InstallError, check_record, install_record
 from checkmate.training.start.standing import Start
 from testbed.jobs import job
 from tests.support.training.alone import alone
