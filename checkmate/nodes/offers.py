@@ -77,10 +77,7 @@ def _trouble(standing: Standing, beginning: Beginning) -> str:
     hold = standing.hold
     if hold is None:
         return standing.trouble
-    return stranger(hold, beginning) or unfit(hold) or _not_live(hold)
-
-
-def _not_live(hold: pb.HoldStatus) -> str:
-    if hold.offered or (hold.live and hold.lacks_buffers):
-        return ""
+    found = stranger(hold, beginning) or unfit(hold)
+    if found or hold.offered or (hold.live and hold.lacks_buffers):
+        return found
     return hold.trouble or f"is not live yet, at iteration {hold.stepped}"

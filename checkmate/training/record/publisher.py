@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from checkmate import state
@@ -15,6 +14,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
 from checkmate.training.record.capture import Noted
 from checkmate.training.record.windows import to_message
+from checkmate.wire.schedule import FIRST, LAST
 
 _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001
@@ -34,38 +34,23 @@ class RecordSink(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Author:
-    """The author of records: the fields that all parts share, and the boundary's side."""
+def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
+    """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored.
 
-    job: str
-    incarnation: int
-    run: str
-    start: bytes
-    group: int
-    position: int
-    side: int | None
-
-
-def to_part(author: Author, noted: Noted) -> pb.RecordPart:
-    """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored."""
+    `author` has the fields that all parts of the rank share.
+    """
     captured = noted.captured
     part = pb.RecordPart(
-        job=author.job,
-        incarnation=author.incarnation,
-        run=author.run,
-        start=author.start,
-        group=author.group,
-        position=author.position,
         iteration=noted.iteration,
         rng=state.dump_generators(captured.rng),
         extra=b"" if captured.extra is None else state.dumps(captured.extra),
     )
+    part.MergeFrom(author)
     if noted.buffers:
         part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()}, known=True)
-    if author.side is not None:
-        for (channel, shard), end in noted.ends.items():
-            part.ends.add(side=author.side, channel=channel, shard=shard, end=end)
+    side = FIRST if author.position == 0 else LAST  # ranks between them do not tag: their `ends` are empty
+    for (channel, shard), end in noted.ends.items():
+        part.ends.add(side=side, channel=channel, shard=shard, end=end)
     if author.position == 0:
         part.step.CopyFrom(_step(noted))
     return part
@@ -100,7 +85,7 @@ class Publisher:
 
     def __init__(
         self,
-        author: Author,
+        author: pb.RecordPart,
         sinks: Sequence[RecordSink],
         passed: Callable[[Mapping[tuple[int, int], int]], bool],
     ) -> None:

@@ -16,7 +16,6 @@ from checkmate.job.schema import Job
 from checkmate.nodes import target
 from checkmate.nodes.standing import Answers, Lacking, Shard, node_name
 from checkmate.nodes.stubs import Stubs, reason
-from checkmate.nodes.target import Target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.start.repair import wanted_parts
@@ -155,8 +154,10 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     answers = fence.answers.values()
     try:
         chosen = target.find_target(job, fence.replies)
-        settled = _settle(job, stubs, chosen, fence)
-        holders = target.find_settled(job, chosen, settled)
+        request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
+        asked, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
+        settled = stubs.ask(asked, lambda stub: stub.Settle, request, seconds)
+        holders = target.find_settled(job, chosen, {**fence.replies, **settled})
     except Lacking as error:
         trouble = f"no iteration is complete on the shadow nodes within {timeout:g} s: {error}"
         return _without_nodes("none", answers, trouble)
@@ -223,10 +224,3 @@ def _enough(job: Job, replies: Answers) -> bool:
         return target.find_target(job, replies).complete
     except Lacking:
         return False
-
-
-def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> Answers:
-    """Have all nodes step up to the target at once; return the answers of those that did, or the failures."""
-    request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
-    settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, fence.within(SETTLE_SECONDS))
-    return {**fence.replies, **settled}

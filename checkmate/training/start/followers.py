@@ -19,7 +19,6 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.lines.line import Line
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers, state_names
-from checkmate.training.record.publisher import Author
 from checkmate.training.record.windows import Slices
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.ready import await_ready, await_stepped
@@ -45,11 +44,16 @@ class Opening:
     buffers: Buffers | None
     iteration: Callable[[], int]
 
-    def author(self) -> Author:
-        """Return the author of this rank's step records."""
+    def author(self) -> pb.RecordPart:
+        """Return the fields that all parts of this rank's step records share."""
         place, plan = self.place, self.start.plan
-        return Author(
-            place.job.job, plan.incarnation, plan.run, plan.start, place.group, place.position, place.side
+        return pb.RecordPart(
+            job=place.job.job,
+            incarnation=plan.incarnation,
+            run=plan.run,
+            start=plan.start,
+            group=place.group,
+            position=place.position,
         )
 
     def begin_request(self) -> pb.BeginRequest:

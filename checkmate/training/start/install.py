@@ -153,7 +153,6 @@ def install_optimizer(
         options: The options of each group; empty to keep them.
         record: Contains the state of parameters whose gradients are not reduced.
     """
-    frozen = {name: data for name, data in record.buffers.items() if state.is_frozen_state(name)}
     whole = optimizer.state_dict()
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     trained = {
@@ -161,7 +160,9 @@ def install_optimizer(
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
     }
-    others = state.frozen_states({name: state.loads(data) for name, data in frozen.items()})
+    others = state.frozen_states(
+        {name: state.loads(data) for name, data in record.buffers.items() if state.is_frozen_state(name)}
+    )
     whole["state"] = dict(sorted({**trained, **others}.items()))
     load_optimizer(optimizer, whole)
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):

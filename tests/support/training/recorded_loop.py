@@ -15,12 +15,12 @@ from checkmate.shadow.replica.replica import Replica
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers, kept_beside
 from checkmate.training.record.capture import Noted, Watched
-from checkmate.training.record.publisher import Author, to_part
+from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
 
-AUTHOR = Author("job", 3, "first", b"start", 0, 0, 0)
+AUTHOR = pb.RecordPart(job="job", incarnation=3, run="first", start=b"start")
 
 
 class LoopModel(nn.Module):

@@ -19,7 +19,7 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, Line
 from checkmate.training.record.capture import IterationEnd, Noted
-from checkmate.training.record.publisher import DEPARTURE_SECONDS, Author, Publisher
+from checkmate.training.record.publisher import DEPARTURE_SECONDS, Publisher
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode
 from tests.support.waiting import wait_until
@@ -197,7 +197,7 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line = Line(shadow_node(node), stub, None, lambda *_: None)
     line.start()
     acknowledged = {(0, 0): 0}
-    author = Author("demo", 7, "first", b"start", 1, 3, 1)
+    author = pb.RecordPart(job="demo", incarnation=7, run="first", start=b"start", group=1, position=3)
     publisher = Publisher(author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()))
     for iteration in range(2):
         publisher.put(
@@ -238,8 +238,7 @@ class Carrier:
 
 def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
     swift, stuck = Carrier(), Carrier()
-    author = Author("demo", 0, "first", b"start", 0, 1, None)
-    publisher = Publisher(author, [swift, stuck], lambda _: True)
+    publisher = Publisher(pb.RecordPart(job="demo", position=1), [swift, stuck], lambda _: True)
     publisher.await_departed()  # nothing was put
     for iteration in range(3):
         publisher.put(Noted(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
@@ -280,7 +279,7 @@ class Unwilling:
 
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
-    publisher = Publisher(Author("demo", 0, "first", b"start", 0, 1, None), [], lambda _: True)
+    publisher = Publisher(pb.RecordPart(job="demo", position=1), [], lambda _: True)
     publisher.put(Noted(0, {}, IterationEnd({}, extra)))
     publisher.close(SECONDS)
     with pytest.raises(state.StateError):

@@ -28,7 +28,7 @@ from checkmate.training.exclusion import StepExclusion
 from checkmate.training.loop import resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, state_names
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.publisher import Author, to_part
+from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, fence, membership
@@ -94,7 +94,7 @@ class DiskScript:
             self.optimizer.zero_grad()
             recorder.mark(in_loop=True)
         recorder.close(last=True)
-        parts = [to_part(Author(JOB.job, 1, "first", b"start", 0, 0, 0), noted) for noted in emitted]
+        parts = [to_part(pb.RecordPart(job=JOB.job, incarnation=1), noted) for noted in emitted]
         for part in parts:
             if part.buffers:
                 changed = state.loads(part.buffers)
