@@ -85,11 +85,6 @@ def name(shard: Shard) -> str:
     return f"shard {shard[1]} of DP group {shard[0]}"
 
 
-def names(shards: Iterable[Shard]) -> str:
-    """Return the names of shards in messages: `shard 0 of DP group 1, ...`."""
-    return ", ".join(map(name, shards))
-
-
 def node_name(job: Job, node: int) -> str:
     """Return a node's name in messages: `shadow node 0 (10.0.0.1:7000)`."""
     return f"shadow node {node} ({job.node(node).mgmt})"

@@ -98,12 +98,9 @@ def _target(job: Job, stood: Standings, beginning: Beginning) -> Target:
         raise why_lacking(job, lacking, lambda one: _trouble(one, beginning, stepped))
     iteration = min(hold.in_full for hold in able)
     behind = max(stepped - iteration, 0)
-    holders, lacks = _holders(stood, able), _lacking_buffers(able)
+    holders = {shard: most_complete([one.standing for one in able if one.shard == shard]) for shard in stood}
+    lacks = _lacking_buffers(able)
     return Target(iteration, beginning.run, holders, lacks, behind, beginning.generation)
-
-
-def _holders(shards: Iterable[Shard], able: Sequence[_Reach]) -> dict[Shard, tuple[int, ...]]:
-    return {shard: most_complete([one.standing for one in able if one.shard == shard]) for shard in shards}
 
 
 def _without(shards: Iterable[Shard], holds: Iterable[_Reach]) -> list[Shard]:

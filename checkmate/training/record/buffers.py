@@ -149,22 +149,16 @@ class Buffers:
         if lot:
             yield lot
 
-    def take(self) -> dict[str, Later]:
-        """Return copies of the buffers that the record must contain."""
-        now = self._find()
-        changed = self._look(now)
-        if self._everything:
-            changed |= self._first(now)
-        else:
-            self._ever |= changed
-            changed = self._ever & now.keys()
-        return {name: copied(now[name]) for name in sorted(changed)}
+    def take(self, *, again: bool = False) -> dict[str, Later]:
+        """Return copies of the buffers that the record must contain.
 
-    def changes(self) -> dict[str, Later]:
-        """Return copies of buffers changed since the last look, and of all small ones on a CUDA device."""
+        `again`: only of those that have changed since the last look, and of all small ones on a CUDA device.
+        """
         now = self._find()
         changed = self._look(now)
         self._ever |= changed
+        if not again:
+            changed = changed | self._first(now) if self._everything else self._ever & now.keys()
         return {name: copied(now[name]) for name in sorted(changed)}
 
     def _look(self, now: Mapping[str, torch.Tensor]) -> set[str]:

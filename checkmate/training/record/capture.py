@@ -112,7 +112,7 @@ class Capture:
             return {}
         if before is None:
             return self._buffers.take()
-        since = self._buffers.changes()
+        since = self._buffers.take(again=True)
         return {name: later for name, later in before.items() if name in self._buffers.names} | since
 
 

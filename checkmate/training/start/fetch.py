@@ -9,7 +9,7 @@ from functools import partial
 
 from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.reader import Reading, States, read_shards
-from checkmate.nodes.standing import Lacking, names
+from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout, Parameter
@@ -59,7 +59,7 @@ def fetch(
     headers = [shard.header for shard in shards]
     record, without = record_of(headers)
     if without and record.parts:
-        shards_named = names(sorted((asked.group, asked.shard) for asked in wanted))
+        shards_named = ", ".join(name(shard) for shard in sorted((one.group, one.shard) for one in wanted))
         raise FetchError(
             f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
             f"{', '.join(without)}"
