@@ -101,8 +101,7 @@ def protect(
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
     with ExitStack() as undo:
-        stubs = Stubs(place.job)
-        undo.callback(stubs.close)
+        stubs = undo.enter_context(Stubs(place.job))
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
@@ -161,15 +160,13 @@ def _assemble(
     return Protection(place, start, hook, recorder, loop, publisher, followers, undo)
 
 
-def _buffers(
-    place: Membership, watched: Watched, trained: Sequence[nn.Parameter], start: Start
-) -> Buffers | None:
+def _buffers(place: Membership, watched: Watched, trained: Sequence[nn.Parameter], start: Start) -> Buffers:
     """Return the buffers that this rank records; only the first rank records those that all ranks share."""
     ddp, optimizer = watched.ddp, watched.optimizer
     if place.first:
         return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(trained)), everything=True)
     if synchronised(ddp):
-        return None
+        return Buffers(dict, everything=False)
     changed = own_buffers(start.record, place.position)
     return Buffers(lambda: kept_beside(ddp), everything=False, changed=changed)
 
@@ -261,7 +258,7 @@ class Protection:
             self._publisher.close(patience)
             self._followers.finish(deadline)
             iteration = self._publisher.newest
-            if last and self.session.first and iteration is not None:
+            if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)
 
     def __enter__(self) -> Protection:

@@ -97,11 +97,8 @@ def restore(
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)
-    stubs = Stubs(place.job)
-    try:
+    with Stubs(place.job) as stubs:
         start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)
-    finally:
-        stubs.close()
     standing.start = start
     return Restored(start.next_iteration, extra)
 

@@ -99,8 +99,9 @@ class GradientHook:
             self._finisher.start()
             undo.callback(self._finisher.join)
             undo.callback(self._reduced.put, None)
-            self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
-            undo.callback(self._allreduce.close)
+            self._allreduce = undo.enter_context(
+                AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
+            )
             self._undo = undo.pop_all()
 
     def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:

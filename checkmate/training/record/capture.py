@@ -86,7 +86,7 @@ class Noted:
 class Capture:
     """Copies the state of a script's objects. `first`: on the group's first rank, with shared state."""
 
-    def __init__(self, watched: Watched, buffers: Buffers | None, *, first: bool) -> None:
+    def __init__(self, watched: Watched, buffers: Buffers, *, first: bool) -> None:
         self._watched = watched
         self._buffers = buffers
         self._first = first
@@ -108,8 +108,6 @@ class Capture:
 
         `before`: the result of an earlier call in the same iteration; only later changes are copied again.
         """
-        if self._buffers is None:
-            return {}
         if before is None:
             return self._buffers.take()
         since = self._buffers.take(again=True)

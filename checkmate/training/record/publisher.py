@@ -93,8 +93,8 @@ class Publisher:
         self._sinks = sinks
         self._passed = passed
         self._error: Exception | None = None  # of the thread
-        self.newest: int | None = None
-        """The last iteration published."""
+        self.newest = -1
+        """The last iteration published; -1 before the first."""
         self._put = -1
         self._slow: list[RecordSink] = []  # nodes for which steps do not wait
         self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
@@ -126,8 +126,6 @@ class Publisher:
 
     def _behind(self, iteration: int) -> bool:
         """Return whether some node that accepts records has not been sent an iteration."""
-        if iteration < 0:
-            return False
         self._slow = [sink for sink in self._slow if not sink.departed(iteration)]
         swift = (sink for sink in self._sinks if sink not in self._slow)
         return self.newest != iteration or not all(sink.departed(iteration) for sink in swift)

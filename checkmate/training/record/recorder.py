@@ -44,8 +44,8 @@ class Recorder:
         steps: StepExclusion,
         emit: Callable[[Noted], None],
         stream_ends: Callable[[int], Mapping[tuple[int, int], int]],
-        slices: Slices | None = None,
-        buffers: Buffers | None = None,
+        slices: Slices | None,
+        buffers: Buffers,
         await_departed: Callable[[], None] = lambda: None,
     ) -> None:
         """Register the hooks.
@@ -58,7 +58,7 @@ class Recorder:
             stream_ends: Returns the ends of the streams at the end of an iteration.
             slices: Selects slices to compare, on the group's first rank, which also records the optimizer's
                 step; `None` on other ranks.
-            buffers: The buffers to record, if any.
+            buffers: The buffers to record.
             await_departed: Returns once this process's death can't lose iterations emitted before. It raises
                 the error if one of them can't be published.
         """
@@ -69,7 +69,7 @@ class Recorder:
         self._stream_ends = stream_ends
         self._slices = slices
         self._capture = Capture(watched, buffers, first=slices is not None)
-        self._drift = DriftWatch(watched) if slices is not None else None
+        self._drift = DriftWatch(watched, active=slices is not None)
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
         self._checks = StepChecks(watched.optimizer, names, slices)
@@ -106,8 +106,7 @@ class Recorder:
     def marks(self) -> None:
         """Expect a `mark` at the end of each iteration from now on."""
         self._marking = True
-        if self._drift is not None:
-            self._drift.forget()
+        self._drift.forget()
 
     def mark(self, *, in_loop: bool = False, left: bool = False) -> None:
         """End the open iteration here, if there is one. A later mark before the next forward replaces it.
@@ -183,8 +182,7 @@ class Recorder:
             if noted.buffers is None:
                 self._end_here(noted)
             return
-        if self._drift is not None:
-            self._drift.check(noted.iteration)
+        self._drift.check(noted.iteration)
         self._finish(noted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
@@ -222,8 +220,7 @@ class Recorder:
         """Capture the state at the iteration's end, in place of an earlier capture."""
         noted.captured = self._capture.take(in_loop=in_loop)
         noted.buffers = self._capture.buffers(noted.buffers)
-        if self._drift is not None:
-            self._drift.note(noted.captured)
+        self._drift.note(noted.captured)
 
     def _finish(self, noted: Noted) -> None:
         self._open = None

@@ -41,7 +41,7 @@ class Opening:
     layout: Layout
     optimizer: pb.OptimizerSpec
     device: str
-    buffers: Buffers | None
+    buffers: Buffers
     iteration: Callable[[], int]
 
     def author(self) -> pb.RecordPart:
@@ -76,7 +76,7 @@ class Opening:
             start=start.plan.start,
             generation=start.plan.generation,
             names=self._names(),
-            buffers=sorted(self.buffers.names) if self.buffers is not None else (),
+            buffers=sorted(self.buffers.names),
         )
 
     def seed_header(self, shard: int, iteration: int) -> pb.SeedHeader:
@@ -95,8 +95,7 @@ class Opening:
 
     def _names(self) -> dict[str, str]:
         """Return the keys of the model's `state_dict()` whose tensors the nodes receive, with their names."""
-        given = {parameter.name for parameter in self.layout.parameters}
-        given |= self.buffers.names if self.buffers is not None else set()
+        given = {parameter.name for parameter in self.layout.parameters} | self.buffers.names
         return {key: name for key, name in state_names(self.ddp).items() if name in given}
 
 
@@ -140,7 +139,7 @@ class Followers:
         dist.broadcast_object_list(box, src=place.spokesman, group=opening.ddp.process_group)
         seeders = {node: self._seeders[node] for node in box[0]}
         seed_at_start(place, opening.layout, opening.start, seeders)
-        if place.first and opening.buffers is not None:
+        if place.first:
             give_buffers(place, opening.buffers, opening.start, seeders, deadline)
         waiting = [""]
         if place.first:
@@ -176,9 +175,8 @@ class Followers:
 
     def _begun(self, request: pb.BeginRequest) -> None:
         """Send buffers again to a node that joined late or came back."""
-        buffers = self._opening.buffers
-        if buffers is not None and request.next_iteration > request.first_iteration:
-            buffers.again()
+        if request.next_iteration > request.first_iteration:
+            self._opening.buffers.again()
 
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
         """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
@@ -188,7 +186,7 @@ class Followers:
                 self._seeders[node].want(wanted.shard, numbers)
         if self._slices is not None and reply.suspects:
             self._slices.look_first(reply.suspects)
-        if reply.buffers and self._opening.buffers is not None:
+        if reply.buffers:
             self._opening.buffers.again()
         if reply.trouble != self._troubles.get(node, ""):
             self._troubles[node] = reply.trouble
