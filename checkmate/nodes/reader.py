@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,9 +65,12 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
         parameters=asked.parameters,
     )
     stream = stub.Fetch(request, timeout=max(how.deadline - time.monotonic(), _LEAST_SECONDS))
+    too_late = threading.Timer(how.step_seconds or 0, stream.cancel)
     try:
-        with _cancelled_after(how.step_seconds, stream):
-            reader = state.from_seeds(stream)
+        if how.step_seconds is not None:
+            too_late.start()
+        reader = state.from_seeds(stream)  # the header comes once the iteration is stepped
+        too_late.cancel()
         layout = check_header(reader.header, asked)
         how.accept(reader.header, layout)
         states: States = {}
@@ -77,6 +79,7 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
             how.progress(sum(v.nbytes for v in (tensor, *values.values()) if isinstance(v, torch.Tensor)))
         return ShardState(reader.header, layout, states)
     finally:
+        too_late.cancel()
         stream.cancel()  # without effect if it has ended
 
 
@@ -122,17 +125,3 @@ def _reason(error: grpc.RpcError, how: Reading) -> str:
     if cancelled and how.step_seconds is not None:
         return f"the iteration was not stepped within {how.step_seconds:g} s"
     return reason(error)
-
-
-@contextmanager
-def _cancelled_after(seconds: float | None, call: grpc.Call) -> Iterator[None]:
-    """Cancel a call if the block takes longer than this."""
-    if seconds is None:
-        yield
-        return
-    timer = threading.Timer(seconds, call.cancel)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -31,11 +31,10 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import membership
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.formats import lay_out_state
 from checkmate.training.start.install import own_buffers
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.membership import Membership, join, lay_out, trained
 from checkmate.training.start.standing import ModelStanding, Start
 from checkmate.wire.layout import Layout
 
@@ -89,14 +88,14 @@ def protect(
         RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
-    place = membership.join(ddp)
+    place = join(ddp)
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_ddp(ddp)
     check_script(watched)
     check_kept(watched)
-    names = membership.trained(ddp)
-    layout = membership.lay_out(ddp, place.shards)
+    names = trained(ddp)
+    layout = lay_out(ddp, place.shards)
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
@@ -130,7 +129,7 @@ def _assemble(
 
     `undo` closes the parts created so far; the protection takes it over.
     """
-    names = membership.trained(watched.ddp)
+    names = trained(watched.ddp)
     parameters = list(names.values())
     ring = connect(place, layout, start, undo)
     hook = GradientHook(watched.ddp, layout, parameters, ring, start.next_iteration)
@@ -160,11 +159,13 @@ def _assemble(
     return Protection(place, start, hook, recorder, loop, publisher, followers, undo)
 
 
-def _buffers(place: Membership, watched: Watched, trained: Sequence[nn.Parameter], start: Start) -> Buffers:
+def _buffers(
+    place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
+) -> Buffers:
     """Return the buffers that this rank records; only the first rank records those that all ranks share."""
     ddp, optimizer = watched.ddp, watched.optimizer
     if place.first:
-        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(trained)), everything=True)
+        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(parameters)), everything=True)
     if synchronised(ddp):
         return Buffers(dict, everything=False)
     changed = own_buffers(start.record, place.position)

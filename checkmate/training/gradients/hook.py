@@ -64,7 +64,6 @@ class GradientHook:
     ) -> None:
         self.iteration = first_iteration - 1
         self._first_iteration = first_iteration
-        self.on_reduced = lambda iteration: None
         self.error = None
         self._logged = False
         self._ddp = ddp
