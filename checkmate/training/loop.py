@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from checkmate import state
 from checkmate.training.record import rng
 from checkmate.training.record.recorder import Recorder
+from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.standing import Start
 
@@ -50,8 +51,6 @@ class Loop:
 
 def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:
     """Return this rank's random generators if the run resumes between two batches of one iterator."""
-    for part in start.record.parts:
-        if part.position == place.position and part.rng:
-            found = state.load_generators(part.rng)
-            return found if found.get("in_loop") else None
-    return None
+    data = part_of(start.record, place.position).rng
+    found = state.load_generators(data) if data else {}
+    return found if found.get("in_loop") else None

@@ -14,8 +14,8 @@ from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record import rng
 from checkmate.training.record.buffers import Buffers, Later
-from checkmate.training.record.scheduler import class_of
 from checkmate.training.record.windows import Copy, Window
+from checkmate.training.record.wrapped import class_of
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from checkmate.training.record import clip
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Capture, Noted, Scaled, Watched
 from checkmate.training.record.drift import DriftWatch
-from checkmate.training.record.scaler import ScalerWatch
-from checkmate.training.record.scheduler import SchedulerWatch
 from checkmate.training.record.step_checks import StepChecks, check_even
 from checkmate.training.record.windows import Slices
+from checkmate.training.record.wrapped import ScalerWatch, SchedulerWatch
 
 _log: Final = logging.getLogger("checkmate")
 

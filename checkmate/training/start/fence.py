@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -171,7 +171,7 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
         chosen.iteration,
         holders,
         generation=chosen.generation,
-        generation_seen=_generation_seen(answers),
+        generation_seen=max(answer.generation for answer in answers),
     )
 
 
@@ -207,15 +207,12 @@ def after_disk(plan: RestartPlan, generation: int) -> RestartPlan:
     return replace(plan, generation=max(plan.generation, generation + 1))
 
 
-def _generation_seen(answers: Iterable[pb.NodeStatus]) -> int:
-    return max((answer.generation for answer in answers), default=0)
-
-
 def _without_nodes(
     kind: Literal["nothing", "none"], answers: Collection[pb.NodeStatus], trouble: str = ""
 ) -> RestartPlan:
     incarnation = target.next_incarnation(answers, time.time())
-    return replace(plan_new_run(incarnation, trouble, _generation_seen(answers)), kind=kind)
+    seen = max((answer.generation for answer in answers), default=0)
+    return replace(plan_new_run(incarnation, trouble, seen), kind=kind)
 
 
 def _enough(job: Job, replies: Answers) -> bool:

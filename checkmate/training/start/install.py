@@ -14,7 +14,7 @@ from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record import rng
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.scheduler import class_of
+from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.formats import lay_out_state
 from checkmate.training.start.membership import Membership
 from checkmate.wording import counted
