@@ -19,8 +19,7 @@ from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.offers import LAB_HINT, Source, find_source
 from checkmate.nodes.reader import Reading, ShardState, States, read_shards
 from checkmate.nodes.reserve import NotReserved, Reservation, reserved
-from checkmate.nodes.shards import Shard, name
-from checkmate.nodes.standing import Lacking, NoAnswer, lacking
+from checkmate.nodes.standing import Lacking, NoAnswer, Shard, lacking, name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from checkmate.job.schema import Job
-from checkmate.nodes.shards import Shard
 from checkmate.nodes.standing import (
     Answers,
     Beginning,
+    Shard,
     Standing,
     Standings,
     all_able,
@@ -61,15 +61,15 @@ def find_source(job: Job, answers: Answers) -> Source:
 def _source(job: Job, stood: Standings, beginning: Beginning, fenced: frozenset[int]) -> Source:
     able = all_able(job, stood, lambda one: _trouble(one, beginning))
     holders = {shard: most_complete(found) for shard, found in able.items()}
-    offered = [hold for shard, found in able.items() for hold in _holds(found, holders[shard])]
+    offered = [
+        one.hold
+        for shard, found in able.items()
+        for one in found
+        if one.hold is not None and one.node in holders[shard]
+    ]
     stepped = max(hold.stepped for hold in offered)
     ended = all(hold.last and hold.stepped == stepped for hold in offered)
     return Source(beginning, stepped, holders, fenced, ended)
-
-
-def _holds(found: Sequence[Standing], nodes: Sequence[int]) -> list[pb.HoldStatus]:
-    """Return the holds of some of the nodes."""
-    return [one.hold for one in found if one.hold is not None and one.node in nodes]
 
 
 def _trouble(standing: Standing, beginning: Beginning) -> str:
@@ -77,10 +77,7 @@ def _trouble(standing: Standing, beginning: Beginning) -> str:
     hold = standing.hold
     if hold is None:
         return standing.trouble
-    return stranger(hold, beginning) or unfit(hold) or _not_live(hold)
-
-
-def _not_live(hold: pb.HoldStatus) -> str:
-    if hold.offered or (hold.live and hold.lacks_buffers):
-        return ""
+    found = stranger(hold, beginning) or unfit(hold)
+    if found or hold.offered or (hold.live and hold.lacks_buffers):
+        return found
     return hold.trouble or f"is not live yet, at iteration {hold.stepped}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -15,8 +14,7 @@ import torch
 
 from checkmate import state
 from checkmate.nodes.headers import Asked, check_header
-from checkmate.nodes.shards import Shard
-from checkmate.nodes.standing import lacking
+from checkmate.nodes.standing import Lacking, Shard, lacking
 from checkmate.nodes.stubs import Stubs, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
@@ -53,16 +51,6 @@ class Reading:
     accept: Accept = lambda header, layout: None
 
 
-@dataclass
-class _Tried:
-    """The result for one shard: its state, or the failures of all nodes asked."""
-
-    shard: Shard
-    state: ShardState | None = None
-    troubles: list[tuple[int, str]] = field(default_factory=list)
-    wrong: bool = False
-
-
 def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
     """Read a shard from one node.
 
@@ -77,9 +65,12 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
         parameters=asked.parameters,
     )
     stream = stub.Fetch(request, timeout=max(how.deadline - time.monotonic(), _LEAST_SECONDS))
+    too_late = threading.Timer(how.step_seconds or 0, stream.cancel)
     try:
-        with _cancelled_after(how.step_seconds, stream):
-            reader = state.SeedReader(stream)
+        if how.step_seconds is not None:
+            too_late.start()
+        reader = state.SeedReader(stream)  # the header comes once the iteration is stepped
+        too_late.cancel()
         layout = check_header(reader.header, asked)
         how.accept(reader.header, layout)
         states: States = {}
@@ -88,6 +79,7 @@ def read_shard(stub: ShadowStub, asked: Asked, how: Reading) -> ShardState:
             how.progress(sum(v.nbytes for v in (tensor, *values.values()) if isinstance(v, torch.Tensor)))
         return ShardState(reader.header, layout, states)
     finally:
+        too_late.cancel()
         stream.cancel()  # without effect if it has ended
 
 
@@ -104,25 +96,28 @@ def read_shards(stubs: Stubs, wanted: Mapping[Asked, Sequence[int]], how: Readin
     """
     with ThreadPoolExecutor(max(len(wanted), 1), thread_name_prefix="read") as pool:
         tried = list(pool.map(lambda asked: _from_any(stubs, asked, wanted[asked], how), wanted))
-    failed = [one for one in tried if one.state is None]
+    failed = [one for one in tried if isinstance(one, Lacking)]
     if failed:
-        wrong = [one.shard for one in failed if one.wrong]
-        raise lacking(stubs.job, {one.shard: one.troubles for one in failed}, wrong)
-    return {one.shard: one.state for one in tried if one.state is not None}
+        troubles = {shard: found for one in failed for shard, found in one.shards.items()}
+        raise Lacking(troubles, frozenset(shard for one in failed for shard in one.wrong))
+    found = zip(wanted, tried, strict=True)
+    return {(asked.group, asked.shard): one for asked, one in found if isinstance(one, ShardState)}
 
 
-def _from_any(stubs: Stubs, asked: Asked, nodes: Sequence[int], how: Reading) -> _Tried:
-    tried = _Tried((asked.group, asked.shard))
+def _from_any(stubs: Stubs, asked: Asked, nodes: Sequence[int], how: Reading) -> ShardState | Lacking:
+    """Return a shard, or why no node provides it."""
+    shard = (asked.group, asked.shard)
+    troubles: list[tuple[int, str]] = []
+    wrong: set[Shard] = set()
     for node in nodes:
         try:
-            tried.state = read_shard(stubs.to(node), asked, how)
-            return tried
+            return read_shard(stubs.to(node), asked, how)
         except state.StateError as error:
-            tried.wrong = True
-            tried.troubles.append((node, str(error)))
+            wrong.add(shard)
+            troubles.append((node, str(error)))
         except grpc.RpcError as error:
-            tried.troubles.append((node, _reason(error, how)))
-    return tried
+            troubles.append((node, _reason(error, how)))
+    return lacking(stubs.job, {shard: troubles}, wrong)
 
 
 def _reason(error: grpc.RpcError, how: Reading) -> str:
@@ -130,17 +125,3 @@ def _reason(error: grpc.RpcError, how: Reading) -> str:
     if cancelled and how.step_seconds is not None:
         return f"the iteration was not stepped within {how.step_seconds:g} s"
     return reason(error)
-
-
-@contextmanager
-def _cancelled_after(seconds: float | None, call: grpc.Call) -> Iterator[None]:
-    """Cancel a call if the block takes longer than this."""
-    if seconds is None:
-        yield
-        return
-    timer = threading.Timer(seconds, call.cancel)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -64,7 +64,7 @@ def reserved(
         iteration = max(stepped + margin, at_least, 0)
         request = pb.ReserveRequest(job=stubs.job.job, iteration=iteration, seconds=seconds)
         answers = stubs.ask(nodes, lambda stub: stub.Reserve, request, min(seconds, ANSWER_SECONDS))
-        refused = _refusals(answers)
+        refused = {node: why for node, answer in answers.items() if (why := _refusal(answer))}
         granted = frozenset(answers.keys() - refused.keys())
         try:
             if enough(granted):
@@ -73,23 +73,14 @@ def reserved(
         finally:
             release = pb.ReleaseRequest(job=stubs.job.job, iteration=iteration)
             stubs.ask(granted, lambda stub: stub.Release, release)
-        stepped = max([stepped, *_stepped(answers)])
+        stepped = max([stepped, *(one.stepped for one in answers.values() if not isinstance(one, str))])
         if stepped < 0:
             break  # no hold is live: no later iteration would be granted either
     raise NotReserved(refused)
 
 
-def _refusals(answers: Mapping[int, pb.ReserveReply | str]) -> dict[int, str]:
-    """Return why nodes have refused a reservation."""
-    return {node: why for node, answer in answers.items() if (why := _refusal(answer))}
-
-
 def _refusal(answer: pb.ReserveReply | str) -> str:
+    """Return why a node has refused a reservation, or ""."""
     if isinstance(answer, str):
         return answer
     return "" if answer.granted else _TOO_FAST
-
-
-def _stepped(answers: Mapping[int, pb.ReserveReply | str]) -> list[int]:
-    """Return the iterations that nodes have stepped."""
-    return [answer.stepped for answer in answers.values() if not isinstance(answer, str)]

@@ -1,19 +1,21 @@
-"""The shadow nodes' answers about a job's shards, and the newest start of training among them. Pure.
+"""A job's shards, the shadow nodes' answers about them, and the newest start of training. Pure.
 
 From this, `offers` (reading during training) and `target` (a restart) select the nodes to read from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from checkmate.job.schema import Job
-from checkmate.nodes.shards import Shard, holders_of, name, node_name
 from checkmate.rpc import shadow_pb2 as pb
 
 T = TypeVar("T")
+
+Shard = tuple[int, int]
+"""A DP group's index, and a shadow id in it."""
 
 Answers = Mapping[int, pb.NodeStatus | str]
 """By node: its status, or why there is none."""
@@ -69,6 +71,25 @@ class NoAnswer(Lacking):
     """No shadow node answers."""
 
 
+def holders_of(job: Job) -> dict[Shard, tuple[int, ...]]:
+    """Return each shard of a job and the ids of the nodes that should hold it, in order."""
+    return {
+        (group, shard): tuple(job.holder(group, shard, i + 1).id for i in range(job.replicas))
+        for group in range(len(job.dp_groups))
+        for shard in range(job.shards(group))
+    }
+
+
+def name(shard: Shard) -> str:
+    """Return a shard's name in messages: `shard 0 of DP group 1`."""
+    return f"shard {shard[1]} of DP group {shard[0]}"
+
+
+def node_name(job: Job, node: int) -> str:
+    """Return a node's name in messages: `shadow node 0 (10.0.0.1:7000)`."""
+    return f"shadow node {node} ({job.node(node).mgmt})"
+
+
 def lacking(
     job: Job, troubles: Mapping[Shard, Iterable[tuple[int, str]]], wrong: Iterable[Shard] = ()
 ) -> Lacking:
@@ -91,7 +112,8 @@ def decide(job: Job, answers: Answers, of: Callable[[Standings, Beginning], T]) 
     """
     stood = standings(job, answers)
     troubles = []
-    for beginning in newest_beginnings(_holds(stood)):
+    holds = (one.hold for found in stood.values() for one in found if one.hold is not None)
+    for beginning in newest_beginnings(holds):
         try:
             return of(stood, beginning)
         except Lacking as error:
@@ -99,7 +121,8 @@ def decide(job: Job, answers: Answers, of: Callable[[Standings, Beginning], T]) 
     if troubles:
         raise troubles[0]
     nothing = why_lacking(job, stood, lambda one: one.trouble)
-    raise nothing if _any_answered(answers) else NoAnswer(nothing.shards)
+    answered = any(isinstance(answer, pb.NodeStatus) for answer in answers.values())
+    raise nothing if answered else NoAnswer(nothing.shards)
 
 
 def all_able(job: Job, stood: Standings, trouble: Trouble) -> dict[Shard, list[Standing]]:
@@ -114,21 +137,13 @@ def all_able(job: Job, stood: Standings, trouble: Trouble) -> dict[Shard, list[S
 def why_lacking(job: Job, without: Standings, trouble: Trouble) -> Lacking:
     """Return `Lacking` for shards that no node can provide. Doubtful ones count as wrong."""
     troubles = {shard: [(one.node, trouble(one)) for one in stood] for shard, stood in without.items()}
-    wrong = [shard for shard, stood in without.items() if any(_is_wrong(one, trouble) for one in stood)]
+    wrong = [
+        shard
+        for shard, stood in without.items()
+        for one in stood
+        if one.hold is not None and one.hold.doubtful and trouble(one) == unfit(one.hold)
+    ]
     return lacking(job, troubles, wrong)
-
-
-def _is_wrong(standing: Standing, trouble: Trouble) -> bool:
-    hold = standing.hold
-    return hold is not None and hold.doubtful and trouble(standing) == unfit(hold)
-
-
-def _any_answered(answers: Answers) -> bool:
-    return any(isinstance(answer, pb.NodeStatus) for answer in answers.values())
-
-
-def _holds(stood: Standings) -> Iterator[pb.HoldStatus]:
-    return (one.hold for found in stood.values() for one in found if one.hold is not None)
 
 
 def standings(job: Job, answers: Answers) -> dict[Shard, list[Standing]]:

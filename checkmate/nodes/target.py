@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkmate.job.schema import Job
-from checkmate.nodes.shards import Shard
 from checkmate.nodes.standing import (
     INCARNATIONS,
     Answers,
     Beginning,
+    Shard,
     Standing,
     Standings,
     all_able,
@@ -82,23 +82,25 @@ def find_target(job: Job, answers: Answers) -> Target:
 
 
 def _target(job: Job, stood: Standings, beginning: Beginning) -> Target:
-    usable = list(_usable(stood, beginning))
+    usable = [
+        reach
+        for shard, found in stood.items()
+        for standing in found
+        if (reach := _reach(standing, shard, beginning)) is not None
+    ]
     stepped = max((hold.stepped for hold in usable), default=-1)
     able = [hold for hold in usable if hold.in_full >= stepped]
     without = _without(stood, able)
     if without:
         able = _newest_whole(stood, usable)
     if not able:
-        standing = {shard: stood[shard] for shard in without}
-        raise why_lacking(job, standing, lambda one: _trouble(one, beginning, stepped))
+        lacking = {shard: stood[shard] for shard in without}
+        raise why_lacking(job, lacking, lambda one: _trouble(one, beginning, stepped))
     iteration = min(hold.in_full for hold in able)
     behind = max(stepped - iteration, 0)
-    holders, lacks = _holders(stood, able), _lacking_buffers(able)
+    holders = {shard: most_complete([one.standing for one in able if one.shard == shard]) for shard in stood}
+    lacks = _lacking_buffers(able)
     return Target(iteration, beginning.run, holders, lacks, behind, beginning.generation)
-
-
-def _holders(shards: Iterable[Shard], able: Sequence[_Reach]) -> dict[Shard, tuple[int, ...]]:
-    return {shard: most_complete([one.standing for one in able if one.shard == shard]) for shard in shards}
 
 
 def _without(shards: Iterable[Shard], holds: Iterable[_Reach]) -> list[Shard]:
@@ -113,14 +115,6 @@ def _newest_whole(shards: Iterable[Shard], usable: Sequence[_Reach]) -> list[_Re
         if not _without(shards, able):
             return able
     return []
-
-
-def _usable(stood: Standings, beginning: Beginning) -> Iterator[_Reach]:
-    for shard, found in stood.items():
-        for standing in found:
-            reach = _reach(standing, shard, beginning)
-            if reach is not None:
-                yield reach
 
 
 def _reach(standing: Standing, shard: Shard, beginning: Beginning) -> _Reach | None:

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire import tag, tcp
@@ -133,9 +132,7 @@ class Ring:
     def __enter__(self) -> Ring:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _sockets(self) -> list[socket.socket]:
@@ -166,8 +163,8 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
         raise RingError(f"a ring needs at least 2 ranks, not {place.ranks}")
     deadline = time.monotonic() + timeout
     channels = range(place.channels)
-    with contextlib.ExitStack() as undo:
-        listeners = [undo.enter_context(_listen(place, channel)) for channel in channels]
+    with contextlib.ExitStack() as listening, contextlib.ExitStack() as undo:
+        listeners = [listening.enter_context(_listen(place, channel)) for channel in channels]
         senders = []
         for channel in channels:
             senders.append(_connect(place, channel, tagger, deadline))
@@ -178,8 +175,6 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
             receivers.append(_accept(place, channel, listeners[channel], deadline))
             undo.callback(receivers[-1].close)
         undo.pop_all()
-    for listener in listeners:
-        listener.close()
     return Ring(place, senders, receivers)
 
 
@@ -244,9 +239,10 @@ def _accept(place: RingPlace, channel: int, listener: socket.socket, deadline: f
             break
         connection.settimeout(left)
         try:
-            greeting = receive_exactly(connection, len(expected))
+            greeting = bytearray(len(expected))
+            receive_into(connection.recv_into, memoryview(greeting))
         except OSError as error:
-            greeting, why = b"", f"{address[0]} connected, but sent no greeting ({error})"
+            greeting, why = bytearray(), f"{address[0]} connected, but sent no greeting ({error})"
         if greeting == expected:
             connection.settimeout(None)
             tcp.notice_vanished(connection, _VANISHED_SECONDS)
@@ -256,20 +252,13 @@ def _accept(place: RingPlace, channel: int, listener: socket.socket, deadline: f
     raise RingError(f"rank {place.rank} timed out waiting for rank {peer} on channel {channel}: {why}")
 
 
-def _difference(greeting: bytes, expected: bytes, address: str) -> str:
+def _difference(greeting: bytearray, expected: bytes, address: str) -> str:
     names = ("magic", "number of ranks", "rank", "channel", "incarnation", "fingerprint of the buckets")
     for name, theirs, ours in zip(names, _GREETING.unpack(greeting), _GREETING.unpack(expected), strict=True):
         if theirs != ours:
             shown = [value.hex() if isinstance(value, bytes) else value for value in (theirs, ours)]
             return f"{address} connected with {name} {shown[0]}, not {shown[1]}"
     raise AssertionError("the greetings are equal")
-
-
-def receive_exactly(sock: socket.socket, length: int) -> bytes:
-    """Return `length` bytes; raise `ConnectionResetError` if the connection ends before."""
-    data = bytearray(length)
-    receive_into(sock.recv_into, memoryview(data))
-    return bytes(data)
 
 
 def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryview) -> None:

@@ -95,14 +95,9 @@ def _steps(bucket: Bucket, at: Position, slice_bytes: int, rounds: range) -> Rin
             sends.append(Send(first, last, chunk, shadow_id, after))
         before = len(receives)
         coming = _bytes(bucket, at, chunk_received(at.ranks, at.rank, round_))
-        receives += [Receive(*piece, _arrival(round_)) for piece in _slices(*coming, slice_bytes)]
+        arrival = Arrival.KEEP if round_ >= 0 else Arrival.AVERAGE if round_ == -1 else Arrival.ADD
+        receives += [Receive(*piece, arrival) for piece in _slices(*coming, slice_bytes)]
     return RingSteps(tuple(sends), tuple(receives))
-
-
-def _arrival(round_: int) -> Arrival:
-    if round_ >= 0:
-        return Arrival.KEEP
-    return Arrival.AVERAGE if round_ == -1 else Arrival.ADD
 
 
 def _bytes(bucket: Bucket, at: Position, chunk: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from checkmate.job.schema import split_address
-from checkmate.nodes.shards import Shard
+from checkmate.nodes.standing import Shard
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import open_channel

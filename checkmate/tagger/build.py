@@ -20,20 +20,17 @@ PACKAGES = "apt-get install clang libbpf-dev linux-libc-dev"
 _FLAGS = ("-target", "bpf", "-g", "-O2", "-Wall", "-Werror")
 
 
-def cache_directory() -> Path:
-    """Return the folder of compiled objects: `$XDG_CACHE_HOME/checkmate`, by default `~/.cache/checkmate`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "checkmate"
-
-
 def object_file(cache: Path | None = None) -> Path:
     """Return the path of the compiled program. Compile it unless it is in the cache.
+
+    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`.
 
     Raises:
         TaggerUnavailable: clang or a header is missing, or the cache can't be written.
     """
     digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + " ".join(_FLAGS).encode())
-    target = (cache or cache_directory()) / f"tagger-{digest.hexdigest()[:16]}.o"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = (cache or base / "checkmate") / f"tagger-{digest.hexdigest()[:16]}.o"
     try:
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)

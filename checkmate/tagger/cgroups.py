@@ -49,32 +49,21 @@ def _open_hierarchy() -> tuple[int, PurePosixPath]:
     """Return the cgroup2 file system's root directory, and the path of the cgroup that it shows there."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
-        kind = fields[fields.index("-") + 1]
-        if kind == "cgroup2":
+        if fields[fields.index("-") + 1] == "cgroup2":
             with contextlib.suppress(OSError):  # hidden by another mount: try the next one
                 root = os.open(fields[4], os.O_RDONLY | os.O_DIRECTORY)
-                if _is_cgroup(root):
+                if os.access("cgroup.procs", os.F_OK, dir_fd=root):
                     return root, PurePosixPath(fields[3])
                 os.close(root)
     return _mount(), PurePosixPath("/")
 
 
-def _is_cgroup(directory: int) -> bool:
-    return os.access("cgroup.procs", os.F_OK, dir_fd=directory)
-
-
 def _mount() -> int:
     """Mount cgroup2 without a path, and return a directory file descriptor."""
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    context = call(_FSOPEN, b"cgroup2", 0)
-    if context < 0:
-        raise _no_mount()
+    context = _call(_FSOPEN, b"cgroup2", 0)
     try:
-        if call(_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0) < 0:
-            raise _no_mount()
-        mount = call(_FSMOUNT, context, 0, 0)
-        if mount < 0:
-            raise _no_mount()
+        _call(_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        mount = _call(_FSMOUNT, context, 0, 0)
     finally:
         os.close(context)
     try:
@@ -83,9 +72,12 @@ def _mount() -> int:
         os.close(mount)
 
 
-def _no_mount() -> TaggerUnavailable:
-    reason = os.strerror(ctypes.get_errno())
-    return TaggerUnavailable(
-        f"cgroup2 is not mounted and can't be mounted ({reason})",
-        "run as root, or mount it: mount -t cgroup2 none /sys/fs/cgroup",
-    )
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    """Return the result of one of the system calls that mount."""
+    result: int = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
+    if result < 0:
+        raise TaggerUnavailable(
+            f"cgroup2 is not mounted and can't be mounted ({os.strerror(ctypes.get_errno())})",
+            "run as root, or mount it: mount -t cgroup2 none /sys/fs/cgroup",
+        )
+    return result

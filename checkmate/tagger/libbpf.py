@@ -50,9 +50,7 @@ class BpfObject:
         self._object: int | None = None
         self._object = self._pointer("open", self._library.bpf_object__open_file, os.fsencode(path), None)
         if self._library.bpf_object__load(ctypes.c_void_p(self._object)):
-            error = ctypes.get_errno()
-            self.close()
-            raise self._refusal("load", error)
+            raise self._refusal("load")
 
     def attach(self, program: str, cgroup: int) -> None:
         """Attach `program` to the cgroup with this file descriptor, by a link that ends with the process."""
@@ -108,9 +106,7 @@ class BpfObject:
         ctypes.set_errno(0)
         pointer = function(*arguments)
         if pointer is None:
-            error = ctypes.get_errno()
-            self.close()
-            raise self._refusal(what, error)
+            raise self._refusal(what)
         return pointer
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> None:
@@ -126,7 +122,10 @@ class BpfObject:
             self._warnings += [line for line in text.value.decode(errors="replace").splitlines() if line]
         return 0
 
-    def _refusal(self, what: str, error: int) -> TaggerUnavailable:
+    def _refusal(self, what: str) -> TaggerUnavailable:
+        """Close, and return the error of the last call."""
+        error = ctypes.get_errno()
+        self.close()
         if error in (errno.EPERM, errno.EACCES):
             return TaggerUnavailable(
                 f"no permission to {what} an eBPF program", "run as root, or with CAP_BPF and CAP_NET_ADMIN"

@@ -1,4 +1,4 @@
-"""The tagger's program, loaded and attached to a cgroup until this process closes it."""
+"""The tagger's program, attached to a cgroup until this process closes it, and its structures in tagger.h."""
 
 from __future__ import annotations
 
@@ -7,14 +7,43 @@ import os
 import socket
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from checkmate.tagger import build, cgroups
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
 from checkmate.tagger.libbpf import BpfObject
-from checkmate.tagger.state import FAULTS, SocketState
 
 PROGRAM = "checkmate_tagger"
+RANGES = 256
+"""TAGGER_RANGES: the number of chunks of one socket that may be unacknowledged."""
+FAULTS = ("reserve", "store", "tos", "flags")
+"""Names of `enum fault`, in its order."""
+
+
+class Range(ctypes.Structure):
+    """struct tag_range."""
+
+    _fields_ = (
+        ("anchor", ctypes.c_uint32),
+        ("length", ctypes.c_uint32),
+        ("sequence", ctypes.c_uint32),
+        ("shadow_id", ctypes.c_uint16),
+        ("channel", ctypes.c_uint8),
+        ("incarnation", ctypes.c_uint8),
+    )
+
+
+class SocketState(ctypes.Structure):
+    """struct tagged_socket."""
+
+    _fields_ = (
+        ("established", ctypes.c_uint32),
+        ("first_sequence", ctypes.c_uint32),
+        ("plain_tos", ctypes.c_uint32),
+        ("tagged_tos", ctypes.c_uint32),
+        ("head", ctypes.c_uint32),
+        ("tail", ctypes.c_uint32),
+        ("ranges", Range * RANGES),
+    )
 
 
 class Tagger:
@@ -88,12 +117,7 @@ class Tagger:
     def __enter__(self) -> Tagger:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

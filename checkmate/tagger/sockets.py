@@ -11,8 +11,7 @@ import time
 from collections import deque
 
 from checkmate.tagger.errors import TaggerError
-from checkmate.tagger.program import Tagger
-from checkmate.tagger.state import RANGES, SocketState
+from checkmate.tagger.program import RANGES, SocketState, Tagger
 from checkmate.wire import tag, tcp
 
 CHUNK_MAX = (1 << 31) - 1
@@ -105,7 +104,12 @@ class TaggedSocket:
     def _add_range(self, length: int, shadow_id: int) -> None:
         state = self._state
         if not state.established:
-            self._learn_first_sequence()
+            self._tagger.fetch(self.socket, state)
+        if not state.established:
+            raise TaggerError(
+                "the tagger has not seen this connection: the socket must be created in the tagger's cgroup, "
+                "passed to TaggedSocket before it connects, and be connected"
+            )
         self._await_ranges(RANGES - 1)
         position = self._positions.get(shadow_id, 0)
         entry = state.ranges[state.tail % RANGES]
@@ -144,11 +148,3 @@ class TaggedSocket:
             self._acknowledged[shadow_id] = stop
             self._ends.popleft()
             self._state.head = (self._state.head + 1) % tag.MODULUS
-
-    def _learn_first_sequence(self) -> None:
-        self._tagger.fetch(self.socket, self._state)
-        if not self._state.established:
-            raise TaggerError(
-                "the tagger has not seen this connection: the socket must be created in the tagger's cgroup, "
-                "passed to TaggedSocket before it connects, and be connected"
-            )

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Shared between the tagger and user space: the option on the wire, and a socket's tagged ranges.
- * tests/wire/test_tag.py compares the option with checkmate/wire/tag.py. state.py mirrors the ranges.
+ * tests/wire/test_tag.py compares the option with checkmate/wire/tag.py. program.py mirrors the ranges.
  */
 #ifndef CHECKMATE_TAGGER_H
 #define CHECKMATE_TAGGER_H

@@ -94,11 +94,8 @@ def check_all_stepped(spec: pb.OptimizerSpec, names: Sequence[str]) -> None:
     stepped = {number for group in spec.groups for number in group.parameters}
     left = [name for number, name in enumerate(names) if number not in stepped]
     if left:
+        others = f" and {counted(len(left) - 1, 'other')}" if len(left) > 1 else ""
         raise UnsupportedOptimizer(
-            f"the optimizer lacks {_listed(left)}, which the model trains: add the rest to a parameter "
+            f"the optimizer lacks {left[0]}{others}, which the model trains: add the rest to a parameter "
             "group, or set requires_grad=False; a protected model has one optimizer"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {counted(len(names) - 1, 'other')}"

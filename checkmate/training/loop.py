@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from checkmate import state
 from checkmate.training.record import rng
 from checkmate.training.record.recorder import Recorder
+from checkmate.training.start.install import part_of
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.standing import Start
 
@@ -36,24 +37,20 @@ class Loop:
         """Yield the batches. An iteration ends when the next batch is requested, before it is drawn."""
         self._recorder.marks()
         iterator = iter(batches)
-        if self._generators is not None and not self._begun():
-            rng.install(dict(self._generators))
-        try:
-            for batch in iterator:
-                try:
-                    yield batch
-                except GeneratorExit:  # left by `break` or an error
-                    self._recorder.mark(left=True)
-                    raise
-                self._recorder.mark(in_loop=True)
-        finally:
-            self._generators = None  # the next loop is a new one
+        generators, self._generators = self._generators, None  # the next loop is a new one
+        if generators is not None and not self._begun():
+            rng.install(dict(generators))
+        for batch in iterator:
+            try:
+                yield batch
+            except GeneratorExit:  # left by `break` or an error
+                self._recorder.mark(left=True)
+                raise
+            self._recorder.mark(in_loop=True)
 
 
 def resumed_in(place: Membership, start: Start) -> Mapping[str, Any] | None:
     """Return this rank's random generators if the run resumes between two batches of one iterator."""
-    for part in start.record.parts:
-        if part.position == place.position and part.rng:
-            found = state.load_generators(part.rng)
-            return found if found.get("in_loop") else None
-    return None
+    data = part_of(start.record, place.position).rng
+    found = state.load_generators(data) if data else {}
+    return found if found.get("in_loop") else None

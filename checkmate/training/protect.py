@@ -27,14 +27,14 @@ from checkmate.training.gradients.wiring import connect
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
+from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
-from checkmate.training.record.recorder import PendingFault, Recorder, Watched
+from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import membership
-from checkmate.training.start.followers import Followers
+from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.formats import lay_out_state
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.opening import Opening
+from checkmate.training.start.install import own_buffers
+from checkmate.training.start.membership import Membership, join, lay_out, trained
 from checkmate.training.start.standing import ModelStanding, Start
 from checkmate.wire.layout import Layout
 
@@ -88,30 +88,23 @@ def protect(
         RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
-    place = membership.join(ddp)
+    place = join(ddp)
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_ddp(ddp)
     check_script(watched)
     check_kept(watched)
-    layout, spec = _describe(place, watched)
+    names = trained(ddp)
+    layout = lay_out(ddp, place.shards)
+    spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
+    check_all_stepped(spec, list(names))
+    lay_out_state(optimizer)
     with ExitStack() as undo:
-        stubs = Stubs(place.job)
-        undo.callback(stubs.close)
+        stubs = undo.enter_context(Stubs(place.job))
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
         return _assemble(place, watched, layout, spec, stubs, start, deadline, undo)
-
-
-def _describe(place: Membership, watched: Watched) -> tuple[Layout, pb.OptimizerSpec]:
-    """Return the description of model and optimizer for shadow nodes, after checking that they can follow."""
-    names = membership.trained(watched.ddp)
-    layout = membership.lay_out(watched.ddp, place.shards)
-    spec = spec_of(watched.optimizer, {parameter: number for number, parameter in enumerate(names.values())})
-    check_all_stepped(spec, list(names))
-    lay_out_state(watched.optimizer)
-    return layout, spec
 
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
@@ -136,22 +129,18 @@ def _assemble(
 
     `undo` closes the parts created so far; the protection takes it over.
     """
-    names = membership.trained(watched.ddp)
+    names = trained(watched.ddp)
     parameters = list(names.values())
     ring = connect(place, layout, start, undo)
     hook = GradientHook(watched.ddp, layout, parameters, ring, start.next_iteration)
     undo.callback(hook.close)
-    steps, buffers, fault = (
-        StepExclusion(start.next_iteration),
-        _buffers(place, watched, parameters, start),
-        PendingFault(),
-    )
+    steps, buffers = StepExclusion(start.next_iteration), _buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), slices)
     undo.callback(followers.close)
-    publisher = Publisher(opening.author(), followers.lines, hook.passed, fault.set)
+    publisher = Publisher(opening.author(), followers.lines, hook.passed)
     undo.callback(publisher.close, 0.0)
     recorder = Recorder(
         watched,
@@ -159,7 +148,6 @@ def _assemble(
         steps,
         publisher.put,
         hook.stream_ends,
-        fault,
         slices=slices,
         buffers=buffers,
         await_departed=publisher.await_departed,
@@ -172,15 +160,16 @@ def _assemble(
 
 
 def _buffers(
-    place: Membership, watched: Watched, trained: Sequence[nn.Parameter], start: Start
-) -> Buffers | None:
+    place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
+) -> Buffers:
     """Return the buffers that this rank records; only the first rank records those that all ranks share."""
     ddp, optimizer = watched.ddp, watched.optimizer
     if place.first:
-        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(trained)), everything=True)
+        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(parameters)), everything=True)
     if synchronised(ddp):
-        return None
-    return Buffers(lambda: kept_beside(ddp), everything=False, changed=start.own_buffers)
+        return Buffers(dict, everything=False)
+    changed = own_buffers(start.record, place.position)
+    return Buffers(lambda: kept_beside(ddp), everything=False, changed=changed)
 
 
 class Protection:
@@ -270,7 +259,7 @@ class Protection:
             self._publisher.close(patience)
             self._followers.finish(deadline)
             iteration = self._publisher.newest
-            if last and self.session.first and iteration is not None:
+            if last and self.session.first and iteration >= 0:
                 self._followers.await_stepped(iteration, deadline)
 
     def __enter__(self) -> Protection:

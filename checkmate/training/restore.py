@@ -13,22 +13,23 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.nodes.headers import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training.checks import check_script
-from checkmate.training.record.recorder import Watched
+from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import RestartPlan
-from checkmate.training.start.fetch import FetchError, WantedShards, fetch
-from checkmate.training.start.fits import check_record
+from checkmate.training.start.fetch import FetchError, fetch
 from checkmate.training.start.install import (
     InstallError,
     check_optimizer,
+    check_record,
     install_optimizer,
     install_parameters,
     install_record,
-    own_buffers,
+    part_of,
 )
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.standing import ModelStanding, Start
@@ -96,11 +97,8 @@ def restore(
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)
-    stubs = Stubs(place.job)
-    try:
+    with Stubs(place.job) as stubs:
         start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)
-    finally:
-        stubs.close()
     standing.start = start
     return Restored(start.next_iteration, extra)
 
@@ -198,8 +196,7 @@ def _from_disk(
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
     if older:
         _log_once(place, f"older checkpoints were not used: {found.passed_over}")
-    own = own_buffers(record, place.position)
-    return Start(plan, record.iteration + 1, record=record, own_buffers=own), extra
+    return Start(plan, record.iteration + 1, record=record), extra
 
 
 def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
@@ -208,8 +205,11 @@ def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start,
     parameters = list(membership.trained(watched.ddp).values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     plan = start.plan
-    holders = {shard: nodes for (group, shard), nodes in plan.holders.items() if group == place.group}
-    wanted = WantedShards(place.job.job, place.group, plan.run, plan.iteration, holders)
+    wanted = {
+        Asked(place.job.job, plan.run, plan.iteration, group, shard): nodes
+        for (group, shard), nodes in plan.holders.items()
+        if group == place.group
+    }
     got = fetch(wanted, layout, stubs, place.rank, timeout)
     if plan.iteration >= 0 and not got.record.parts:
         raise FetchError(f"the record of iteration {plan.iteration} is missing")
@@ -217,12 +217,9 @@ def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start,
     check_record(got.record, watched, place)
     states = {n: from_held(got.layout.parameters[n], *values) for n, values in got.states.items()}
     install_parameters(parameters, states)
-    options = next(
-        (list(part.step.next_options) for part in got.record.parts if part.position == 0),
-        [group.options for group in got.optimizer.groups],
-    )
+    given = [group.options for group in got.optimizer.groups]
+    options = part_of(got.record, 0).step.next_options or given
     install_optimizer(watched.optimizer, numbers, states, options, got.record)
     start.keep = got.same_buckets
     start.record = got.record
-    start.own_buffers = own_buffers(got.record, place.position)
     return install_record(watched, got.record, place.position)

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate.nodes.offers import Source, find_source
-from checkmate.nodes.shards import Shard, holders_of
 from checkmate.nodes.standing import (
     Answers,
     Beginning,
     Lacking,
     NoAnswer,
+    Shard,
     beginning_of,
+    holders_of,
     newest_beginnings,
     newest_incarnation,
 )

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate.nodes.shards import Shard
-from checkmate.nodes.standing import Answers, Lacking, NoAnswer, beginning_of
+from checkmate.nodes.standing import Answers, Lacking, NoAnswer, Shard, beginning_of
 from checkmate.nodes.target import Target, find_settled, find_target, next_incarnation
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.fetch import spread

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkmate.tagger import TaggedSocket, Tagger, TaggerError
-from checkmate.tagger.state import RANGES, SocketState
+from checkmate.tagger.program import RANGES, SocketState
 from checkmate.wire import tag as wire
 from checkmate.wire import tcp
 from tests.support.labs.end_hosts import (

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 
 from checkmate.training.checks import check_ddp, check_script
-from checkmate.training.record.recorder import RefusedError, Watched
+from checkmate.training.errors import RefusedError
+from checkmate.training.record.capture import Watched
 from checkmate.training.record.watch import ParameterWatch
 from checkmate.training.record.windows import Slices
 from tests.support.training.alone import alone

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.tagger import state
+from checkmate.tagger import program
 from checkmate.wire import tag as wire
 from tests.support.streams import copy_sequence
 
@@ -150,7 +150,7 @@ def test_c_has_the_same_constants() -> None:
     assert c_constant("TAG_KIND") == wire.TAG_KIND
     assert c_constant("TAG_LENGTH") == wire.TAG_LENGTH
     assert c_constant("TAG_EXID") == wire.TAG_EXID
-    assert c_constant("TAGGER_RANGES") == state.RANGES
+    assert c_constant("TAGGER_RANGES") == program.RANGES
 
 
 def c_sizes(structure: type[ctypes.Structure]) -> list[tuple[str, int]]:
@@ -158,9 +158,9 @@ def c_sizes(structure: type[ctypes.Structure]) -> list[tuple[str, int]]:
 
 
 def test_the_shared_structures_are_the_same() -> None:
-    assert c_fields("tag_range") == c_sizes(state.Range)
-    assert c_fields("tagged_socket") == c_sizes(state.SocketState)[:-1]
+    assert c_fields("tag_range") == c_sizes(program.Range)
+    assert c_fields("tagged_socket") == c_sizes(program.SocketState)[:-1]
     assert "struct tag_range ranges[TAGGER_RANGES];" in C_HEADER.read_text()
-    assert ctypes.sizeof(state.SocketState) == 24 + 16 * state.RANGES
+    assert ctypes.sizeof(program.SocketState) == 24 + 16 * program.RANGES
     listed = re.findall(r"FAULT_(\w+),", C_HEADER.read_text())
-    assert [name.lower() for name in listed] == list(state.FAULTS)
+    assert [name.lower() for name in listed] == list(program.FAULTS)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, model_validator
 
-from checkmate.ring.allgather import AllGather
+from checkmate.ring.collectives import AllGather
 from checkmate.ring.connections import DEFAULT_PORT, Ring, RingError, RingPlace, connect_ring
 from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allreduce_steps
 from checkmate.tagger import Tagger

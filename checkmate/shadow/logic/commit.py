@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from checkmate.nodes.shards import Shard
+from checkmate.nodes.standing import Shard
 
 NEVER: Final = -2
 """An iteration before -1, which is the state before the first iteration."""

@@ -40,14 +40,6 @@ class _Pending:
     left: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Lent:
-    """A gradient that DDP waits for, and DDP's bucket that contains it."""
-
-    gradient: torch.Tensor
-    pending: _Pending
-
-
 class GradientHook:
     """The communication hook of one DDP, in use from `register` on.
 
@@ -72,7 +64,6 @@ class GradientHook:
     ) -> None:
         self.iteration = first_iteration - 1
         self._first_iteration = first_iteration
-        self.on_reduced = lambda iteration: None
         self.error = None
         self._logged = False
         self._ddp = ddp
@@ -91,7 +82,8 @@ class GradientHook:
             for number, (index, place) in layout.where.items()
         }
         self._lock = threading.RLock()
-        self._lent: dict[int, _Lent] = {}  # by parameter
+        # By parameter: a gradient that DDP waits for, and DDP's bucket that contains it.
+        self._lent: dict[int, tuple[torch.Tensor, _Pending]] = {}
         self._missing = 0  # parameters that this iteration's backward has not passed to `run`
         self._unready = [len(bucket.places) for bucket in layout.buckets]
         self._next = 0  # bucket to submit
@@ -104,9 +96,11 @@ class GradientHook:
                 undo.callback(self._stagings[device].close)
             self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
             self._finisher.start()
-            undo.callback(self._end_finisher)
-            self._allreduce = AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
-            undo.callback(self._allreduce.close)
+            undo.callback(self._finisher.join)
+            undo.callback(self._reduced.put, None)
+            self._allreduce = undo.enter_context(
+                AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
+            )
             self._undo = undo.pop_all()
 
     def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
@@ -132,7 +126,7 @@ class GradientHook:
             if twice := gradients.keys() & self._lent.keys():
                 name = self._layout.parameters[min(twice)].name
                 raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
-            self._lent |= {number: _Lent(gradient, pending) for number, gradient in gradients.items()}
+            self._lent |= {number: (gradient, pending) for number, gradient in gradients.items()}
             self._missing -= len(gradients)
         if self.error is not None:
             self._fail(self.error)
@@ -155,10 +149,6 @@ class GradientHook:
     def close(self) -> None:
         """End the threads. A reduction in progress fails and breaks the ring, which the caller closes."""
         self._undo.close()
-
-    def _end_finisher(self) -> None:
-        self._reduced.put(None)
-        self._finisher.join()
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.
@@ -224,16 +214,16 @@ class GradientHook:
             if self.error is not None:
                 return
             lent = {p.parameter: self._lent[p.parameter] for p in self._layout.buckets[index].places}
-        for number, one in lent.items():
-            back.setdefault(one.pending, []).append(number)
+        for number, (_, pending) in lent.items():
+            back.setdefault(pending, []).append(number)
         for pending, numbers in back.items():
-            pending.staging.give([lent[n].gradient for n in numbers], [self._flats[n] for n in numbers])
+            pending.staging.give([lent[n][0] for n in numbers], [self._flats[n] for n in numbers])
         with self._lock:
             if self.error is not None:
                 return
-            for number, one in lent.items():
+            for number, (_, pending) in lent.items():
                 del self._lent[number]
-                one.pending.left -= 1
+                pending.left -= 1
         for pending in back:
             if not pending.left:
                 pending.staging.complete(pending.future, pending.buffer)
@@ -247,7 +237,7 @@ class GradientHook:
         """Have backward fail, now and from now on."""
         with self._lock:
             self.error = self.error or error
-            left = {one.pending for one in self._lent.values()}
+            left = {pending for _, pending in self._lent.values()}
             self._lent.clear()
         if left and not self._logged:  # PyTorch wraps backward's exception in a message of its own
             self._logged = True

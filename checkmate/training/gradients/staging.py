@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -13,62 +12,39 @@ Tensors = list[torch.Tensor]
 Gradients = torch.futures.Future[torch.Tensor]
 
 
-class Staging(Protocol):
-    """How gradients of one device are moved."""
+def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
+    """Return the staging for a device. `on_error` is called if a background thread fails."""
+    return CudaStaging(device, on_error) if device.type == "cuda" else Staging()
+
+
+class Staging:
+    """How gradients of one device are moved: on the CPU, by plain copies in the caller's thread."""
 
     def begin(self) -> None:
         """Prepare for an iteration. Called in backward's thread."""
 
     def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
         """Copy gradients into our buckets, and call `ready` afterwards, in any thread."""
+        torch._foreach_copy_(flats, gradients)
+        ready()
 
     def give(self, gradients: Tensors, flats: Tensors) -> None:
         """Copy reduced gradients back. They have arrived for those who wait for a future completed later."""
+        torch._foreach_copy_(gradients, flats)
 
     def future(self) -> Gradients:
         """Return a future for a bucket on this device."""
-        ...
+        return torch.futures.Future()
 
     def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
         """Complete a future after all gradients of its bucket were given back."""
+        future.set_result(buffer)
 
     def close(self) -> None:
         """End the threads."""
 
 
-def staging_for(device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
-    """Return the staging for a device. `on_error` is called if a background thread fails."""
-    return CudaStaging(device, on_error) if device.type == "cuda" else HostStaging()
-
-
-class HostStaging:
-    """Plain copies, for gradients on the CPU."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
-        """Copy synchronously, then call `ready`."""
-        torch._foreach_copy_(flats, gradients)
-        ready()
-
-    def give(self, gradients: Tensors, flats: Tensors) -> None:
-        """Copy synchronously."""
-        torch._foreach_copy_(gradients, flats)
-
-    def future(self) -> Gradients:
-        """Return a plain future."""
-        return torch.futures.Future()
-
-    def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
-        """Set the future's result."""
-        future.set_result(buffer)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class CudaStaging:
+class CudaStaging(Staging):
     """Copies through pinned memory, on one stream per direction, in parallel to computation.
 
     `flats` must be pinned. A thread of its own waits for the copies, so that the ring's threads never wait

@@ -33,8 +33,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
     tagger, trouble = None, None
     if place.side is not None:
         try:
-            tagger = Tagger.attach()
-            undo.callback(tagger.close)
+            tagger = undo.enter_context(Tagger.attach())
         except TaggerUnavailable as error:
             trouble = (f"rank {place.rank}: {error.missing}", error.remedy)
     troubles: list[tuple[str, str] | None] = [None] * dist.get_world_size()
@@ -42,6 +41,4 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
     found = next((one for one in troubles if one is not None), None)
     if found is not None:
         raise TaggerUnavailable(*found)
-    ring = connect_ring(where, tagger)
-    undo.callback(ring.close)
-    return ring
+    return undo.enter_context(connect_ring(where, tagger))

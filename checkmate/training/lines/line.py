@@ -158,7 +158,9 @@ class Line:
             if not why:
                 return
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE
-            self._lost(why)
+            if not self._complaint and not self._closing.is_set():
+                _log.warning("shadow node %d (%s): %s; training continues", self.node.id, self.node.mgmt, why)
+            self._complaint = why
             self._closing.wait(pause)
 
     def _send_begin(self, begin: Callable[[], pb.BeginRequest]) -> None:
@@ -252,11 +254,6 @@ class Line:
                 self.node.id,
                 QUEUED_BYTES >> 20,
             )
-
-    def _lost(self, why: str) -> None:
-        if not self._complaint and not self._closing.is_set():
-            _log.warning("shadow node %d (%s): %s; training continues", self.node.id, self.node.mgmt, why)
-        self._complaint = why
 
 
 def _write(sock: socket.socket, outgoing: bytearray) -> None:

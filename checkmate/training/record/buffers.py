@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -107,7 +107,7 @@ class Buffers:
         find: Find,
         *,
         everything: bool,
-        changed: Sequence[str] = (),
+        changed: Iterable[str] = (),
     ) -> None:
         """Look at the buffers for the first time.
 
@@ -119,7 +119,7 @@ class Buffers:
         """
         self._find = fitting(find)
         self._everything = everything
-        self._seen = {name: _seen(name, tensor) for name, tensor in self._find().items()}
+        self._seen = {name: _Seen(name, tensor) for name, tensor in self._find().items()}
         self._ever = set(changed) | {name for name, seen in self._seen.items() if seen.small}
         self._unsent = list(self._seen) if everything else []
 
@@ -149,22 +149,16 @@ class Buffers:
         if lot:
             yield lot
 
-    def take(self) -> dict[str, Later]:
-        """Return copies of the buffers that the record must contain."""
-        now = self._find()
-        changed = self._look(now)
-        if self._everything:
-            changed |= self._first(now)
-        else:
-            self._ever |= changed
-            changed = self._ever & now.keys()
-        return {name: copied(now[name]) for name in sorted(changed)}
+    def take(self, *, again: bool = False) -> dict[str, Later]:
+        """Return copies of the buffers that the record must contain.
 
-    def changes(self) -> dict[str, Later]:
-        """Return copies of buffers changed since the last look, and of all small ones on a CUDA device."""
+        `again`: only of those that have changed since the last look, and of all small ones on a CUDA device.
+        """
         now = self._find()
         changed = self._look(now)
         self._ever |= changed
+        if not again:
+            changed = changed | self._first(now) if self._everything else self._ever & now.keys()
         return {name: copied(now[name]) for name in sorted(changed)}
 
     def _look(self, now: Mapping[str, torch.Tensor]) -> set[str]:
@@ -175,7 +169,7 @@ class Buffers:
         for name, tensor in now.items():
             seen = self._seen.get(name)
             if seen is None or seen.differs(tensor):
-                self._seen[name] = _seen(name, tensor)
+                self._seen[name] = _Seen(name, tensor)
                 changed.add(name)
         return changed
 
@@ -192,17 +186,13 @@ class Buffers:
         return chosen
 
 
-def _seen(name: str, tensor: torch.Tensor) -> _Seen:
-    counted = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
-    return _Seen(tensor, small=not counted and tensor.nbytes <= EXACT_BYTES)
-
-
 class _Seen:
     """A buffer's earlier state: its bytes if it is `small` and on the CPU, else only its version."""
 
-    def __init__(self, tensor: torch.Tensor, *, small: bool) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._place = (tensor.data_ptr(), tensor._version, tensor.shape)
-        self.small = small
+        counted = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
+        self.small = not counted and tensor.nbytes <= EXACT_BYTES
         # Comparing would wait for a CUDA device, so a small buffer there is always sent.
         self._copy = tensor.detach().clone() if self.small and not tensor.is_cuda else None
 

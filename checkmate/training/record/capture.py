@@ -1,19 +1,21 @@
-"""Copies, at one moment, the state that a resumed run needs besides parameters and optimizer state."""
+"""A rank's notes of an iteration: its step, and copies of the other state that a resumed run needs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.optim.supported import options_of
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record import rng
 from checkmate.training.record.buffers import Buffers, Later
-from checkmate.training.record.scheduler import class_of
+from checkmate.training.record.windows import Copy, Window
+from checkmate.training.record.wrapped import class_of
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,59 @@ class IterationEnd:
     """A rank's state at the end of an iteration. Fields of the group's first rank are empty on others."""
 
     rng: dict[str, Any]
-    extra: Any
-    next_options: list[str]
-    scheduler: dict[str, Any] | None
-    scaler: dict[str, Any] | None
-    scheduler_class: str
+    extra: Any = None
+    next_options: Sequence[str] = ()
+    scheduler: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+    scheduler_class: str = ""
+
+
+@dataclass
+class Scaled:
+    """A multiplication of gradients by a factor (or a division, by a fused optimizer)."""
+
+    kind: pb.Scaling.Kind.ValueType
+    factor: torch.Tensor
+    parameters: Sequence[int] = ()
+
+
+@dataclass
+class Noted:
+    """One iteration of one rank, before it becomes a message.
+
+    Fields that only the group's first rank records are empty on others.
+    """
+
+    iteration: int
+    ends: Mapping[tuple[int, int], int]
+    captured: IterationEnd
+    stepped: bool = False
+    marked: bool = False  # the script has marked its end
+    settled: bool = False  # ... and has reached it
+    left: bool = False  # ... by leaving its loop over batches
+    last: bool = False
+    infinite: Sequence[torch.Tensor] = ()  # if one is not zero, the scaler made the optimizer skip
+    options: list[str] = field(default_factory=list)
+    without_gradient: list[int] = field(default_factory=list)
+    beginnings: list[pb.Beginning] = field(default_factory=list)
+    scaled: list[Scaled] = field(default_factory=list)
+    slices: list[tuple[Window, Copy]] = field(default_factory=list)
+    buffers: dict[str, Later] | None = None  # not captured yet
+
+    @property
+    def over(self) -> bool:
+        """Whether its optimizer has stepped, or was made to skip by a scaler."""
+        return self.stepped or bool(self.infinite)
+
+    def skipped(self) -> bool:
+        """Return whether parameters did not change. Waits for a CUDA device."""
+        return not self.stepped or any(bool(found.item()) for found in self.infinite)
 
 
 class Capture:
     """Copies the state of a script's objects. `first`: on the group's first rank, with shared state."""
 
-    def __init__(self, watched: Watched, buffers: Buffers | None, *, first: bool) -> None:
+    def __init__(self, watched: Watched, buffers: Buffers, *, first: bool) -> None:
         self._watched = watched
         self._buffers = buffers
         self._first = first
@@ -64,11 +108,9 @@ class Capture:
 
         `before`: the result of an earlier call in the same iteration; only later changes are copied again.
         """
-        if self._buffers is None:
-            return {}
         if before is None:
             return self._buffers.take()
-        since = self._buffers.changes()
+        since = self._buffers.take(again=True)
         return {name: later for name, later in before.items() if name in self._buffers.names} | since
 
 

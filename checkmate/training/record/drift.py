@@ -25,11 +25,11 @@ SAMPLED: Final = 4096
 
 
 class DriftWatch:
-    """Warns once. Only the group's first rank has one, because all ranks run the same script."""
+    """Warns once, if it is `active`: on the group's first rank, because all ranks run the same script."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, *, active: bool) -> None:
         self._watched = watched
-        self._left = CHECKED
+        self._left = CHECKED if active else 0
         self._captured: dict[str, Any] | None = None
 
     def note(self, end: IterationEnd) -> None:

@@ -7,14 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import MESSAGE_BYTES
-from checkmate.training.record.recorder import Noted
+from checkmate.training.record.capture import Noted
 from checkmate.training.record.windows import to_message
+from checkmate.wire.schedule import FIRST, LAST
 
 _log: Final = logging.getLogger("checkmate")
 _POLL_SECONDS: Final = 0.001
@@ -34,53 +34,40 @@ class RecordSink(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Author:
-    """The author of records: the fields that all parts share, and the boundary's side."""
+def to_part(author: pb.RecordPart, noted: Noted) -> pb.RecordPart:
+    """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored.
 
-    job: str
-    incarnation: int
-    run: str
-    start: bytes
-    group: int
-    position: int
-    side: int | None
-
-
-def to_part(author: Author, noted: Noted) -> pb.RecordPart:
-    """Return a rank's part of an iteration's record. Raise `StateError` if `extra` can't be stored."""
+    `author` has the fields that all parts of the rank share.
+    """
+    captured = noted.captured
     part = pb.RecordPart(
-        job=author.job,
-        incarnation=author.incarnation,
-        run=author.run,
-        start=author.start,
-        group=author.group,
-        position=author.position,
         iteration=noted.iteration,
-        rng=state.dump_generators(noted.rng),
-        extra=b"" if noted.extra is None else state.dumps(noted.extra),
+        rng=state.dump_generators(captured.rng),
+        extra=b"" if captured.extra is None else state.dumps(captured.extra),
     )
+    part.MergeFrom(author)
     if noted.buffers:
         part.buffers = state.dumps({name: later() for name, later in noted.buffers.items()}, known=True)
-    if author.side is not None:
-        for (channel, shard), end in noted.ends.items():
-            part.ends.add(side=author.side, channel=channel, shard=shard, end=end)
+    side = FIRST if author.position == 0 else LAST  # ranks between them do not tag: their `ends` are empty
+    for (channel, shard), end in noted.ends.items():
+        part.ends.add(side=side, channel=channel, shard=shard, end=end)
     if author.position == 0:
         part.step.CopyFrom(_step(noted))
     return part
 
 
 def _step(noted: Noted) -> pb.Step:
+    captured = noted.captured
     step = pb.Step(
         skipped=noted.skipped(),
         last=noted.last,
         options=noted.options,
-        next_options=noted.next_options,
+        next_options=captured.next_options,
         without_gradient=noted.without_gradient,
         beginnings=noted.beginnings,
-        scheduler=b"" if noted.scheduler is None else state.dumps(noted.scheduler),
-        scheduler_class=noted.scheduler_class,
-        scaler=b"" if noted.scaler is None else state.dumps(noted.scaler),
+        scheduler=b"" if captured.scheduler is None else state.dumps(captured.scheduler),
+        scheduler_class=captured.scheduler_class,
+        scaler=b"" if captured.scaler is None else state.dumps(captured.scaler),
         slices=[to_message(window, later()) for window, later in noted.slices],
     )
     for scaled in noted.scaled:
@@ -98,17 +85,16 @@ class Publisher:
 
     def __init__(
         self,
-        author: Author,
+        author: pb.RecordPart,
         sinks: Sequence[RecordSink],
         passed: Callable[[Mapping[tuple[int, int], int]], bool],
-        on_fault: Callable[[Exception], None],
     ) -> None:
         self._author = author
         self._sinks = sinks
         self._passed = passed
-        self._on_fault = on_fault
-        self.newest: int | None = None
-        """The last iteration published."""
+        self._error: Exception | None = None  # of the thread
+        self.newest = -1
+        """The last iteration published; -1 before the first."""
         self._put = -1
         self._slow: list[RecordSink] = []  # nodes for which steps do not wait
         self._queue: queue.SimpleQueue[Noted | None] = queue.SimpleQueue()
@@ -124,9 +110,11 @@ class Publisher:
     def await_departed(self) -> None:
         """Wait until all iterations put have left this process, so that its death does not lose any.
 
-        This blocks only if iterations take just a few milliseconds. For a node that does not accept records
-        it waits `DEPARTURE_SECONDS` once.
+        If an iteration could not be published, raise the error. This blocks only if iterations take just a
+        few milliseconds. For a node that does not accept records it waits `DEPARTURE_SECONDS` once.
         """
+        if self._error is not None:
+            raise self._error
         deadline = time.monotonic() + DEPARTURE_SECONDS
         while self._behind(self._put):
             if self._ended.is_set() or not self._thread.is_alive():
@@ -138,8 +126,6 @@ class Publisher:
 
     def _behind(self, iteration: int) -> bool:
         """Return whether some node that accepts records has not been sent an iteration."""
-        if iteration < 0:
-            return False
         self._slow = [sink for sink in self._slow if not sink.departed(iteration)]
         swift = (sink for sink in self._sinks if sink not in self._slow)
         return self.newest != iteration or not all(sink.departed(iteration) for sink in swift)
@@ -163,7 +149,7 @@ class Publisher:
                 if not self._await_passed(noted):
                     return
             except Exception as error:  # noqa: BLE001 - the training thread raises it
-                self._on_fault(error)
+                self._error = error
                 return
             for sink in self._sinks:
                 sink.send(noted.iteration, data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,33 +20,13 @@ from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record import clip
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, Watched
+from checkmate.training.record.capture import Capture, Noted, Scaled, Watched
 from checkmate.training.record.drift import DriftWatch
-from checkmate.training.record.noted import Noted, Scaled
-from checkmate.training.record.scaler import ScalerWatch
-from checkmate.training.record.scheduler import SchedulerWatch
 from checkmate.training.record.step_checks import StepChecks, check_even
 from checkmate.training.record.windows import Slices
-
-__all__ = ["Noted", "PendingFault", "Recorder", "RefusedError", "Scaled", "Watched"]
+from checkmate.training.record.wrapped import ScalerWatch, SchedulerWatch
 
 _log: Final = logging.getLogger("checkmate")
-
-
-class PendingFault:
-    """An error in a background thread, which the script's next step raises."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def set(self, error: Exception) -> None:
-        """Store the error. Callable from any thread."""
-        self.error = error
-
-    def check(self) -> None:
-        """Raise the error, if there is one."""
-        if self.error is not None:
-            raise self.error
 
 
 class Recorder:
@@ -62,9 +43,8 @@ class Recorder:
         steps: StepExclusion,
         emit: Callable[[Noted], None],
         stream_ends: Callable[[int], Mapping[tuple[int, int], int]],
-        fault: PendingFault,
-        slices: Slices | None = None,
-        buffers: Buffers | None = None,
+        slices: Slices | None,
+        buffers: Buffers,
         await_departed: Callable[[], None] = lambda: None,
     ) -> None:
         """Register the hooks.
@@ -75,21 +55,20 @@ class Recorder:
             steps: Locks parameters during the optimizer's step.
             emit: Called with each iteration once the next forward has begun.
             stream_ends: Returns the ends of the streams at the end of an iteration.
-            fault: Errors of background threads.
             slices: Selects slices to compare, on the group's first rank, which also records the optimizer's
                 step; `None` on other ranks.
-            buffers: The buffers to record, if any.
-            await_departed: Returns once this process's death can't lose iterations emitted before.
+            buffers: The buffers to record.
+            await_departed: Returns once this process's death can't lose iterations emitted before. It raises
+                the error if one of them can't be published.
         """
         self._await_departed = await_departed
         self._watched = watched
         self._steps = steps
         self._emit = emit
         self._stream_ends = stream_ends
-        self._fault = fault
         self._slices = slices
         self._capture = Capture(watched, buffers, first=slices is not None)
-        self._drift = DriftWatch(watched) if slices is not None else None
+        self._drift = DriftWatch(watched, active=slices is not None)
         self._numbers = {id(p): number for number, p in enumerate(names.values())}
         self._stepped_ids = {id(p) for group in watched.optimizer.param_groups for p in group["params"]}
         self._checks = StepChecks(watched.optimizer, names, slices)
@@ -119,16 +98,14 @@ class Recorder:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""
         if self._open is not None:
             self._finish(self._open)
-        end = self._capture.take()  # in case the iteration gets neither a step nor a mark
-        self._open = Noted(iteration, self._stream_ends(iteration), end.rng, end.extra)
-        self._open.ends_with(end)
+        captured = self._capture.take()  # in case the iteration gets neither a step nor a mark
+        self._open = Noted(iteration, self._stream_ends(iteration), captured)
         self._checks.gradients.start()
 
     def marks(self) -> None:
         """Expect a `mark` at the end of each iteration from now on."""
         self._marking = True
-        if self._drift is not None:
-            self._drift.forget()
+        self._drift.forget()
 
     def mark(self, *, in_loop: bool = False, left: bool = False) -> None:
         """End the open iteration here, if there is one. A later mark before the next forward replaces it.
@@ -154,7 +131,7 @@ class Recorder:
             if self._marking and not noted.marked:
                 self.mark()
             if last and noted.left:  # whoever resumes makes that loop's iterator again
-                noted.rng = {**noted.rng, "in_loop": True}
+                noted.captured = replace(noted.captured, rng={**noted.captured.rng, "in_loop": True})
             self._finish(noted)
         self._open = None
         self._checks.gradients.forget()
@@ -204,12 +181,10 @@ class Recorder:
             if noted.buffers is None:
                 self._end_here(noted)
             return
-        if self._drift is not None:
-            self._drift.check(noted.iteration)
+        self._drift.check(noted.iteration)
         self._finish(noted)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        self._fault.check()
         self._await_departed()
         noted = self._open
         if noted is None or noted.stepped:
@@ -242,11 +217,9 @@ class Recorder:
 
     def _end_here(self, noted: Noted, *, in_loop: bool = False) -> None:
         """Capture the state at the iteration's end, in place of an earlier capture."""
-        end = self._capture.take(in_loop=in_loop)
-        noted.ends_with(end)
+        noted.captured = self._capture.take(in_loop=in_loop)
         noted.buffers = self._capture.buffers(noted.buffers)
-        if self._drift is not None:
-            self._drift.note(end)
+        self._drift.note(noted.captured)
 
     def _finish(self, noted: Noted) -> None:
         self._open = None

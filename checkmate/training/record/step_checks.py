@@ -39,7 +39,15 @@ class StepChecks:
                 "the optimizer's parameter groups were changed after checkmate.protect: add parameters "
                 "before it"
             )
-        self._check_parameters()
+        changed = self._parameters.changed() if self._parameters is not None else []
+        if changed:
+            raise RefusedError(
+                f"parameter {self._names[changed[0]]} was changed between two steps, and not by the "
+                "optimizer: shadow nodes can't know how. Compute values derived from a parameter in the "
+                "model's forward (torch.nn.utils.parametrize), and constrain parameters through the loss or "
+                "the optimizer's options. To load other weights, close the protection, and protect the model "
+                "in a new DDP"
+            )
         self.check_gradients()
 
     def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
@@ -57,18 +65,6 @@ class StepChecks:
                 "and shadow nodes can't know how: clip with checkmate.clip_grad_norm_, pass the GradScaler "
                 "to checkmate.protect as scaler=, and make other changes before the reduction, in the loss "
                 "or with Tensor.register_hook on parameters"
-            )
-
-    def _check_parameters(self) -> None:
-        """Raise `RefusedError` if a parameter has changed since the optimizer's last step."""
-        changed = self._parameters.changed() if self._parameters is not None else []
-        if changed:
-            raise RefusedError(
-                f"parameter {self._names[changed[0]]} was changed between two steps, and not by the "
-                "optimizer: shadow nodes can't know how. Compute values derived from a parameter in the "
-                "model's forward (torch.nn.utils.parametrize), and constrain parameters through the loss or "
-                "the optimizer's options. To load other weights, close the protection, and protect the model "
-                "in a new DDP"
             )
 
     def _group_ids(self) -> list[list[int]]:

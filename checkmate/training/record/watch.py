@@ -114,14 +114,11 @@ class ParameterWatch:
         """Return the numbers of parameters changed since the last step; not on host: since the one before."""
         now = [(window, then, self._slices.copy(window)) for window, then in self._left]
         looked_at, self._late = (now, []) if self._on_host else (self._late, now)
-        return [window.parameter for window, then, copy in looked_at if not _same_bits(then(), copy())]
-
-
-def _same_bits(one: object, other: object) -> bool:
-    """Return whether two flat tensors of one type are equal, bit for bit."""
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        raise TypeError("parameters are tensors")
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        return [
+            window.parameter
+            for window, then, copy in looked_at
+            if not torch.equal(then().view(torch.uint8), copy().view(torch.uint8))
+        ]
 
 
 class _Sample:

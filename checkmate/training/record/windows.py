@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ SLICE_BYTES: Final = 64 * 1024
 WINDOW_BYTES: Final = 1024
 """A window counts as at least this many bytes, because even a small copy costs time."""
 
-Copy = Callable[[], object]
+Copy = Callable[[], Any]
 """Returns a window's earlier content: a flat tensor on the CPU, once it has arrived, or a number."""
 
 Entry = tuple[str, int, int]
@@ -53,13 +53,13 @@ class Rotation:
         self._first: list[tuple[int, str, int, int]] = []  # suspects: parameter, entry, first and last byte
         self._named: Sequence[pb.Suspect] = ()
 
-    def has(self, number: int) -> bool:
-        """Return whether this parameter is among those rotated over."""
-        return number in self._known
-
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
-        """Begin the next windows with suspects, after earlier suspects. Callable from any thread."""
-        self._named = suspects or self._named  # another node's reply names none of this shard
+        """Begin the next windows with suspects, after earlier ones. Others' are ignored.
+
+        Callable from any thread.
+        """
+        ours = [one for one in suspects if one.parameter in self._known]
+        self._named = ours or self._named  # another node's reply names none of this shard
 
     def next(self) -> list[Window]:
         """Return the next windows; the call after the last parameter begins again with the first.
@@ -132,7 +132,7 @@ class Slices:
     def look_first(self, suspects: Sequence[pb.Suspect]) -> None:
         """Begin the next slices of the suspects' shards with the suspects. Callable from any thread."""
         for rotation in self._rotations:
-            rotation.look_first([one for one in suspects if rotation.has(one.parameter)])
+            rotation.look_first(suspects)
 
     def take(self) -> list[tuple[Window, Copy]]:
         """Return the next windows, each with its copy."""

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from checkmate import state
 from checkmate.consolidate import disk, kept
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.record import rng
-from checkmate.training.record.recorder import Watched
-from checkmate.training.start.fits import check_ranks, check_scaler, check_scheduler
-from checkmate.training.start.install import InstallError, install_buffers, load_optimizer
+from checkmate.training.record.capture import Watched
+from checkmate.training.start.install import (
+    InstallError,
+    check_ranks,
+    check_record,
+    install_record,
+    load_optimizer,
+)
 from checkmate.training.start.membership import Membership, trained
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
@@ -54,8 +56,7 @@ def look(folder: str | Path | None) -> OnDisk:
 
 def nothing(folder: str | Path | None) -> str:
     """Return a message for the case that `look` has found no checkpoint."""
-    chosen = folder or os.environ.get(CHECKPOINTS_VARIABLE)
-    if chosen:
+    if chosen := folder or os.environ.get(CHECKPOINTS_VARIABLE):
         return f"{chosen} does not contain a checkpoint"
     return f"no checkpoint folder is set (pass checkpoints= or set {CHECKPOINTS_VARIABLE})"
 
@@ -78,35 +79,31 @@ def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.Iteratio
     if found["job"] != place.job.job:
         raise InstallError(f"{path} belongs to the job {found['job']}, not to {place.job.job}")
     try:
-        _install(found, place, watched)
+        return _install(found, place, watched)
     except (RuntimeError, ValueError, KeyError) as error:
         raise InstallError(f"{path} doesn't fit the script: {' '.join(str(error).split())}") from error
-    return record_of(found, place, watched.optimizer), found["extra"].get(place.rank)
 
 
-def _install(found: dict[str, Any], place: Membership, watched: Watched) -> None:
+def _install(found: dict[str, Any], place: Membership, watched: Watched) -> tuple[pb.IterationRecord, Any]:
     check_ranks(len(found["rng"]), place)
-    check_scheduler(watched.scheduler, found["scheduler"], found.get("scheduler_class", ""))
-    check_scaler(watched.scaler, found["scaler"])
+    record = _record_of(found, place)
+    check_record(record, watched, place)
     model = watched.ddp.module
     missing, unexpected = model.load_state_dict(found["model"], strict=False)
     lacking = set(missing) & trained(watched.ddp).keys()
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
-    install_buffers(watched.ddp, found["buffers"])
-    install_buffers(watched.ddp, found.get("rank_buffers", {}).get(place.rank, {}))
     load_optimizer(watched.optimizer, found["optimizer"])
-    for name, thing in (("scheduler", watched.scheduler), ("scaler", watched.scaler)):
-        if found[name] is not None and thing is not None:
-            thing.load_state_dict(found[name])
-    if place.rank in found["rng"]:
-        rng.install(found["rng"][place.rank])
+    options = [options_of(group) for group in watched.optimizer.param_groups]
+    record.parts[0].step.MergeFrom(pb.Step(options=options, next_options=options))
+    return record, install_record(watched, record, place.position)
 
 
-def record_of(
-    found: dict[str, Any], place: Membership, optimizer: torch.optim.Optimizer
-) -> pb.IterationRecord:
-    """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds."""
+def _record_of(found: dict[str, Any], place: Membership) -> pb.IterationRecord:
+    """Return the record of a checkpoint's iteration, which is sent to shadow nodes with the seeds.
+
+    It does not have the optimizer's options yet.
+    """
     record = pb.IterationRecord(iteration=found["iteration"])
     for position, member in enumerate(place.job.dp_groups[place.group].ranks):
         part = record.parts.add(
@@ -119,13 +116,11 @@ def record_of(
         own = found.get("rank_buffers", {}).get(member.rank)
         if own:
             part.buffers = state.dumps(own)
-    options = [options_of(group) for group in optimizer.param_groups]
-    kind = found.get("scheduler_class", "")
-    step = pb.Step(options=options, next_options=options, scheduler_class=kind)
+    step = record.parts[0].step
+    step.scheduler_class = found.get("scheduler_class", "")
     for name in ("scheduler", "scaler"):
         if found[name] is not None:
             setattr(step, name, state.dumps(found[name]))
-    record.parts[0].step.CopyFrom(step)
     for name, tensor in found["buffers"].items():
         record.buffers[name] = state.dumps(tensor)
     return record

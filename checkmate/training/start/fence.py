@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -14,10 +14,8 @@ import grpc
 
 from checkmate.job.schema import Job
 from checkmate.nodes import target
-from checkmate.nodes.shards import Shard, node_name
-from checkmate.nodes.standing import Answers, Lacking
+from checkmate.nodes.standing import Answers, Lacking, Shard, node_name
 from checkmate.nodes.stubs import Stubs, reason
-from checkmate.nodes.target import Target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.start.repair import wanted_parts
@@ -63,8 +61,8 @@ class Fence:
     """Fences (or, with `drain`, only drains) each node of a job, in one thread per node, until it answers."""
 
     def __init__(self, job: Job, stubs: Stubs, deadline: float, *, drain: bool = False) -> None:
-        self.answers: dict[int, pb.NodeStatus] = {}
-        self.failures: dict[int, str] = {}
+        self.replies: dict[int, pb.NodeStatus | str] = {}
+        """By node: its answer, or why there is none so far."""
         self._job = job
         self._deadline = deadline
         self._drain = drain
@@ -84,9 +82,14 @@ class Fence:
         return len(self.answers) == len(self._threads)
 
     @property
-    def replies(self) -> Answers:
-        """By node: its answer, or why there is none so far."""
-        return {**self.failures, **self.answers}
+    def answers(self) -> dict[int, pb.NodeStatus]:
+        """The answers, by node."""
+        return {node: reply for node, reply in self.replies.copy().items() if not isinstance(reply, str)}
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """Why nodes have not answered so far, by node."""
+        return {node: reply for node, reply in self.replies.copy().items() if isinstance(reply, str)}
 
     def wait(self, enough: Callable[[], bool]) -> None:
         """Wait for all nodes, but only for `PATIENCE_SECONDS` more once `enough` returns true."""
@@ -114,21 +117,17 @@ class Fence:
         while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
             request = pb.FenceRequest(job=self._job.job, timeout=min(self._seconds, left), drain=self._drain)
             try:
-                status = stub.Fence(request, timeout=left)
+                reply: pb.NodeStatus | str = stub.Fence(request, timeout=left)
             except grpc.RpcError as error:
-                with self._changed:
-                    if self._ended.is_set():
-                        return
-                    self.failures[node] = reason(error)
-                self._ended.wait(_AGAIN_SECONDS)
-                continue
+                reply = reason(error)
             with self._changed:
                 if self._ended.is_set():
                     return
-                self.answers[node] = status
-                self.failures.pop(node, None)
+                self.replies[node] = reply
                 self._changed.notify_all()
-            return
+            if not isinstance(reply, str):
+                return
+            self._ended.wait(_AGAIN_SECONDS)
 
 
 def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
@@ -138,7 +137,7 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     fence.close()
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
-    answers = _given(fence)
+    answers = fence.answers.values()
     held = [hold.stepped for answer in answers if not answer.holds_nothing for hold in answer.holds]
     trouble = f"the shadow nodes held iteration {max(held)}, which is discarded" if held else ""
     return _without_nodes("nothing", answers, trouble)
@@ -150,13 +149,15 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
-        return _without_nodes("nothing", _given(fence))
+        return _without_nodes("nothing", fence.answers.values())
     _freeze(job, stubs, fence)
-    answers = _given(fence)
+    answers = fence.answers.values()
     try:
         chosen = target.find_target(job, fence.replies)
-        settled = _settle(job, stubs, chosen, fence)
-        holders = target.find_settled(job, chosen, settled)
+        request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
+        asked, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
+        settled = stubs.ask(asked, lambda stub: stub.Settle, request, seconds)
+        holders = target.find_settled(job, chosen, {**fence.replies, **settled})
     except Lacking as error:
         trouble = f"no iteration is complete on the shadow nodes within {timeout:g} s: {error}"
         return _without_nodes("none", answers, trouble)
@@ -170,13 +171,13 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
         chosen.iteration,
         holders,
         generation=chosen.generation,
-        generation_seen=_generation_seen(answers),
+        generation_seen=max(answer.generation for answer in answers),
     )
 
 
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     """Have drained nodes copy missing parts from one another, drain again, and stop for good."""
-    wanted = wanted_parts(_given(fence))
+    wanted = wanted_parts(fence.answers.values())
     for node, reply in stubs.ask_each(wanted, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
         for trouble in [reply] if isinstance(reply, str) else reply.troubles:
             _log.warning("%s: %s", node_name(job, node), trouble)
@@ -185,14 +186,8 @@ def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
         # The first drain of an early node may have lacked parts from a late one.
         stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, fence.within(2 * DRAIN_SECONDS))
     stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS)
-    for node, answer in stubs.ask(
-        list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS)
-    ).items():
-        if isinstance(answer, str):
-            fence.failures[node] = answer
-            del fence.answers[node]
-        else:
-            fence.answers[node] = answer
+    stopped = stubs.ask(list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS))
+    fence.replies.update(stopped)
 
 
 def plan_new_run(incarnation: int, trouble: str, generation_seen: int = 0) -> RestartPlan:
@@ -212,19 +207,12 @@ def after_disk(plan: RestartPlan, generation: int) -> RestartPlan:
     return replace(plan, generation=max(plan.generation, generation + 1))
 
 
-def _generation_seen(answers: list[pb.NodeStatus]) -> int:
-    return max((answer.generation for answer in answers), default=0)
-
-
-def _given(fence: Fence) -> list[pb.NodeStatus]:
-    return list(fence.answers.values())
-
-
 def _without_nodes(
-    kind: Literal["nothing", "none"], answers: list[pb.NodeStatus], trouble: str = ""
+    kind: Literal["nothing", "none"], answers: Collection[pb.NodeStatus], trouble: str = ""
 ) -> RestartPlan:
     incarnation = target.next_incarnation(answers, time.time())
-    return replace(plan_new_run(incarnation, trouble, _generation_seen(answers)), kind=kind)
+    seen = max((answer.generation for answer in answers), default=0)
+    return replace(plan_new_run(incarnation, trouble, seen), kind=kind)
 
 
 def _enough(job: Job, replies: Answers) -> bool:
@@ -233,10 +221,3 @@ def _enough(job: Job, replies: Answers) -> bool:
         return target.find_target(job, replies).complete
     except Lacking:
         return False
-
-
-def _settle(job: Job, stubs: Stubs, chosen: Target, fence: Fence) -> Answers:
-    """Have all nodes step up to the target at once; return the answers of those that did, or the failures."""
-    request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
-    settled = stubs.ask(list(fence.answers), lambda stub: stub.Settle, request, fence.within(SETTLE_SECONDS))
-    return {**fence.failures, **settled}

@@ -9,8 +9,7 @@ from functools import partial
 
 from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.reader import Reading, States, read_shards
-from checkmate.nodes.shards import names
-from checkmate.nodes.standing import Lacking
+from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout, Parameter
@@ -18,17 +17,6 @@ from checkmate.wire.layout import Layout, Parameter
 
 class FetchError(RuntimeError):
     """A shard is not available, or is not the requested one."""
-
-
-@dataclass(frozen=True)
-class WantedShards:
-    """A request for all shards of a DP group at one iteration of a run, and their holders."""
-
-    job: str
-    group: int
-    run: str
-    iteration: int
-    holders: Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -44,8 +32,10 @@ class Fetched:
     """Whether buckets and memory order are the same, so that the nodes can continue with their own state."""
 
 
-def fetch(wanted: WantedShards, layout: Layout, stubs: Stubs, rank: int, timeout: float) -> Fetched:
-    """Fetch all shards at once.
+def fetch(
+    wanted: Mapping[Asked, Sequence[int]], layout: Layout, stubs: Stubs, rank: int, timeout: float
+) -> Fetched:
+    """Fetch all shards of a DP group at once.
 
     Buffers may come with any shard. Before the first iteration there are none: the script creates them.
 
@@ -61,28 +51,21 @@ def fetch(wanted: WantedShards, layout: Layout, stubs: Stubs, rank: int, timeout
     """
     how = Reading(time.monotonic() + timeout, accept=partial(_check_model, layout))
     try:
-        shards = list(read_shards(stubs, _asked(wanted, rank), how).values())
+        order = {asked: spread(holders, rank) for asked, holders in wanted.items()}
+        shards = list(read_shards(stubs, order, how).values())
     except Lacking as error:
         raise FetchError(str(error)) from None
     states = {number: values for shard in shards for number, values in shard.states.items()}
     headers = [shard.header for shard in shards]
     record, without = record_of(headers)
     if without and record.parts:
-        shards_named = names((wanted.group, shard) for shard in sorted(wanted.holders))
+        shards_named = ", ".join(name(shard) for shard in sorted((one.group, one.shard) for one in wanted))
         raise FetchError(
             f"no holder of {shards_named} has {len(without)} of the model's buffers and frozen parameters: "
             f"{', '.join(without)}"
         )
     same = all(shard.layout.fingerprint == layout.fingerprint for shard in shards)
     return Fetched(shards[0].layout, states, record, most_parts(headers).optimizer, same)
-
-
-def _asked(wanted: WantedShards, rank: int) -> dict[Asked, list[int]]:
-    """Return the shards to read, each with its holders in the order in which this rank tries them."""
-    return {
-        Asked(wanted.job, wanted.run, wanted.iteration, wanted.group, shard): spread(nodes, rank)
-        for shard, nodes in wanted.holders.items()
-    }
 
 
 def spread(holders: Sequence[int], rank: int) -> list[int]:

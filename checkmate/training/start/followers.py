@@ -1,27 +1,102 @@
-"""One rank's connections to its group's shadow nodes: a line and a seeder for each."""
+"""One rank's side of the group's shadow nodes: its messages to them, and a line and a seeder for each."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Final
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from checkmate import state
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.lines.line import Line
 from checkmate.training.lines.seeder import Seeder, SeedSource
+from checkmate.training.record.buffers import FIRST_BYTES, Buffers, state_names
 from checkmate.training.record.windows import Slices
-from checkmate.training.start.opening import Opening
+from checkmate.training.start.membership import Membership
 from checkmate.training.start.ready import await_ready, await_stepped
-from checkmate.training.start.seeds import give_buffers, seed_at_start
+from checkmate.training.start.standing import Start
+from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")
 
 AWAY_SECONDS: Final = 3.0
 """How long to wait at the end for a node whose connection is broken, because it may come back."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Creates a rank's messages to nodes. `iteration` returns the last one whose backward has begun."""
+
+    place: Membership
+    start: Start
+    ddp: DistributedDataParallel
+    layout: Layout
+    optimizer: pb.OptimizerSpec
+    device: str
+    buffers: Buffers
+    iteration: Callable[[], int]
+
+    def author(self) -> pb.RecordPart:
+        """Return the fields that all parts of this rank's step records share."""
+        place, plan = self.place, self.start.plan
+        return pb.RecordPart(
+            job=place.job.job,
+            incarnation=plan.incarnation,
+            run=plan.run,
+            start=plan.start,
+            group=place.group,
+            position=place.position,
+        )
+
+    def begin_request(self) -> pb.BeginRequest:
+        """Return the group's first rank's request to a node, at each connect."""
+        start = self.start
+        return pb.BeginRequest(
+            job=self.place.job.job,
+            group=self.place.group,
+            incarnation=start.plan.incarnation,
+            first_iteration=start.next_iteration,
+            next_iteration=self.iteration() + 1,
+            layout=self.layout.to_json(),
+            optimizer=self.optimizer,
+            keep=start.keep,
+            torch=torch.__version__,
+            capability=torch.backends.cpu.get_cpu_capability(),
+            device=self.device,
+            ranks=self.place.ranks,
+            run=start.plan.run,
+            start=start.plan.start,
+            generation=start.plan.generation,
+            names=self._names(),
+            buffers=sorted(self.buffers.names),
+        )
+
+    def seed_header(self, shard: int, iteration: int) -> pb.SeedHeader:
+        """Return the header of a stream of seeds, without parameters."""
+        start = self.start
+        record = start.record if iteration == start.next_iteration - 1 else None
+        return pb.SeedHeader(
+            job=self.place.job.job,
+            incarnation=start.plan.incarnation,
+            run=start.plan.run,
+            start=start.plan.start,
+            shard=pb.Shard(group=self.place.group, shard=shard),
+            iteration=iteration,
+            record=record,
+        )
+
+    def _names(self) -> dict[str, str]:
+        """Return the keys of the model's `state_dict()` whose tensors the nodes receive, with their names."""
+        given = {parameter.name for parameter in self.layout.parameters} | self.buffers.names
+        return {key: name for key, name in state_names(self.ddp).items() if name in given}
 
 
 class Followers:
@@ -64,7 +139,7 @@ class Followers:
         dist.broadcast_object_list(box, src=place.spokesman, group=opening.ddp.process_group)
         seeders = {node: self._seeders[node] for node in box[0]}
         seed_at_start(place, opening.layout, opening.start, seeders)
-        if place.first and opening.buffers is not None:
+        if place.first:
             give_buffers(place, opening.buffers, opening.start, seeders, deadline)
         waiting = [""]
         if place.first:
@@ -100,9 +175,8 @@ class Followers:
 
     def _begun(self, request: pb.BeginRequest) -> None:
         """Send buffers again to a node that joined late or came back."""
-        buffers = self._opening.buffers
-        if buffers is not None and request.next_iteration > request.first_iteration:
-            buffers.again()
+        if request.next_iteration > request.first_iteration:
+            self._opening.buffers.again()
 
     def _replied(self, node: int, reply: pb.RecordReply) -> None:
         """Handle a node's answer to a record. This rank seeds only its own share of the shards."""
@@ -112,8 +186,57 @@ class Followers:
                 self._seeders[node].want(wanted.shard, numbers)
         if self._slices is not None and reply.suspects:
             self._slices.look_first(reply.suspects)
-        if reply.buffers and self._opening.buffers is not None:
+        if reply.buffers:
             self._opening.buffers.again()
         if reply.trouble != self._troubles.get(node, ""):
             self._troubles[node] = reply.trouble
             _log.warning("shadow node %d: %s", node, reply.trouble or "recovered")
+
+
+def seed_at_start(place: Membership, layout: Layout, start: Start, seeders: Mapping[int, Seeder]) -> None:
+    """Send this rank's share of the shards to every holder that has not kept its state.
+
+    Of n ranks, the one at ring position p sends the shards s with s mod n = p. `seeders` has the nodes that
+    have begun.
+    """
+    for shard in range(place.position, place.shards, place.ranks):
+        kept = start.plan.holders.get((place.group, shard), ()) if start.keep else ()
+        for node in place.holders(shard):
+            if node.id in seeders and node.id not in kept:
+                seeders[node.id].want(shard, layout.of_shard(shard))
+
+
+def give_buffers(
+    place: Membership, buffers: Buffers, start: Start, seeders: Mapping[int, Seeder], deadline: float
+) -> None:
+    """Send all buffers to all nodes, unless the restored record has them; wait for that until the deadline.
+
+    Records carry buffers too, but only a few MiB at a time: until all have arrived, no iteration is complete.
+    A warning names the nodes that have not received all buffers.
+    """
+    if not buffers.names - start.record.buffers.keys():
+        return
+    iteration = start.next_iteration - 1
+    records = [
+        pb.IterationRecord(
+            iteration=iteration,
+            buffers={name: state.dumps(later(), known=True) for name, later in lot.items()},
+        )
+        for lot in buffers.all()
+    ]
+    for node, seeder in seeders.items():
+        held = next(s for s in range(place.shards) if node in [one.id for one in place.holders(s)])
+        seeder.give(held, records)
+    without = []
+    for node, seeder in seeders.items():
+        if not seeder.given.wait(max(deadline - time.monotonic(), 0)):
+            without.append(f"shadow node {node} (not in time)")
+        elif seeder.given_up:
+            without.append(f"shadow node {node} ({seeder.given_up})")
+    if without:
+        _log.warning(
+            "buffers and frozen parameters have not all reached %s: step records carry %d MiB each, and "
+            "until then a restore can't use these nodes' shards",
+            ", ".join(without),
+            FIRST_BYTES >> 20,
+        )

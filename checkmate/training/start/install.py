@@ -1,9 +1,9 @@
-"""Installs fetched state: parameters, optimizer, scheduler, scaler, buffers and random generators."""
+"""Checks that stored state fits the script and job that resume from it, and installs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,11 +13,18 @@ from checkmate import state
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record import rng
-from checkmate.training.record.recorder import Watched
+from checkmate.training.record.capture import Watched
+from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.formats import lay_out_state
+from checkmate.training.start.membership import Membership
+from checkmate.wording import counted
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
 """Parameters and their optimizer state, by number, with the shapes of the script's own parameters."""
+
+
+_AFTER: Final = "To continue with another one, create it after restore, and pass it to checkmate.protect"
+_AS_IT_WAS: Final = f"construct it as before. {_AFTER}"
 
 
 class InstallError(RuntimeError):
@@ -35,6 +42,92 @@ def check_optimizer(stored: pb.OptimizerSpec, ours: pb.OptimizerSpec) -> None:
             f"the state's parameter groups have {sizes[0]} parameters, the script's {sizes[1]}, or different "
             "ones: construct the optimizer as before"
         )
+
+
+def check_record(record: pb.IterationRecord, watched: Watched, place: Membership) -> None:
+    """Raise `InstallError` if a record's ranks, scheduler or scaler are not like the script's.
+
+    A record without parts, from before the first iteration, fits anything.
+    """
+    if not record.parts:
+        return
+    check_ranks(len(record.parts), place)
+    step = part_of(record, 0).step
+    scheduler, scaler = (state.loads(data) if data else None for data in (step.scheduler, step.scaler))
+    check_scheduler(watched.scheduler, scheduler, step.scheduler_class)
+    check_scaler(watched.scaler, scaler)
+
+
+def check_ranks(stored: int, place: Membership) -> None:
+    """Raise `InstallError` if the state has another number of ranks than the job's DP group."""
+    if stored != place.ranks:
+        raise InstallError(
+            f"the state has {counted(stored, 'rank')} in DP group {place.group}, but the job now has "
+            f"{place.ranks}. Random generators and extra() belong to single ranks: start the same number of "
+            "ranks, or pass fresh=True to start from iteration 0"
+        )
+
+
+def check_scheduler(ours: Any, stored: Mapping[str, Any] | None, stored_class: str = "") -> None:
+    """Raise `InstallError` if the script's scheduler is of another kind than the stored one.
+
+    `stored_class` is `class_of` the stored one. If the classes are equal, either state may have additional
+    keys, because some schedulers add keys as they step. If the class is unknown, all keys must be equal.
+    """
+    mine = class_of(ours)
+    if stored is None:
+        if ours is None:
+            return
+        raise InstallError(
+            f"the state has no scheduler, but the script has {_a(mine)}, which would begin in the middle of "
+            f"the run. {_AFTER}"
+        )
+    if ours is None:
+        which = f", {_a(stored_class)}" if stored_class else ""
+        raise InstallError(f"the state has a scheduler{which}: pass scheduler= to checkmate.restore")
+    if stored_class and stored_class != mine:
+        raise InstallError(
+            f"the state's scheduler is {_a(stored_class)}, but the script's is {_a(mine)}: {_AS_IT_WAS}"
+        )
+    theirs, own = set(_keys(stored)), set(_keys(ours.state_dict()))
+    fits = theirs <= own or own <= theirs if stored_class else theirs == own
+    if not fits:
+        raise InstallError(
+            f"the state's {stored_class or 'scheduler'} has {_listed(theirs - own)}, and the script's "
+            f"{mine} has {_listed(own - theirs)}: {_AS_IT_WAS}"
+        )
+
+
+def check_scaler(ours: Any, stored: Mapping[str, Any] | None) -> None:
+    """Raise `InstallError` if only one of the scalers is enabled; a disabled one has an empty state."""
+    own = None if ours is None else ours.state_dict()
+    if stored and not own:
+        raise InstallError("the state has an enabled scaler: pass an enabled scaler= to checkmate.restore")
+    if own and not stored:
+        raise InstallError(f"the state has no enabled scaler, but the script has one: {_AS_IT_WAS}")
+    if own and stored and own.keys() != stored.keys():
+        raise InstallError(
+            f"the state's scaler has {_listed(stored.keys() - own.keys())}, and the script's "
+            f"{type(ours).__name__} has {_listed(own.keys() - stored.keys())}: {_AS_IT_WAS}"
+        )
+
+
+def _keys(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a scheduler's state, and of the schedulers in it."""
+    for key, value in found.items():
+        yield key
+        if key == "_schedulers":
+            for number, one in enumerate(value):
+                yield from (f"{key}[{number}].{name}" for name in _keys(one))
+
+
+def _listed(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "no other keys"
+
+
+def _a(name: str) -> str:
+    vowel = name[:1] in "AEIOU" and not name.startswith("One")
+    return f"an {name}" if vowel else f"a {name}"
 
 
 def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> None:
@@ -60,7 +153,6 @@ def install_optimizer(
         options: The options of each group; empty to keep them.
         record: Contains the state of parameters whose gradients are not reduced.
     """
-    frozen = {name: data for name, data in record.buffers.items() if state.is_frozen_state(name)}
     whole = optimizer.state_dict()
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     trained = {
@@ -68,7 +160,9 @@ def install_optimizer(
         for index, parameter in enumerate(flat)
         if (number := numbers.get(parameter, FROZEN)) in states and states[number][1]
     }
-    others = state.frozen_states({name: state.loads(data) for name, data in frozen.items()})
+    others = state.frozen_states(
+        {name: state.loads(data) for name, data in record.buffers.items() if state.is_frozen_state(name)}
+    )
     whole["state"] = dict(sorted({**trained, **others}.items()))
     load_optimizer(optimizer, whole)
     for group, text in zip(optimizer.param_groups, options, strict=bool(options)):
@@ -118,17 +212,11 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     Returns:
         This rank's `extra`, or `None`.
     """
-    parts = {part.position: part for part in record.parts}
+    own, step = part_of(record, position), part_of(record, 0).step
     buffers = {name: state.loads(data) for name, data in record.buffers.items()}
-    own, first = parts.get(position), parts.get(0)
-    if own is not None and own.buffers:
-        buffers |= state.loads(own.buffers)
-    install_buffers(watched.ddp, buffers)
-    if first is not None:
-        _load(watched.scheduler, "scheduler", first.step.scheduler)
-        _load(watched.scaler, "scaler", first.step.scaler)
-    if own is None:
-        return None
+    install_buffers(watched.ddp, buffers | own_buffers(record, position))
+    _load(watched.scheduler, "scheduler", step.scheduler)
+    _load(watched.scaler, "scaler", step.scaler)
     if own.rng:
         rng.install(state.load_generators(own.rng))
     return state.loads(own.extra) if own.extra else None
@@ -147,9 +235,12 @@ def _load(thing: Any, name: str, data: bytes) -> None:
         ) from error
 
 
-def own_buffers(record: pb.IterationRecord, position: int) -> list[str]:
-    """Return the names of the buffers in this rank's part."""
-    for part in record.parts:
-        if part.position == position and part.buffers:
-            return list(state.loads(part.buffers))
-    return []
+def own_buffers(record: pb.IterationRecord, position: int) -> dict[str, torch.Tensor]:
+    """Return the buffers in a rank's part."""
+    data = part_of(record, position).buffers
+    return state.loads(data) if data else {}
+
+
+def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
+    """Return a rank's part, which is empty if the record lacks it."""
+    return next((part for part in record.parts if part.position == position), pb.RecordPart())

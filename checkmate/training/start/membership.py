@@ -127,19 +127,14 @@ def join(module: object) -> Membership:
     if expected != str(rank):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
     found = place(job, rank, dist.get_world_size(), dist.get_process_group_ranks(ddp.process_group))
-    if synchronised(ddp) and any(True for _ in ddp.module.buffers()):
-        _check_first(found)
-    return found
-
-
-def _check_first(found: Membership) -> None:
-    """Raise `SessionError` unless DDP takes buffers from the rank that records them: the ring's first."""
-    ranks = [rank.rank for rank in found.job.dp_groups[found.group].ranks]
-    if ranks[0] != min(ranks):
+    first = min(member.rank for member in job.dp_groups[found.group].ranks)
+    # The ring's first rank records buffers.
+    if synchronised(ddp) and any(True for _ in ddp.module.buffers()) and found.spokesman != first:
         raise SessionError(
-            f"DDP broadcasts the buffers of rank {min(ranks)}, but the ring begins with rank "
-            f"{ranks[0]}: list rank {min(ranks)} first in the job's dp_groups[{found.group}]"
+            f"DDP broadcasts the buffers of rank {first}, but the ring begins with rank "
+            f"{found.spokesman}: list rank {first} first in the job's dp_groups[{found.group}]"
         )
+    return found
 
 
 def _checked(module: object) -> DistributedDataParallel:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
-from checkmate.nodes.shards import node_name
+from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import UNREACHABLE, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start.membership import Membership
 
 _POLL_SECONDS: Final = 0.1
 _STATUS_SECONDS: Final = 2.0
+
+Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
+"""By node: its holds by shard, or why it has not answered."""
 
 
 def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: float) -> str:
@@ -28,7 +31,7 @@ def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: 
     """Wait until all live holds of the group have stepped an iteration. Return missing shards in words."""
     while True:
         found = _holds(place, stubs, incarnation)
-        holds = [hold for holds in found.values() if not isinstance(holds, str) for hold in holds]
+        holds = [hold for held in found.values() if not isinstance(held, str) for hold in held.values()]
         there = {hold.shard.shard for hold in holds if hold.seeded and hold.stepped >= iteration}
         missing = [shard for shard in range(place.shards) if shard not in there]
         silent = [found[node.id] for shard in missing for node in place.holders(shard)]
@@ -40,7 +43,7 @@ def await_stepped(place: Membership, stubs: Stubs, incarnation: int, iteration: 
         return "; ".join(f"shard {shard}: {_progress(place, shard, found)}" for shard in missing)
 
 
-def _progress(place: Membership, shard: int, found: Mapping[int, Sequence[pb.HoldStatus] | str]) -> str:
+def _progress(place: Membership, shard: int, found: Holds) -> str:
     """Return the progress of a shard's holders, in words."""
     words = []
     for node in place.holders(shard):
@@ -48,23 +51,23 @@ def _progress(place: Membership, shard: int, found: Mapping[int, Sequence[pb.Hol
         if isinstance(holds, str):
             words.append(f"shadow node {node.id}: {holds}")
             continue
-        held = next((hold for hold in holds if hold.shard.shard == shard), None)
+        held = holds.get(shard)
         at = f"at iteration {held.stepped}" if held is not None and held.seeded else "not seeded"
         words.append(f"shadow node {node.id} is {at}")
     return ", ".join(words)
 
 
-def _holds(place: Membership, stubs: Stubs, incarnation: int) -> dict[int, list[pb.HoldStatus] | str]:
-    """Return each node's holds of the group in this incarnation, or why the node has not answered."""
+def _holds(place: Membership, stubs: Stubs, incarnation: int) -> Holds:
+    """Ask the nodes for their holds of the group in this incarnation."""
     request = pb.StatusRequest(job=place.job.job)
-    nodes = [node.id for node in place.nodes]
-    found: dict[int, list[pb.HoldStatus] | str] = {}
+    nodes, ours = [node.id for node in place.nodes], (place.group, incarnation)
+    found: dict[int, dict[int, pb.HoldStatus] | str] = {}
     for node, status in stubs.ask(nodes, lambda stub: stub.Status, request, _STATUS_SECONDS).items():
         if isinstance(status, str):
             found[node] = status
         else:
-            ours = (place.group, incarnation)
-            found[node] = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == ours]
+            holds = [hold for hold in status.holds if (hold.shard.group, hold.incarnation) == ours]
+            found[node] = {hold.shard.shard: hold for hold in holds}
     return found
 
 
@@ -75,10 +78,9 @@ def _lacking(place: Membership, stubs: Stubs, incarnation: int) -> list[str]:
         if isinstance(holds, str):
             found.append(f"{node_name(place.job, number)}: {holds}")
             continue
-        held = {hold.shard.shard: hold for hold in holds}
         for shard in range(place.shards):
             ours = number in [node.id for node in place.holders(shard)]
-            if ours and (trouble := _not_ready(held.get(shard))):
+            if ours and (trouble := _not_ready(holds.get(shard))):
                 found.append(f"shadow node {number}, shard {shard}: {trouble}")
     return found
 

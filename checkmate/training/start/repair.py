@@ -30,7 +30,8 @@ def wanted_parts(answers: Iterable[pb.NodeStatus]) -> dict[int, pb.CopyRequest]:
         request = pb.CopyRequest(job=answer.job)
         for held in answer.parts:
             lacking = given[_key(held)].keys() - set(_each(held))
-            needed = sorted(part for part in lacking if part[1] > _stepped(answer, held.group))
+            stepped = [hold.stepped for hold in answer.holds if hold.shard.group == held.group]
+            needed = sorted(part for part in lacking if part[1] > min(stepped, default=-1))
             request.wanted.extend(_grouped(held, {part: given[_key(held)][part] for part in needed}))
         if request.wanted:
             found[answer.node] = request
@@ -43,11 +44,6 @@ def _key(held: pb.PartsHeld) -> Key:
 
 def _each(held: pb.PartsHeld) -> Iterator[Part]:
     return ((one.position, t) for one in held.ranges for t in range(one.first, one.last + 1))
-
-
-def _stepped(answer: pb.NodeStatus, group: int) -> int:
-    """Return the last iteration that all holds of a group have stepped."""
-    return min((hold.stepped for hold in answer.holds if hold.shard.group == group), default=-1)
 
 
 def _grouped(held: pb.PartsHeld, needed: Mapping[Part, int]) -> Iterator[pb.PartsWanted]:

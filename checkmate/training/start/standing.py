@@ -21,7 +21,6 @@ class Start:
     next_iteration: int = 0
     keep: bool = False
     record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
-    own_buffers: list[str] = field(default_factory=list)
 
 
 class ModelStanding(AttachedData):

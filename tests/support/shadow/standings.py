@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from checkmate.job.schema import Job
-from checkmate.nodes.shards import Shard, holders_of
-from checkmate.nodes.standing import Answers, newest_incarnation
+from checkmate.nodes.standing import Answers, Shard, holders_of, newest_incarnation
 from checkmate.rpc import shadow_pb2 as pb
 from testbed.jobs import job
 

@@ -14,12 +14,13 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers, kept_beside
-from checkmate.training.record.publisher import Author, to_part
-from checkmate.training.record.recorder import Noted, PendingFault, Recorder, Watched
+from checkmate.training.record.capture import Noted, Watched
+from checkmate.training.record.publisher import to_part
+from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import membership
 
-AUTHOR = Author("job", 3, "first", b"start", 0, 0, 0)
+AUTHOR = pb.RecordPart(job="job", incarnation=3, run="first", start=b"start")
 
 
 class LoopModel(nn.Module):
@@ -58,19 +59,24 @@ class RecordedLoop:
             watched.get(name, lambda _: None)(self.optimizer) for name in ("scheduler", "scaler")
         )
         self.scheduler, self.scaler = scheduler, scaler
-        self.fault = PendingFault()
+        self.error: Exception | None = None
+        """Raised by the next step, like an error of the publisher."""
         self.recorder = Recorder(
             Watched(self.ddp, self.optimizer, scheduler, scaler, watched.get("extra")),
             self.names,
             self.steps,
             self.emitted.append,
             lambda iteration: {(0, 0): 100 * iteration},
-            self.fault,
             slices=Slices(self.layout, self.parameters, self.optimizer),
             buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
+            await_departed=self._await_departed,
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}
         self.iteration = -1
+
+    def _await_departed(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def backward(self, *, factor: float = 1.0, more: bool = False) -> None:
         """Run forward and backward, and keep the final gradients for the replicas."""

@@ -18,8 +18,8 @@ from checkmate.rpc.frames import ANSWER, GREETING, pack
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines.line import ANSWERED_EVERY, ATTENTIVE, QUEUED_BYTES, Line
-from checkmate.training.record.publisher import DEPARTURE_SECONDS, Author, Publisher
-from checkmate.training.record.recorder import Noted
+from checkmate.training.record.capture import IterationEnd, Noted
+from checkmate.training.record.publisher import DEPARTURE_SECONDS, Publisher
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode
 from tests.support.waiting import wait_until
@@ -197,12 +197,12 @@ def test_a_record_waits_until_the_switch_has_had_its_bytes(node: RecordingNode, 
     line = Line(shadow_node(node), stub, None, lambda *_: None)
     line.start()
     acknowledged = {(0, 0): 0}
-    author = Author("demo", 7, "first", b"start", 1, 3, 1)
-    publisher = Publisher(
-        author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()), lambda _: None
-    )
+    author = pb.RecordPart(job="demo", incarnation=7, run="first", start=b"start", group=1, position=3)
+    publisher = Publisher(author, [line], lambda ends: all(acknowledged[k] >= e for k, e in ends.items()))
     for iteration in range(2):
-        publisher.put(Noted(iteration, {(0, 0): 100 * iteration}, {"torch": torch.zeros(1)}, {"at": 4}))
+        publisher.put(
+            Noted(iteration, {(0, 0): 100 * iteration}, IterationEnd({"torch": torch.zeros(1)}, {"at": 4}))
+        )
     assert_only = [0]
     wait_until(lambda: [one.iteration for one in node.records] == assert_only)
     time.sleep(0.1)
@@ -238,11 +238,10 @@ class Carrier:
 
 def test_a_step_waits_until_the_record_before_it_has_left_but_not_for_a_node_that_takes_nothing() -> None:
     swift, stuck = Carrier(), Carrier()
-    author = Author("demo", 0, "first", b"start", 0, 1, None)
-    publisher = Publisher(author, [swift, stuck], lambda _: True, lambda _: None)
+    publisher = Publisher(pb.RecordPart(job="demo", position=1), [swift, stuck], lambda _: True)
     publisher.await_departed()  # nothing was put
     for iteration in range(3):
-        publisher.put(Noted(iteration, {}, {"torch": torch.zeros(1)}, None))
+        publisher.put(Noted(iteration, {}, IterationEnd({"torch": torch.zeros(1)})))
         wait_until(lambda now=iteration: now in stuck.waiting)  # type: ignore[misc]
         timer = threading.Timer(0.05, swift.leave)
         timer.start()
@@ -280,11 +279,11 @@ class Unwilling:
 
 @pytest.mark.parametrize("extra", [object(), Unwilling()])
 def test_extra_that_cannot_be_kept_is_reported(node: RecordingNode, extra: object) -> None:
-    faults: list[Exception] = []
-    publisher = Publisher(Author("demo", 0, "first", b"start", 0, 1, None), [], lambda _: True, faults.append)
-    publisher.put(Noted(0, {}, {}, extra))
+    publisher = Publisher(pb.RecordPart(job="demo", position=1), [], lambda _: True)
+    publisher.put(Noted(0, {}, IterationEnd({}, extra)))
     publisher.close(SECONDS)
-    assert isinstance(faults[0], state.StateError)
+    with pytest.raises(state.StateError):
+        publisher.await_departed()
 
 
 def test_a_step_waits_for_one_copy_at_most() -> None:

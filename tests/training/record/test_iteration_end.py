@@ -22,7 +22,7 @@ from checkmate.training.record import rng
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Capture, Watched
 from checkmate.training.record.drift import CHECKED
-from checkmate.training.record.scheduler import SchedulerWatch
+from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import place
 from checkmate.training.start.standing import Start

@@ -19,9 +19,10 @@ from checkmate import state
 from checkmate.optim.supported import apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.checks import check_kept
+from checkmate.training.errors import RefusedError
 from checkmate.training.record import windows
 from checkmate.training.record.buffers import EXACT_BYTES, Buffers, fitting, frozen_state
-from checkmate.training.record.recorder import RefusedError, Watched
+from checkmate.training.record.capture import Watched
 from checkmate.training.record.windows import Rotation, Window
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw
@@ -300,7 +301,7 @@ def test_a_second_step_on_the_same_gradients() -> None:
 
 def test_what_the_background_finds_is_raised_in_the_script() -> None:
     loop = RecordedLoop(adamw)
-    loop.fault.set(state.StateError("extra: a generator can't be kept"))
+    loop.error = state.StateError("extra: a generator can't be kept")
     loop.backward()
     with pytest.raises(state.StateError, match="a generator"):
         loop.optimizer.step()

@@ -27,8 +27,9 @@ from checkmate.training import restore
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.loop import resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, state_names
-from checkmate.training.record.publisher import Author, to_part
-from checkmate.training.record.recorder import PendingFault, Recorder, Watched
+from checkmate.training.record.capture import Watched
+from checkmate.training.record.publisher import to_part
+from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import plan_new_run
@@ -77,7 +78,6 @@ class DiskScript:
             StepExclusion(0),
             emitted.append,
             lambda _: {},
-            PendingFault(),
             slices=Slices(layout, list(names.values()), self.optimizer),
             buffers=Buffers(
                 lambda: kept_beside(self.ddp) | frozen_state(self.optimizer, set(names.values())),
@@ -94,7 +94,7 @@ class DiskScript:
             self.optimizer.zero_grad()
             recorder.mark(in_loop=True)
         recorder.close(last=True)
-        parts = [to_part(Author(JOB.job, 1, "first", b"start", 0, 0, 0), noted) for noted in emitted]
+        parts = [to_part(pb.RecordPart(job=JOB.job, incarnation=1), noted) for noted in emitted]
         for part in parts:
             if part.buffers:
                 changed = state.loads(part.buffers)

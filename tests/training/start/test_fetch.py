@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from checkmate import state
+from checkmate.nodes.headers import Asked
 from checkmate.nodes.stubs import Stubs
-from checkmate.training.start.fetch import Fetched, FetchError, WantedShards, fetch
+from checkmate.training.start.fetch import Fetched, FetchError, fetch
 from testbed.small_training import RUN
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, settle
@@ -36,7 +37,7 @@ def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
         settle(here, training, iterations - 1)
         stubs = Stubs(here.job)
         stack.callback(stubs.close)
-        wanted = WantedShards(here.job.job, 0, RUN, iterations - 1, {0: [0], 1: [1]})
+        wanted = {Asked(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
         return fetch(wanted, training.layout, stubs, 0, 10.0)
 
 

@@ -23,12 +23,11 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
-from checkmate.training.record.recorder import Watched
+from checkmate.training.record.capture import Watched
 from checkmate.training.start import membership
 from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import Fetched
-from checkmate.training.start.fits import check_record
-from checkmate.training.start.install import InstallError, install_record
+from checkmate.training.start.install import InstallError, check_record, install_record
 from checkmate.training.start.standing import Start
 from testbed.jobs import job
 from tests.support.training.alone import alone

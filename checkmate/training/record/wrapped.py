@@ -1,14 +1,19 @@
-"""Follows a GradScaler: the factor by which it unscales gradients, and whether it lets the optimizer step."""
+"""Follows a script's GradScaler and learning rate scheduler, which do not have hooks.
+
+Of a GradScaler: the factor by which it unscales gradients, and whether it lets the optimizer step. Of a
+scheduler: its class and its steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.errors import RefusedError
 
 
 class ScalerListener(Protocol):
@@ -53,10 +58,10 @@ class ScalerWatch:
         self._unscaled = True
         self._listener.scaled(pb.Scaling.UNSCALE, factor)
 
-    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> float | None:
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
         """Call `GradScaler.step` and note it. A fused optimizer unscales and skips by itself."""
         if optimizer is not self._optimizer or not self._scaler.is_enabled():
-            return self._passed(self._step(optimizer, *arguments, **keywords))
+            return self._step(optimizer, *arguments, **keywords)
         # From the scaler, because a script may unscale and then not step.
         self._unscaled = self._scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
         scale = self._scaler._scale.clone()
@@ -66,13 +71,51 @@ class ScalerWatch:
         found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         # Cloned because update() adds other optimizers' findings to the first of these.
         self._listener.scaler_stepped([one.clone() for one in found.values()])
-        return self._passed(result)
+        return result
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
         """Call `GradScaler.update` and note it."""
         self._update(*arguments, **keywords)
         self._listener.moved_on()
 
-    @staticmethod
-    def _passed(result: Any) -> float | None:
-        return None if result is None else float(result)
+
+def class_of(scheduler: Any) -> str:
+    """Return a name such as `StepLR` or `SequentialLR(LinearLR, StepLR)`; empty for `None`."""
+    if scheduler is None:
+        return ""
+    within = ", ".join(class_of(one) for one in getattr(scheduler, "_schedulers", ()))
+    return f"{type(scheduler).__name__}({within})" if within else type(scheduler).__name__
+
+
+class SchedulerWatch:
+    """Gives one scheduler a subclass whose `step` calls `on_step`, because schedulers do not have hooks.
+
+    An attribute `step` would appear in the scheduler's `state_dict()`.
+    """
+
+    def __init__(self, scheduler: Any, on_step: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._kind = type(scheduler)
+        kind: Any = self._kind
+
+        def step(itself: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = kind.step(itself, *arguments, **keywords)
+            if itself is scheduler:
+                on_step()
+            return result
+
+        def reduce(itself: Any, protocol: Any) -> Any:
+            """Give copies and pickles the original class."""
+            _, _, *rest = kind.__reduce_ex__(itself, protocol)
+            return object.__new__, (kind,), *rest
+
+        alike = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        followed = type(kind.__name__, (kind,), {**alike, "step": step, "__reduce_ex__": reduce})
+        try:
+            scheduler.__class__ = followed
+        except TypeError as error:  # it has slots, or is implemented in C
+            raise RefusedError(f"scheduler= is a {kind.__name__}, which can't be followed: {error}") from None
+
+    def remove(self) -> None:
+        """Restore the scheduler's own class."""
+        self._scheduler.__class__ = self._kind

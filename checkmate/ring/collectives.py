@@ -1,20 +1,20 @@
-"""Repeated in-place AllReduce of buckets over one ring. Boundary ranks tag reduced chunks.
+"""Repeated collectives over one ring: AllReduce, in which boundary ranks tag reduced chunks, and AllGather.
 
-Reduce-scatter, average by each chunk's owner, tagged AllGather (design, section 3). An element's bits depend
-on its place in its bucket and on the division into channels and chunks, but not on timing or the slice size.
+AllReduce is reduce-scatter, average by each chunk's owner, tagged AllGather (design, section 3). An element's
+bits depend on its place in its bucket and on the division into channels and chunks, but not on timing or the
+slice size.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 import torch
 
 from checkmate.ring.connections import Ring, RingError
-from checkmate.ring.engine import Engine
-from checkmate.ring.steps import SLICE_BYTES, allreduce_steps
+from checkmate.ring.engine import Engine, OnTagged, Watermark
+from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps, allgather_steps, allreduce_steps
 from checkmate.tagger import TaggedSocket
 from checkmate.wire.schedule import Bucket, side_of
 
@@ -94,7 +94,65 @@ class AllReduce:
     def __enter__(self) -> AllReduce:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AllGather:
+    """Gathers the same buckets repeatedly over one ring, or runs another collective. Labs use it.
+
+    It is a context manager; `close` ends threads.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        buckets: Sequence[Bucket],
+        slice_bytes: int = SLICE_BYTES,
+        steps_of: Callable[[Bucket, Position, int], RingSteps] = allgather_steps,
+    ) -> None:
+        """Start the threads. With `allreduce_steps` as `steps_of` it is an AllReduce."""
+        self._buckets = buckets
+        self._gathered = Watermark()
+        self._error: RingError | None = None
+        self._engine = Engine(
+            ring, buckets, steps_of, slice_bytes, lambda _: self._gathered.advance(), self._fail
+        )
+
+    def run(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:
+        """Gather all chunks of each channel; rank i contributes chunk (i + 1) mod n.
+
+        When it returns, everything is received and passed to the kernel, so `tensors` may be overwritten.
+
+        Args:
+            tensors: Flat, contiguous CPU tensors, one per bucket.
+            on_tagged: Called before tagged bytes are sent.
+
+        Raises:
+            RingError: The ring is broken, for good.
+        """
+        self._engine.bind(tensors, on_tagged)
+        gathered = self._gathered.value + len(self._buckets)
+        try:
+            for index in range(len(self._buckets)):
+                self._engine.submit(index)
+            if not self._gathered.wait_for(gathered):
+                raise self._error or RingError("the AllGather is closed")
+        except BaseException:  # including Ctrl-C, because the threads must release the tensors
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        self._engine.close()
+        self._gathered.end()
+
+    def __enter__(self) -> AllGather:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fail(self, error: RingError) -> None:
+        self._error = error
+        self._gathered.end()
