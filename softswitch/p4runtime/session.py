@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import grpc
 from finsy.proto import p4r, rpc_code
 
-from softswitch.p4runtime.arbitration import Arbitration, Client, RpcError
-from softswitch.p4runtime.packetio import ControllerHeader, MetadataError
+from softswitch.p4runtime.arbitration import Arbitration, Client
+from softswitch.p4runtime.packetio import ControllerHeader
+from softswitch.program.state import StatusError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class ControllerStream:
         self._packets: deque[tuple[ControllerHeader, bytes]] = deque()
         self._packet_bytes = 0
         self._closed = False
-        self._error: RpcError | None = None
+        self._error: StatusError | None = None
 
     def _send(self, message: p4r.StreamMessageResponse) -> None:
         with self._changed:
@@ -51,11 +52,11 @@ class ControllerStream:
                 self._packet_bytes += len(frame)
                 self._changed.notify()
 
-    def report(self, code: int, message: str, packet: p4r.PacketOut | None) -> None:
+    def report(self, error: StatusError, packet: p4r.PacketOut | None) -> None:
         """Queue a StreamError, unless too many of them are waiting."""
         response = p4r.StreamMessageResponse()
-        response.error.canonical_code = code
-        response.error.message = message
+        response.error.canonical_code = rpc_code.Code.Value(error.code)
+        response.error.message = str(error)
         if packet is None:
             response.error.other.SetInParent()
         else:
@@ -65,7 +66,7 @@ class ControllerStream:
                 self._messages.append(response)
                 self._changed.notify()
 
-    def close(self, error: RpcError | None = None) -> None:
+    def close(self, error: StatusError | None = None) -> None:
         """End `responses`, with `error` if there is one."""
         with self._changed:
             self._closed = True
@@ -126,13 +127,11 @@ class Sessions:
     def serve(
         self, requests: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
     ) -> Iterator[p4r.StreamMessageResponse]:
-        """Serve one stream to its end; raise `RpcError` if it ends with an error."""
+        """Serve one stream to its end; raise `StatusError` if it ends with an error."""
         session = ControllerStream()
         with self._lock:
             if len(self._sessions) >= self._limit:
-                raise RpcError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"the limit of {self._limit} streams is reached"
-                )
+                raise StatusError("RESOURCE_EXHAUSTED", f"the limit of {self._limit} streams is reached")
             self._sessions[session.controller] = session
         context.add_callback(session.close)
         threading.Thread(target=self._listen, args=(session, requests), daemon=True).start()
@@ -154,13 +153,13 @@ class Sessions:
 
     def _listen(self, session: ControllerStream, requests: Iterator[p4r.StreamMessageRequest]) -> None:
         """Handle a controller's messages until its stream ends."""
-        error: RpcError | None = None
+        error: StatusError | None = None
         # The iterator raises when the controller has left, which is how most streams end.
         with contextlib.suppress(grpc.RpcError):
             try:
                 for request in requests:
                     self._take(session, request)
-            except RpcError as fault:
+            except StatusError as fault:
                 error = fault
         session.close(error)
 
@@ -171,7 +170,8 @@ class Sessions:
         elif kind == "packet":
             self._packet(session, request.packet)
         else:
-            session.report(rpc_code.UNIMPLEMENTED, f"{kind} is not supported by this target", None)
+            error = StatusError("UNIMPLEMENTED", f"{kind} is not supported by this target")
+            session.report(error, None)
 
     def _arbitrate(self, session: ControllerStream, message: p4r.MasterArbitrationUpdate) -> None:
         with self._lock:
@@ -190,12 +190,9 @@ class Sessions:
                     self._arbitration.tell(primary)
 
     def _packet(self, session: ControllerStream, packet: p4r.PacketOut) -> None:
-        if not self._arbitration.is_primary(session.controller):
-            session.report(rpc_code.PERMISSION_DENIED, "only the primary may send packets", packet)
-            return
         try:
+            if not self._arbitration.is_primary(session.controller):
+                raise StatusError("PERMISSION_DENIED", "only the primary may send packets")
             self._packet_out(packet)
-        except MetadataError as error:
-            session.report(rpc_code.INVALID_ARGUMENT, str(error), packet)
-        except RpcError as error:
-            session.report(error.code.value[0], str(error), packet)
+        except StatusError as error:
+            session.report(error, packet)

@@ -11,7 +11,7 @@ import pytest
 from finsy.proto import p4i
 
 from softswitch.codegen.program import UnsupportedProgramError, load
-from softswitch.program.state import Entry, TableError
+from softswitch.program.state import Entry, StatusError
 from tests.softswitch.support.scenarios import CHECKMATE, EXAMPLES, files, made
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -126,7 +126,7 @@ def test_constant_entries_and_defaults_are_there() -> None:
     assert table.const_entries
     assert table.const_default
     assert table.default is table.initial_default is not None
-    with pytest.raises(TableError, match="constant entries"):
+    with pytest.raises(StatusError, match="constant entries"):
         table.insert(Entry((1, 0, None), 1, (), 5))
     checkmate = made(CHECKMATE)
     assert {t.name for t in checkmate.state.tables.values() if t.const_default} == {
