@@ -117,7 +117,7 @@ def _set_time(emitter: Emitter, name: str) -> None:
 
 def _parse_and_ingress(emitter: Emitter) -> None:
     config = emitter.config
-    emitter.trace("packet(port, frame)")
+    emitter.trace("packet", port="port", bytes="len(frame)")
     _set(emitter, "ingress_port", Value("port"))
     _set(emitter, "packet_length", variable("size", 32))
     _set_time(emitter, "ingress_global_timestamp")
@@ -139,7 +139,7 @@ def _verify(emitter: Emitter, checksum: Json) -> None:
         result = calculation(emitter, checksum["calculation"], checksum)
         with emitter.block(f"if ({result.code}) != ({emitter.load(target).code}):"):
             _set(emitter, "checksum_error", number(1))
-            emitter.trace(f"checksum_error({target[0]!r}, {target[1]!r})")
+            emitter.trace("checksum_error", field=repr(".".join(target)))
 
 
 def _holds(emitter: Emitter, checksum: Json) -> str:
@@ -181,24 +181,29 @@ def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
         _set(e, "instance_type", number(REPLICATION))
         e.line("_outputs = []")
         e.line(f"_copies = {e.bind('copies', copies_of(e.links.state.groups))}({group})")
-        e.trace(f"multicast({group}, len(_copies))")
+        e.trace("multicast", group=group, copies="len(_copies)")
         with e.block("for _port, _instance in _copies:"):
             _set(e, "egress_rid", variable("_instance", 16))
-            e.trace("copy(_port, _instance)")
+            e.trace("copy", port="_port", instance="_instance")
             e.line(f"_frame = egress(frame, trace, _port{call})")
             with e.block("if _frame is not None:"):
                 e.line(f"_outputs.append({output}(_port, _frame, _instance, {group}))")
-                e.trace("output(_port, _frame, _instance)")
+                e.trace("output", port="_port", bytes="len(_frame)", instance="_instance")
         e.line("return _outputs")
     with e.block(f"if {spec} == {DROP_PORT}:"):
-        e.trace("drop('ingress')")
+        _trace_drop(e, "ingress")
         e.line("return []")
     _set(e, "instance_type", number(0))
     e.line(f"_frame = egress(frame, trace, {spec}{call})")
     with e.block("if _frame is None:"):
         e.line("return []")
-    e.trace(f"output({spec}, _frame, 0)")
+    e.trace("output", port=spec, bytes="len(_frame)", instance="0")
     e.line(f"return [{output}({spec}, _frame, 0, 0)]")
+
+
+def _trace_drop(emitter: Emitter, where: str) -> None:
+    reason = f"egress_spec is the drop port at the end of {where}"
+    emitter.trace("drop", where=repr(where), reason=repr(reason))
 
 
 # Egress
@@ -218,7 +223,7 @@ def _egress(emitter: Emitter) -> None:
         _set(e, name, number(0))
     ControlEmitter(e, e.config.pipelines["egress"]).emit()
     with e.block(f"if {e.load(['standard_metadata', 'egress_spec']).code} == {DROP_PORT}:"):
-        e.trace("drop('egress')")
+        _trace_drop(e, "egress")
         e.line("return None")
     for checksum in e.config.raw["checksums"]:
         if checksum.get("update", True) and _generic(e, checksum):

@@ -118,10 +118,11 @@ class Emitter:
         self._marked.pop()
         self.depth -= 1
 
-    def trace(self, call: str) -> None:
-        """Add a call of the trace, only in the traced variant."""
+    def trace(self, event: str, **what: str) -> None:
+        """Add an event to the trace, given the source of its fields; only in the traced variant."""
         if self.traced:
-            self.line(f"trace.{call}")
+            fields = "".join(f", {name}={code}" for name, code in what.items())
+            self.line(f"trace.add({event!r}{fields})")
 
     def bind(self, name: str, value: Any) -> str:
         """Make a run-time object available to the code; return its name there."""

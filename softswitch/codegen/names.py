@@ -19,7 +19,7 @@ RESERVED = {
     "size",
     "trace",
 }
-BUILTINS = {"bytes", "int", "len", "memoryview", "min", "range"}
+BUILTINS = {"bool", "bytes", "dict", "int", "len", "memoryview", "min", "range", "str", "zip"}
 
 
 class Names:

@@ -50,7 +50,7 @@ class ParserBase:
     def error(self, name: str) -> None:
         if self.emitter.known("standard_metadata", "parser_error"):
             self.emitter.store(["standard_metadata", "parser_error"], number(self.codes[name]))
-        self.emitter.trace(f"parser_error({name!r})")
+        self.emitter.trace("parser_error", error=repr(name))
 
     def need(self, place: ParserPlace, count: int) -> None:
         """Emit a stop with `PacketTooShort` unless there are `count` more bytes."""
@@ -63,7 +63,7 @@ class ParserBase:
             if self.emitter.known("standard_metadata", "parser_error"):
                 self.emitter.store(["standard_metadata", "parser_error"], error)
             name = self.emitter.config.errors.get(error.constant or 0, error.code)
-            self.emitter.trace(f"parser_error({name!r})")
+            self.emitter.trace("parser_error", error=repr(name))
 
     def lookahead(self, place: ParserPlace, span: list[int]) -> Value:
         """Return bits ahead (offset, width) as an unsigned value; emit a stop if the packet is too short."""

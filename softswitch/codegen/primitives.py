@@ -203,8 +203,8 @@ def _exit(emitter: Emitter, parameters: list[Json], at: Json) -> None:
 def _log_msg(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     text, *rest = parameters
     items = rest[0]["value"] if rest else []
-    values = ", ".join(emitter.value(item, at).code for item in items)
-    emitter.trace(f"log({text['value']!r}, [{values}])")
+    filled = "".join(f".replace('{{}}', str({emitter.value(item, at).code}), 1)" for item in items)
+    emitter.trace("log", text=f"{text['value']!r}{filled}")
 
 
 PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {
