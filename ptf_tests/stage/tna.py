@@ -37,7 +37,6 @@ class TnaProgram(Program):
     def __init__(self, p4info: p4i.P4Info, ingress: Program, egress: Program) -> None:
         self.p4info = p4info
         self.halves = ingress, egress
-        self.cpu_port = None
         self._state = State(
             tables=ingress.state.tables | egress.state.tables,
             counters=ingress.state.counters | egress.state.counters,

@@ -5,7 +5,6 @@ The traced variant of the generated code adds events; the plain variant does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from softswitch.program.notation import Notations
@@ -18,7 +17,7 @@ class Trace:
 
     def __init__(self, notations: Notations | None = None) -> None:
         self._events: list[Event] = []
-        self._notations = notations
+        self._notations = notations or {}
 
     def data(self) -> list[Event]:
         """Return the events; each has its kind in `event`, and the fields of that kind."""
@@ -37,14 +36,11 @@ class Trace:
     def _line(self, event: Event) -> str:
         kind = event["event"]
         if kind in ("hit", "miss"):
-            write_key = self._notations.key if self._notations else _hex
-            return f"table {event['table']}({_pairs(event['table'], event['key'], write_key)}): {kind}"
+            return f"table {event['table']}({self._pairs('table', event['table'], event['key'])}): {kind}"
         if kind == "action":
             default = " (default)" if event["default"] else ""
-            write_param = self._notations.param if self._notations else _hex
-            return (
-                f"action {event['action']}({_pairs(event['action'], event['params'], write_param)}){default}"
-            )
+            params = self._pairs("action", event["action"], event["params"])
+            return f"action {event['action']}({params}){default}"
         if kind == "multicast":
             copies = event["copies"]
             return f"multicast: group {event['group']}, {copies} {'copy' if copies == 1 else 'copies'}"
@@ -52,13 +48,10 @@ class Trace:
             return _TEXTS[kind].format(**event)
         return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
 
-
-def _pairs(owner: str, values: dict[str, int], write: Callable[[str, str, int], str]) -> str:
-    return ", ".join(f"{name}={write(owner, name, value)}" for name, value in values.items())
-
-
-def _hex(owner: str, name: str, value: int) -> str:
-    return hex(value)
+    def _pairs(self, kind: str, owner: str, values: dict[str, int]) -> str:
+        """Return keys of a table, or parameters of an action, as text."""
+        texts = {name: self._notations.get((kind, owner, name), hex)(value) for name, value in values.items()}
+        return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 _TEXTS = {
