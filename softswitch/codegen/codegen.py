@@ -260,8 +260,7 @@ def _emit_header(e: Emitter, header: str) -> None:
     end = f"{at} + {layout.size}" if known is None else str(known + layout.size)
     original = f"frame[{at if known is None else known}:{end}]"
     if written:
-        for chunk in layout.chunks:
-            e.declare(chunk.name, chunk.zero)
+        e.layout(header)
         pack = f"{e.bind(f'{header}_pack', layout.packer().pack)}({', '.join(c.name for c in layout.chunks)})"
         original = f"{pack} if {e.flag(header, 'dirty')} else {original}" if offsets else pack
     with e.block(f"if {e.flag(header, 'valid')}:"):

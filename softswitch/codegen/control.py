@@ -19,11 +19,8 @@ from softswitch.program.state import Table
 MAX_DUPLICATION = 4
 
 
-class _Missing:
-    """Sentinel for "not looked up yet", because `None` is a miss."""
-
-
-MISSING = _Missing()
+MISSING = object()
+"""The index has no result yet; `None` is a miss."""
 
 
 @dataclass(frozen=True, slots=True)

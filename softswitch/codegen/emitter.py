@@ -183,9 +183,12 @@ class Emitter:
 
     # Fields
 
-    def signed(self, reference: list[str]) -> bool:
-        """Return whether the field is of an `int<>` type."""
-        return reference[1] != VALID and self.config.field(reference).signed
+    def layout(self, header: str) -> HeaderLayout:
+        """Return a header's layout, and declare its variables."""
+        layout = self.plan.layouts[header]
+        for chunk in layout.chunks:
+            self.declare(chunk.name, chunk.zero)
+        return layout
 
     def width(self, reference: list[str]) -> int:
         """Return the field's width in bits."""
@@ -197,10 +200,7 @@ class Emitter:
         if name == VALID:
             return variable(self.flag(header, "valid"), 1)
         if header in self.plan.layouts:
-            layout = self.plan.layouts[header]
-            for chunk in layout.chunks:
-                self.declare(chunk.name, chunk.zero)
-            return layout.read_field(name)
+            return self.layout(header).read_field(name)
         f = self.config.field(reference)
         return variable(self.declare(self._metadata(header, name)), f.width, f.signed)
 
@@ -220,20 +220,12 @@ class Emitter:
         if header not in self.plan.layouts:
             self.assign(self._metadata(header, name), fit(value, f.width, f.signed).code)
             return
-        layout = self.plan.layouts[header]
-        for chunk in layout.chunks:
-            self.declare(chunk.name, chunk.zero)
-        lines = layout.write_field(name, value)
+        lines = self.layout(header).write_field(name, value)
         if any(self.live(target) for target, _ in lines if target != SCRATCH):
             for target, code in lines:
                 if target == SCRATCH or self.live(target):
                     self.line(f"{target} = {code}")
         self.mark_written(header)
-
-    def zero(self, header: str) -> None:
-        """Set all bits of a header to 0."""
-        for chunk in self.plan.layouts[header].chunks:
-            self.assign(chunk.name, chunk.zero, chunk.zero)
 
     def known(self, header: str, name: str) -> bool:
         """Return whether the program's architecture has this metadata field."""

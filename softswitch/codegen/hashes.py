@@ -117,11 +117,8 @@ def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
     payload = any(item["type"] == "payload" for item in what["input"])
     if function is csum16 and _word_aligned(runs, payload):
         return _inline_sum(emitter, runs, payload)
-    if all(run.header is None for run in runs):
-        data = _packed(runs)
-    else:
-        items = ", ".join(f"({_present(emitter, run)}, {run.value.code}, {run.width})" for run in runs)
-        data = f"{emitter.bind('join_bits', join_bits)}(({items},))"
+    items = "".join(f"({_present(emitter, run)}, {run.value.code}, {run.width}), " for run in runs)
+    data = f"{emitter.bind('join_bits', join_bits)}(({items}))"
     if payload:
         data = f"{data} + frame[at:]"
         emitter.declare("at")
@@ -191,15 +188,3 @@ def _inline_sum(emitter: Emitter, runs: list[_Run], payload: bool) -> Value:
 
 def _present(emitter: Emitter, run: _Run) -> str:
     return "1" if run.header is None else emitter.flag(run.header, "valid")
-
-
-def _packed(runs: list[_Run]) -> str:
-    """Return the source of the bytes of values that are always present."""
-    if not runs:
-        return 'b""'
-    bits = sum(run.width for run in runs)
-    total = number(0)
-    for run in runs:
-        total = OPERATORS["|"](OPERATORS["<<"](total, number(run.width)), run.value)
-    total = OPERATORS["<<"](total, number(-bits % 8))
-    return f'{paren(total)}.to_bytes({(bits + 7) // 8}, "big")'

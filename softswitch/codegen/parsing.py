@@ -7,8 +7,7 @@ be reached from itself, they become the branches of a loop instead.
 from __future__ import annotations
 
 from softswitch.codegen.emitter import Emitter, parse_hex
-from softswitch.codegen.parser_base import ParserBase, ParserPlace
-from softswitch.codegen.parser_ops import OPS
+from softswitch.codegen.parser_ops import OPS, ParserBase, ParserPlace
 from softswitch.codegen.values import Value, chain, fit, number, paren, variable
 from softswitch.program.bmv2 import Json
 
@@ -64,7 +63,7 @@ class ParserEmitter(ParserBase):
             with e.block("if not _state:"):
                 e.line("break")
         with e.block("else:"):
-            self.error("ParserTimeout")
+            self.error(self.codes["ParserTimeout"])
 
     def _state(self, name: str, place: ParserPlace) -> None:
         state = self.states[name]

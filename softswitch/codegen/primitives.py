@@ -97,9 +97,11 @@ def _add_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
     header = parameters[0]["value"]
     valid = emitter.flag(header, "valid")
     with emitter.block(f"if not {valid}:"):
-        emitter.zero(header)
+        layout = emitter.layout(header)
+        for chunk in layout.chunks:
+            emitter.assign(chunk.name, chunk.zero, chunk.zero)
         emitter.assign(valid, "1")
-        resize(emitter, f"+= {emitter.plan.layouts[header].size}")
+        resize(emitter, f"+= {layout.size}")
         emitter.mark_written(header)
 
 
