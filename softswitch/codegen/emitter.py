@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from softswitch.codegen.layout import SCRATCH, HeaderLayout, plan
-from softswitch.codegen.names import Names
+from softswitch.codegen.layout import SCRATCH, HeaderLayout, Names, plan
 from softswitch.codegen.values import OPERATORS, OperatorError, Value, fit, number, truth, variable
 from softswitch.program.bmv2 import Json, ProgramConfig, references
 from softswitch.program.state import CounterCell, State, Table

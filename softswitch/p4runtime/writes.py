@@ -12,10 +12,13 @@ from functools import partial
 from finsy.proto import p4d, p4r
 
 from softswitch.p4runtime.entities import TableCodec
-from softswitch.p4runtime.fieldcodecs import invalid, parse
-from softswitch.p4runtime.multicast import write_group
+from softswitch.p4runtime.fieldcodecs import invalid, parse, to_bytes
 from softswitch.p4runtime.pipeline import ArrayInfo, Pipeline, Undo, find
-from softswitch.program.state import CounterCell, Entry, StatusError
+from softswitch.program.state import CounterCell, Entry, GroupReplica, StatusError
+
+GROUP_MAX = 0xFFFF
+INSTANCE_MAX = 0xFFFF
+PORT_BITS = 32
 
 
 def apply(pipeline: Pipeline, update: p4r.Update) -> Undo:
@@ -166,10 +169,57 @@ def _register(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     values[chosen.start : chosen.stop] = [value] * len(chosen)
 
 
+def _group(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
+    """Apply an update of a multicast group."""
+    message = update.entity.packet_replication_engine_entry
+    if message.WhichOneof("type") != "multicast_group_entry":
+        raise StatusError("UNIMPLEMENTED", f"{message.WhichOneof('type')} is not supported by this target")
+    number = message.multicast_group_entry.multicast_group_id
+    if not 0 < number <= GROUP_MAX:
+        raise invalid(f"multicast group {number}: it must be 1 to {GROUP_MAX}")
+    groups, programmed = pipeline.groups, pipeline.program.state.groups
+    if update.type == p4r.Update.INSERT and number in groups:
+        raise StatusError("ALREADY_EXISTS", f"multicast group {number} already exists")
+    if update.type != p4r.Update.INSERT and number not in groups:
+        raise StatusError("NOT_FOUND", f"multicast group {number} does not exist")
+    if update.type == p4r.Update.INSERT:
+        undo += [partial(groups.pop, number, None), partial(programmed.pop, number, None)]
+    else:
+        undo.append(partial(groups.__setitem__, number, groups[number]))
+        undo.append(partial(programmed.__setitem__, number, programmed[number]))
+    if update.type == p4r.Update.DELETE:
+        del groups[number], programmed[number]
+    else:
+        kept = p4r.MulticastGroupEntry()
+        kept.CopyFrom(message.multicast_group_entry)
+        groups[number], programmed[number] = kept, _replicas(kept)
+
+
+def _replicas(entry: p4r.MulticastGroupEntry) -> tuple[GroupReplica, ...]:
+    """Return a group's copies; give the entry, for later reads, ports as the shortest byte strings."""
+    group = entry.multicast_group_id
+    replicas = []
+    seen = set()
+    for message in entry.replicas:
+        if message.backup_replicas:
+            raise StatusError("UNIMPLEMENTED", f"multicast group {group}: no backup replicas on this target")
+        port, instance = message.egress_port, message.instance
+        if message.WhichOneof("port_kind") == "port":
+            port = parse(message.port, PORT_BITS, "a replica's port")
+            message.port = to_bytes(port)
+        if instance > INSTANCE_MAX:
+            raise invalid(f"multicast group {group}: instance {instance} is above {INSTANCE_MAX}")
+        if (port, instance) in seen:
+            raise invalid(f"multicast group {group}: port {port}, instance {instance} comes twice")
+        seen.add((port, instance))
+        replicas.append(GroupReplica(port, instance))
+    return tuple(replicas)
+
+
 _WRITERS: dict[str, Callable[[Pipeline, p4r.Update, Undo], None]] = {
     "table_entry": _table_entry,
     "direct_counter_entry": _direct_counter,
     "counter_entry": _counter,
     "register_entry": _register,
-    "packet_replication_engine_entry": write_group,
+    "packet_replication_engine_entry": _group,
 }
