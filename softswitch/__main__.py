@@ -18,7 +18,6 @@ from pathlib import Path
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
-from softswitch.codegen.program import UnsupportedProgramError
 from softswitch.frames.afpacket import PacketPort
 from softswitch.options import Options, UsageError, p4info_path, parse
 from softswitch.p4runtime.pipeline import Pipeline, build
@@ -35,8 +34,7 @@ STOP_GRACE_S = 0.2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a switch until SIGINT or SIGTERM; return the exit status."""
     try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
-        run(options)
+        run(parse(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
         print(f"softswitch: {error}", file=sys.stderr)
         return 2
@@ -106,8 +104,6 @@ def load_pipeline(config: Path) -> Pipeline:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
     except text_format.ParseError as error:
         raise UsageError(f"{p4info_path(config)}: not a P4Info in text form: {error}") from None
-    except UnsupportedProgramError as error:
-        raise UsageError(f"{config}: {'; '.join(str(problem) for problem in error.problems)}") from None
     except ValueError as error:
         raise UsageError(f"{config}: {error}") from None
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from softswitch.codegen.control import ControlEmitter
@@ -153,21 +154,10 @@ def _generic(emitter: Emitter, checksum: Json) -> bool:
     return bool(checksum["type"] == "generic")
 
 
-def copies_of(groups: dict[int, tuple[GroupReplica, ...]]) -> Callable[[int], Sequence[tuple[int, int]]]:
-    """Return a function from a group to its copies (port, instance) in admission order: instance 0 last."""
-    known: dict[int, tuple[tuple[GroupReplica, ...], list[tuple[int, int]]]] = {}
-
-    def copies(group: int) -> Sequence[tuple[int, int]]:
-        replicas = groups.get(group)
-        if replicas is None:
-            return ()
-        cached = known.get(group)
-        if cached is None or cached[0] is not replicas:
-            ordered = sorted(((r.port, r.instance) for r in replicas), key=lambda copy: copy[1] == 0)
-            cached = known[group] = (replicas, ordered)
-        return cached[1]
-
-    return copies
+@lru_cache(maxsize=1 << 16)
+def copies(replicas: tuple[GroupReplica, ...]) -> list[GroupReplica]:
+    """Return a group's copies in admission order: instance 0 last."""
+    return sorted(replicas, key=lambda copy: copy.instance == 0)
 
 
 def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
@@ -180,7 +170,8 @@ def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
     with e.block(f"if {group}:"):
         _set(e, "instance_type", number(REPLICATION))
         e.line("_outputs = []")
-        e.line(f"_copies = {e.bind('copies', copies_of(e.links.state.groups))}({group})")
+        replicas = f"{e.bind('groups', e.links.state.groups)}.get({group}, ())"
+        e.line(f"_copies = {e.bind('copies', copies)}({replicas})")
         e.trace("multicast", group=group, copies="len(_copies)")
         with e.block("for _port, _instance in _copies:"):
             _set(e, "egress_rid", variable("_instance", 16))

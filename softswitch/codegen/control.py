@@ -204,9 +204,9 @@ class ControlEmitter:
         e = self.emitter
         allowed = set()
         if hit is not False:
-            allowed |= e.links.entry_actions[table.id]
+            allowed |= table.entry_actions
         if hit is not True:
-            allowed |= e.links.default_actions[table.id]
+            allowed |= table.default_actions
         choices = []
         for action_id in json["action_ids"]:
             action = e.config.actions[action_id]

@@ -45,9 +45,6 @@ class Links:
     counters: dict[str, list[CounterCell]] = field(default_factory=dict)
     registers: dict[str, list[int]] = field(default_factory=dict)
     actions: dict[str, int] = field(default_factory=dict)
-    entry_actions: dict[int, set[int]] = field(default_factory=dict)
-    """Possible actions of entries, by table id."""
-    default_actions: dict[int, set[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -71,9 +71,7 @@ class Graph:
 def after_action(table: Json, action: str, hit: bool) -> str | None:
     """Return the node after a table, given the action that ran and whether the table was hit."""
     nexts = table["next_tables"]
-    fallback = table["base_default_next"]
-    if "__HIT__" in nexts or "__MISS__" in nexts:
-        found: str | None = nexts.get("__HIT__" if hit else "__MISS__", fallback)
-    else:
-        found = nexts.get(action, fallback)
-    return found
+    result = "__HIT__" if hit else "__MISS__"
+    way = result if "__HIT__" in nexts or "__MISS__" in nexts else action
+    after: str | None = nexts.get(way, table["base_default_next"])
+    return after

@@ -103,8 +103,8 @@ def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links
     table.const_entries = info.is_const_table
     links.tables[name] = links.state.tables[table.id] = table
     scopes = {ref.id: ref.scope for ref in info.action_refs}
-    links.entry_actions[table.id] = {i for i, scope in scopes.items() if scope != p4i.ActionRef.DEFAULT_ONLY}
-    links.default_actions[table.id] = {i for i, scope in scopes.items() if scope != p4i.ActionRef.TABLE_ONLY}
+    table.entry_actions = {i for i, scope in scopes.items() if scope != p4i.ActionRef.DEFAULT_ONLY}
+    table.default_actions = {i for i, scope in scopes.items() if scope != p4i.ActionRef.TABLE_ONLY}
 
 
 def _match_field(config: ProgramConfig, json: Json, f: p4i.MatchField) -> MatchField:

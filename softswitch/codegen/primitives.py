@@ -198,10 +198,6 @@ def _hash(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     emitter.store(target["value"], OPERATORS["+"](result, first))
 
 
-def _exit(emitter: Emitter, parameters: list[Json], at: Json) -> None:
-    emitter.line("break")
-
-
 def _log_msg(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     text, *rest = parameters
     items = rest[0]["value"] if rest else []
@@ -219,7 +215,7 @@ PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {
     "register_read": _register_read,
     "register_write": _register_write,
     "modify_field_with_hash_based_offset": _hash,
-    "exit": _exit,
+    "exit": lambda emitter, *_: emitter.line("break"),
     "log_msg": _log_msg,
     "no_op": lambda *_: None,
 }

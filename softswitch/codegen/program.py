@@ -14,7 +14,6 @@ from softswitch.codegen.linking import UnsupportedProgramError, link
 from softswitch.codegen.primitives import check_actions
 from softswitch.program import bmv2
 from softswitch.program.notation import Notations, notations_of
-from softswitch.program.state import State
 from softswitch.program.trace import Trace
 
 __all__ = ["Output", "Program", "UnsupportedProgramError", "load"]
@@ -31,14 +30,11 @@ class Program:
 
     def __init__(self, p4info: p4i.P4Info, plan: ProgramPlan) -> None:
         self.p4info = p4info
+        self.state = plan.links.state
+        """Tables, counters, registers and groups."""
         self._plan = plan
         self.source, self._plain = _compile(plan, traced=False)
         self._traced: Process | None = None
-
-    @property
-    def state(self) -> State:
-        """Tables, counters, registers and groups."""
-        return self._plan.links.state
 
     @cached_property
     def notations(self) -> Notations:

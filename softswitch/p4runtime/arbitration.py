@@ -5,7 +5,7 @@ No locks and no I/O: the service calls it from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from finsy.proto import U128, p4r, rpc_code
@@ -14,13 +14,15 @@ from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.program.state import StatusError
 
 
-@dataclass(eq=False, slots=True)
-class Client:
-    """A controller's stream: `send` sends it a message; role and election id are set by arbitration."""
+class Client(ABC):
+    """A controller's stream; role and election id are set by arbitration."""
 
-    send: Callable[[p4r.StreamMessageResponse], None]
     role: str | None = None
     election_id: int | None = None
+
+    @abstractmethod
+    def send(self, message: p4r.StreamMessageResponse) -> None:
+        """Queue a message for the controller."""
 
 
 @dataclass(slots=True)
@@ -138,10 +140,6 @@ class Arbitration:
                 "only the primary may write"
                 + ("; there is none" if primary is None else f": its election id is {primary.election_id}"),
             )
-
-    def primaries(self) -> list[Client]:
-        """Return the primary of each role that has one."""
-        return [role.primary for role in self.roles.values() if role.primary is not None]
 
     def is_primary(self, controller: Client) -> bool:
         """Return whether a controller is its role's primary."""

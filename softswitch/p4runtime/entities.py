@@ -68,8 +68,6 @@ class TableCodec:
         }
         self.prioritised = any(field.kind in NEEDS_PRIORITY for field in self.fields)
         self.actions = {ref.id: actions[ref.id] for ref in info.action_refs}
-        self.default_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.DEFAULT_ONLY}
-        self.table_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.TABLE_ONLY}
 
     def match(self, matches: Iterable[p4r.FieldMatch]) -> tuple[Key, ...]:
         """Return the key of a match list."""
@@ -114,7 +112,7 @@ class TableCodec:
         if codec is None:
             names = ", ".join(f"{each.name} ({each.id})" for each in self.actions.values())
             raise invalid(f"table {self.name} has no action {action.action.action_id}; it has {names}")
-        if codec.id in (self.table_only if default else self.default_only):
+        if codec.id not in (self.table.default_actions if default else self.table.entry_actions):
             where = "as default action" if default else "in an entry"
             raise StatusError("PERMISSION_DENIED", f"table {self.name}: {codec.name} is not allowed {where}")
         return codec.id, codec.decode(action.action)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from finsy.proto import p4i, p4r
 
-from softswitch.codegen.program import Program, load
+from softswitch.codegen.program import Program, UnsupportedProgramError, load
 from softswitch.p4runtime.entities import TableCodec, name_of, table_codecs
 from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.p4runtime.packetio import ControllerHeader
@@ -63,13 +63,16 @@ class Pipeline:
 
 
 def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
-    """Load a config; raise `UnsupportedProgramError`, or `ValueError` if a part is missing."""
+    """Load a config; raise `ValueError` if a part is missing or not supported."""
     if not config.p4_device_config:
         raise ValueError("p4_device_config is empty; it must be p4c's JSON for BMv2")
     if not config.HasField("p4info"):
         raise ValueError("p4info is missing")
     p4info = config.p4info
-    program = load(config.p4_device_config, p4info)
+    try:
+        program = load(config.p4_device_config, p4info)
+    except UnsupportedProgramError as error:
+        raise ValueError("; ".join(error.problems)) from None
     return Pipeline(
         program,
         config,

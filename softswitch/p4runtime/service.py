@@ -15,7 +15,6 @@ from typing import Literal, NoReturn
 import grpc
 from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
 
-from softswitch.codegen.program import UnsupportedProgramError
 from softswitch.p4runtime.arbitration import Arbitration
 from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.p4runtime.pipeline import Pipeline, Undo, build, reconcile
@@ -171,8 +170,6 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             raise invalid(f"{Action.Action.Name(action)} needs a config")
         try:
             pipeline = build(request.config)
-        except UnsupportedProgramError as error:
-            raise invalid("; ".join(str(problem) for problem in error.problems)) from None
         except ValueError as error:
             raise invalid(str(error)) from None
         if action == Action.VERIFY_AND_SAVE:

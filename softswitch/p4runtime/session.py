@@ -24,11 +24,10 @@ PACKET_BYTES_MAX = 8 << 20
 ERRORS_MAX = 16
 
 
-class ControllerStream:
+class ControllerStream(Client):
     """The outgoing side of one stream. Packets are bounded; arbitration messages are few."""
 
     def __init__(self) -> None:
-        self.controller = Client(self._send)
         self.dropped = 0
         self._changed = threading.Condition()
         self._messages: deque[p4r.StreamMessageResponse] = deque()
@@ -37,7 +36,8 @@ class ControllerStream:
         self._closed = False
         self._error: StatusError | None = None
 
-    def _send(self, message: p4r.StreamMessageResponse) -> None:
+    def send(self, message: p4r.StreamMessageResponse) -> None:
+        """Queue a message for the controller."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
@@ -108,13 +108,13 @@ class Sessions:
         self._limit = limit
         self._packet_out = packet_out
         self._lock = threading.Lock()
-        self._sessions: dict[Client, ControllerStream] = {}
+        self._sessions: set[ControllerStream] = set()
         self._primaries: tuple[ControllerStream, ...] = ()
 
     @property
     def dropped(self) -> int:
         """Number of frames for controllers that did not read fast enough."""
-        return self._dropped + sum(session.dropped for session in list(self._sessions.values()))
+        return self._dropped + sum(session.dropped for session in list(self._sessions))
 
     def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
         """Send a frame to each role's primary."""
@@ -132,7 +132,7 @@ class Sessions:
         with self._lock:
             if len(self._sessions) >= self._limit:
                 raise StatusError("RESOURCE_EXHAUSTED", f"the limit of {self._limit} streams is reached")
-            self._sessions[session.controller] = session
+            self._sessions.add(session)
         context.add_callback(session.close)
         threading.Thread(target=self._listen, args=(session, requests), daemon=True).start()
         try:
@@ -142,14 +142,14 @@ class Sessions:
 
     def _leave(self, session: ControllerStream) -> None:
         with self._lock:
-            del self._sessions[session.controller]
+            self._sessions.remove(session)
             self._dropped += session.dropped
-            self._arbitration.leave(session.controller)
+            self._arbitration.leave(session)
             self._update_primaries()
-        log.info("controller with election id %s left", session.controller.election_id)
+        log.info("controller with election id %s left", session.election_id)
 
     def _update_primaries(self) -> None:
-        self._primaries = tuple(self._sessions[each] for each in self._arbitration.primaries())
+        self._primaries = tuple(filter(self._arbitration.is_primary, self._sessions))
 
     def _listen(self, session: ControllerStream, requests: Iterator[p4r.StreamMessageRequest]) -> None:
         """Handle a controller's messages until its stream ends."""
@@ -175,23 +175,23 @@ class Sessions:
 
     def _arbitrate(self, session: ControllerStream, message: p4r.MasterArbitrationUpdate) -> None:
         with self._lock:
-            if session.controller not in self._sessions:
+            if session not in self._sessions:
                 return
-            primary = self._arbitration.update(session.controller, message)
+            primary = self._arbitration.update(session, message)
             self._update_primaries()
         log.info(
             "controller with election id %s is %s",
-            session.controller.election_id,
+            session.election_id,
             "backup" if primary is None else "primary",
         )
         if primary is not None:
             with self._control, self._lock:
-                if session.controller in self._sessions:
+                if session in self._sessions:
                     self._arbitration.tell(primary)
 
     def _packet(self, session: ControllerStream, packet: p4r.PacketOut) -> None:
         try:
-            if not self._arbitration.is_primary(session.controller):
+            if not self._arbitration.is_primary(session):
                 raise StatusError("PERMISSION_DENIED", "only the primary may send packets")
             self._packet_out(packet)
         except StatusError as error:

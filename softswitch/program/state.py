@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from softswitch.program.match import Key, MatchField, MatchIndex, MatchKind
 
@@ -66,6 +67,9 @@ class Table:
     default: Entry | None = None
     const_entries: bool = False
     """Whether the table has only the program's own entries."""
+    entry_actions: set[int] = field(default_factory=set)
+    """Actions that entries may have."""
+    default_actions: set[int] = field(default_factory=set)
     index: dict[LookupKey, Entry | None] = field(default_factory=dict)
     """In exact tables, every entry by its key; in others, the results of `lookup` since the last change."""
     masked: MatchIndex[Entry] = field(init=False)
@@ -142,8 +146,7 @@ class Table:
             raise StatusError("PERMISSION_DENIED", f"table {self.name} has only constant entries")
 
 
-@dataclass(slots=True)
-class GroupReplica:
+class GroupReplica(NamedTuple):
     """A copy of a multicast group: port and instance (the replication id)."""
 
     port: int
