@@ -8,7 +8,7 @@ from __future__ import annotations
 import binascii
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from softswitch.codegen.emitter import Emitter, parse_hex
 from softswitch.codegen.values import OPERATORS, Value, fit, number, paren
@@ -97,8 +97,7 @@ def payload_sum(frame: bytes, at: int) -> int:
     return total % ONES or (ONES if total else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Adjacent fields of one header (`None`: always present), as one unsigned value."""
 
     header: str | None

@@ -175,14 +175,12 @@ class PacketPort:
         return True
 
     def _not_sent(self, error: OSError) -> bool:
-        if error.errno in _FULL:
-            if self.connection.refused():
-                self.stats.refused += 1
-                return False
-            self.stats.disconnected += 1
-            return True
+        if error.errno in _FULL and self.connection.refused():
+            self.stats.refused += 1
+            return False
         if error.errno in _DOWN:
             self._look()
+        if error.errno in _FULL | _DOWN:
             self.stats.disconnected += 1
             return True
         # Mostly EMSGSIZE: longer than the interface's MTU.

@@ -118,16 +118,13 @@ class TableCodec:
         return codec.id, codec.decode(action.action)
 
     def entry(self, message: p4r.TableEntry) -> Entry:
-        """Return a new entry, default or not; `counter_data` is left to the caller."""
+        """Return a new entry, default or not."""
         self.check(message)
         default = message.is_default_action
         match, priority = ((), 0) if default else self.key(message)
         action, params = self.action(message.action, default)
-        entry = Entry(match, action, params, priority, is_default=default)
-        if message.metadata:
-            entry.metadata = message.metadata
-        if message.controller_metadata:
-            entry.controller_metadata = message.controller_metadata
+        metadata = message.metadata, message.controller_metadata
+        entry = Entry(match, action, params, priority, *metadata, is_default=default)
         if message.HasField("counter_data"):
             entry.count = CounterCell(message.counter_data.packet_count, message.counter_data.byte_count)
         return entry
@@ -155,19 +152,15 @@ class TableCodec:
         for field, key in zip(self.fields, entry.match, strict=True):
             if key is not None:
                 encode_match(key, field, add())
-        if entry.priority:
-            message.priority = entry.priority
+        message.priority = entry.priority
 
     def encode(self, entry: Entry, message: p4r.TableEntry, counters: bool) -> None:
         """Write a whole entry into a message, in canonical form, with its counter if requested."""
         self.encode_key(entry, message)
-        if self.table.const_default if entry.is_default else self.info.is_const_table:
-            message.is_const = True
+        message.is_const = self.table.const_default if entry.is_default else self.info.is_const_table
         self.actions[entry.action].encode(message.action.action, entry.params)
-        if entry.metadata:
-            message.metadata = entry.metadata
-        if entry.controller_metadata:
-            message.controller_metadata = entry.controller_metadata
+        message.metadata = entry.metadata
+        message.controller_metadata = entry.controller_metadata
         if counters and self.counted:
             encode_count(entry.count, message.counter_data)
 
@@ -208,9 +201,9 @@ def encode_count(count: CounterCell, message: p4r.CounterData) -> None:
     message.byte_count = count.bytes
 
 
-def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
-    """Return the actions of a P4Info by id."""
-    return {
+def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
+    """Return the tables of a P4Info by id."""
+    actions = {
         action.preamble.id: ActionCodec(
             action.preamble.id,
             name_of(action.preamble),
@@ -221,11 +214,6 @@ def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
         )
         for action in p4info.actions
     }
-
-
-def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
-    """Return the tables of a P4Info by id."""
-    actions = action_codecs(p4info)
     counted = {counter.direct_table_id for counter in p4info.direct_counters}
     return {
         info.preamble.id: TableCodec(info, tables[info.preamble.id], actions, info.preamble.id in counted)
