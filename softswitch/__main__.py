@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from pathlib import Path
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
-from softswitch.codegen.program import UnsupportedProgramError
 from softswitch.frames.afpacket import PacketPort
 from softswitch.options import Options, UsageError, p4info_path, parse
 from softswitch.p4runtime.pipeline import Pipeline, build
@@ -35,8 +34,7 @@ STOP_GRACE_S = 0.2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a switch until SIGINT or SIGTERM; return the exit status."""
     try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
-        run(options)
+        run(parse(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
         print(f"softswitch: {error}", file=sys.stderr)
         return 2
@@ -72,7 +70,7 @@ def run(options: Options) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: switch.stop())
         if options.stats_file:
-            stack.enter_context(StatsFile(options.stats_file, switch, service))
+            stack.enter_context(stats_file(options.stats_file, switch, service))
         address = f"{options.address.rpartition(':')[0]}:{port}"
         names = ", ".join(f"{number}@{name}" for number, name in options.interfaces.items()) or "none"
         print(f"softswitch: P4Runtime on {address}, device {options.device_id}, ports: {names}", flush=True)
@@ -106,45 +104,36 @@ def load_pipeline(config: Path) -> Pipeline:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
     except text_format.ParseError as error:
         raise UsageError(f"{p4info_path(config)}: not a P4Info in text form: {error}") from None
-    except UnsupportedProgramError as error:
-        raise UsageError(f"{config}: {'; '.join(str(problem) for problem in error.problems)}") from None
     except ValueError as error:
         raise UsageError(f"{config}: {error}") from None
 
 
-class StatsFile:
-    """The switch's statistics in a file, written every second and at the end."""
+@contextmanager
+def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Iterator[None]:
+    """Keep the switch's statistics in a file, written every second and at the end."""
+    done = threading.Event()
 
-    def __init__(self, path: Path, switch: SoftSwitch, service: P4RuntimeService) -> None:
-        self._path = path
-        self._switch = switch
-        self._service = service
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="statistics", daemon=True)
+    def write() -> None:
+        unfinished = path.with_name(path.name + ".new")
+        unfinished.write_text(json.dumps(statistics(switch, service), indent=1))
+        os.replace(unfinished, path)
 
-    def __enter__(self) -> StatsFile:
-        try:
-            self.write()
-        except OSError as error:
-            raise UsageError(f"{self._path}: {error.strerror}") from None
-        self._thread.start()
-        return self
+    def repeat() -> None:
+        while not done.wait(STATS_INTERVAL_S):
+            write()
 
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.write()
-
-    def _run(self) -> None:
-        while not self._done.wait(STATS_INTERVAL_S):
-            self.write()
-
-    def write(self) -> None:
-        """Replace the file atomically."""
-        text = json.dumps(statistics(self._switch, self._service), indent=1)
-        unfinished = self._path.with_name(self._path.name + ".new")
-        unfinished.write_text(text)
-        os.replace(unfinished, self._path)
+    try:
+        write()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    thread = threading.Thread(target=repeat, name="statistics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        write()
 
 
 def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, object]:

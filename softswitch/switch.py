@@ -86,7 +86,6 @@ class SoftSwitch:
         packet_in_header: Length of its packet-in header, in bytes.
         sums_payload: Whether it gets frames only with complete checksums.
         """
-        program.cpu_port = self.cpu_port
         with self.turn():
             self.program = program
             self._packet_in_header = packet_in_header
@@ -149,10 +148,8 @@ class SoftSwitch:
 
     def run(self) -> None:
         """Forward frames until `stop`."""
-        links = LinkWatch()
-        poller = select.epoll()
         ready: dict[int, Port] = {}
-        try:
+        with LinkWatch() as links, select.epoll() as poller:
             for port in self.ports.values():
                 ready[port.fileno()] = port
                 poller.register(port, select.EPOLLIN)
@@ -171,9 +168,6 @@ class SoftSwitch:
                         self._refresh(poller, ready)
                     while self._waiting:
                         time.sleep(HANDOVER_S)
-        finally:
-            poller.close()
-            links.close()
 
     def _refresh(self, poller: select.epoll, ready: dict[int, Port]) -> None:
         for port in self.ports.values():

@@ -37,17 +37,12 @@ class TnaProgram(Program):
     def __init__(self, p4info: p4i.P4Info, ingress: Program, egress: Program) -> None:
         self.p4info = p4info
         self.halves = ingress, egress
-        self.cpu_port = None
-        self._state = State(
+        # Tables and counters of both halves; the groups of the first, which replicates.
+        self.state = State(
             tables=ingress.state.tables | egress.state.tables,
             counters=ingress.state.counters | egress.state.counters,
             groups=ingress.state.groups,
         )
-
-    @property
-    def state(self) -> State:
-        """Tables and counters of both halves; the groups of the first, which replicates."""
-        return self._state
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
         """Return the outputs for a frame received at `port`, in the order of admission."""

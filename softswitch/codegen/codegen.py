@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from softswitch.codegen.control import ControlEmitter
@@ -117,7 +118,7 @@ def _set_time(emitter: Emitter, name: str) -> None:
 
 def _parse_and_ingress(emitter: Emitter) -> None:
     config = emitter.config
-    emitter.trace("packet(port, frame)")
+    emitter.trace("packet", port="port", bytes="len(frame)")
     _set(emitter, "ingress_port", Value("port"))
     _set(emitter, "packet_length", variable("size", 32))
     _set_time(emitter, "ingress_global_timestamp")
@@ -139,7 +140,7 @@ def _verify(emitter: Emitter, checksum: Json) -> None:
         result = calculation(emitter, checksum["calculation"], checksum)
         with emitter.block(f"if ({result.code}) != ({emitter.load(target).code}):"):
             _set(emitter, "checksum_error", number(1))
-            emitter.trace(f"checksum_error({target[0]!r}, {target[1]!r})")
+            emitter.trace("checksum_error", field=repr(".".join(target)))
 
 
 def _holds(emitter: Emitter, checksum: Json) -> str:
@@ -153,21 +154,10 @@ def _generic(emitter: Emitter, checksum: Json) -> bool:
     return bool(checksum["type"] == "generic")
 
 
-def copies_of(groups: dict[int, tuple[GroupReplica, ...]]) -> Callable[[int], Sequence[tuple[int, int]]]:
-    """Return a function from a group to its copies (port, instance) in admission order: instance 0 last."""
-    known: dict[int, tuple[tuple[GroupReplica, ...], list[tuple[int, int]]]] = {}
-
-    def copies(group: int) -> Sequence[tuple[int, int]]:
-        replicas = groups.get(group)
-        if replicas is None:
-            return ()
-        cached = known.get(group)
-        if cached is None or cached[0] is not replicas:
-            ordered = sorted(((r.port, r.instance) for r in replicas), key=lambda copy: copy[1] == 0)
-            cached = known[group] = (replicas, ordered)
-        return cached[1]
-
-    return copies
+@lru_cache(maxsize=1 << 16)
+def copies(replicas: tuple[GroupReplica, ...]) -> list[GroupReplica]:
+    """Return a group's copies in admission order: instance 0 last."""
+    return sorted(replicas, key=lambda copy: copy.instance == 0)
 
 
 def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
@@ -180,25 +170,31 @@ def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
     with e.block(f"if {group}:"):
         _set(e, "instance_type", number(REPLICATION))
         e.line("_outputs = []")
-        e.line(f"_copies = {e.bind('copies', copies_of(e.links.state.groups))}({group})")
-        e.trace(f"multicast({group}, len(_copies))")
+        replicas = f"{e.bind('groups', e.links.state.groups)}.get({group}, ())"
+        e.line(f"_copies = {e.bind('copies', copies)}({replicas})")
+        e.trace("multicast", group=group, copies="len(_copies)")
         with e.block("for _port, _instance in _copies:"):
             _set(e, "egress_rid", variable("_instance", 16))
-            e.trace("copy(_port, _instance)")
+            e.trace("copy", port="_port", instance="_instance")
             e.line(f"_frame = egress(frame, trace, _port{call})")
             with e.block("if _frame is not None:"):
                 e.line(f"_outputs.append({output}(_port, _frame, _instance, {group}))")
-                e.trace("output(_port, _frame, _instance)")
+                e.trace("output", port="_port", bytes="len(_frame)", instance="_instance")
         e.line("return _outputs")
     with e.block(f"if {spec} == {DROP_PORT}:"):
-        e.trace("drop('ingress')")
+        _trace_drop(e, "ingress")
         e.line("return []")
     _set(e, "instance_type", number(0))
     e.line(f"_frame = egress(frame, trace, {spec}{call})")
     with e.block("if _frame is None:"):
         e.line("return []")
-    e.trace(f"output({spec}, _frame, 0)")
+    e.trace("output", port=spec, bytes="len(_frame)", instance="0")
     e.line(f"return [{output}({spec}, _frame, 0, 0)]")
+
+
+def _trace_drop(emitter: Emitter, where: str) -> None:
+    reason = f"egress_spec is the drop port at the end of {where}"
+    emitter.trace("drop", where=repr(where), reason=repr(reason))
 
 
 # Egress
@@ -218,7 +214,7 @@ def _egress(emitter: Emitter) -> None:
         _set(e, name, number(0))
     ControlEmitter(e, e.config.pipelines["egress"]).emit()
     with e.block(f"if {e.load(['standard_metadata', 'egress_spec']).code} == {DROP_PORT}:"):
-        e.trace("drop('egress')")
+        _trace_drop(e, "egress")
         e.line("return None")
     for checksum in e.config.raw["checksums"]:
         if checksum.get("update", True) and _generic(e, checksum):
@@ -255,8 +251,7 @@ def _emit_header(e: Emitter, header: str) -> None:
     end = f"{at} + {layout.size}" if known is None else str(known + layout.size)
     original = f"frame[{at if known is None else known}:{end}]"
     if written:
-        for chunk in layout.chunks:
-            e.declare(chunk.name, chunk.zero)
+        e.layout(header)
         pack = f"{e.bind(f'{header}_pack', layout.packer().pack)}({', '.join(c.name for c in layout.chunks)})"
         original = f"{pack} if {e.flag(header, 'dirty')} else {original}" if offsets else pack
     with e.block(f"if {e.flag(header, 'valid')}:"):

@@ -19,11 +19,8 @@ from softswitch.program.state import Table
 MAX_DUPLICATION = 4
 
 
-class _Missing:
-    """Sentinel for "not looked up yet", because `None` is a miss."""
-
-
-MISSING = _Missing()
+MISSING = object()
+"""The index has no result yet; `None` is a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +106,7 @@ class ControlEmitter:
     def _condition(self, name: str, node: Json) -> None:
         e = self.emitter
         test = e.condition(node["expression"], node).code
-        if e.traced:
-            e.line(f"_test = {test}")
-            e.trace(f"condition({fragment(node)!r}, {where(node)!r}, _test)")
-            test = "_test"
+        e.trace("condition", source=repr(fragment(node)), where=repr(where(node)), result=f"bool({test})")
         with e.block(f"if {test}:"):
             self._follow(name, node["true_next"])
         if self.looped or node["false_next"] != self.graph.joins[name]:
@@ -122,7 +116,7 @@ class ControlEmitter:
     def _hidden(self, name: str, table: Json) -> None:
         """Emit the only action of a table that p4c generated for statements."""
         action = self.emitter.config.actions[table["default_entry"]["action_id"]]
-        self.emitter.trace(f"statements({where(action) or where(table)!r})")
+        self.emitter.trace("statements", where=repr(where(action) or where(table)))
         self._constant_default(table, action)
         self._follow(name, after_action(table, action["name"], hit=False))
 
@@ -130,7 +124,7 @@ class ControlEmitter:
         """Emit a table: lookup, the entry's or the default action, and the next nodes."""
         e = self.emitter
         if not json["key"]:
-            e.trace(f"miss({table.name!r}, (), ())")
+            self._trace_miss(json, table)
             self._default(name, json, table)
             return
         self._lookup(json, table)
@@ -146,14 +140,14 @@ class ControlEmitter:
             self._hit(json, table)
             self._dispatch(name, self._choices(json, table, hit=True))
         with e.block("else:", optional=True):
-            e.trace(f"miss({table.name!r}, _names, _key)")
+            self._trace_miss(json, table)
             self._default(name, json, table)
 
     def _switch(self, name: str, json: Json, table: Table) -> None:
         """Emit a table whose action determines the next node; default and entries share the arms."""
         e = self.emitter
         with e.block("if entry is None:"):
-            e.trace(f"miss({table.name!r}, _names, _key)")
+            self._trace_miss(json, table)
             e.line(f"entry = {e.bind(f'{table.name}_table', table)}.default")
         with e.block("else:", optional=True):
             self._hit(json, table)
@@ -168,7 +162,16 @@ class ControlEmitter:
             e.line("_count = entry.count")
             e.line("_count.packets += 1")
             e.line("_count.bytes += size")
-        e.trace(f"hit({table.name!r}, _names, _key, entry)")
+        e.trace("hit", table=repr(table.name), key=self._shown(json, table), priority="entry.priority")
+
+    def _trace_miss(self, json: Json, table: Table) -> None:
+        self.emitter.trace("miss", table=repr(table.name), key=self._shown(json, table))
+
+    def _shown(self, json: Json, table: Table) -> str:
+        """Return the source of a packet's key as a dictionary, for the trace."""
+        fields = zip(table.fields, json["key"], strict=True)
+        items = (f"{field.name!r}: {self._key(key['target']).code}" for field, key in fields)
+        return f"{{{', '.join(items)}}}"
 
     def _lookup(self, json: Json, table: Table) -> None:
         """Set `entry` to the entry that the packet hits, or `None`."""
@@ -176,18 +179,14 @@ class ControlEmitter:
         parts = [self._key(key["target"]).code for key in json["key"]]
         key = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
         get = e.bind(f"{table.name}_get", table.index.get)
-        if e.traced or not table.exact:
-            e.line(f"_key = {key}")
-            key = "_key"
-        if e.traced:
-            e.line(f"_names = {tuple(f.name for f in table.fields)!r}")
         if table.exact:
             e.line(f"entry = {get}({key})")
             return
+        e.line(f"_key = {key}")
         missing = e.bind("missing", MISSING)
-        e.line(f"entry = {get}({key}, {missing})")
+        e.line(f"entry = {get}(_key, {missing})")
         with e.block(f"if entry is {missing}:"):
-            e.line(f"entry = {e.bind(f'{table.name}_lookup', table.lookup)}({key})")
+            e.line(f"entry = {e.bind(f'{table.name}_lookup', table.lookup)}(_key)")
 
     def _key(self, reference: list[str]) -> Value:
         """Return a key field's value, which is 0 if its header is invalid."""
@@ -205,9 +204,9 @@ class ControlEmitter:
         e = self.emitter
         allowed = set()
         if hit is not False:
-            allowed |= e.links.entry_actions[table.id]
+            allowed |= table.entry_actions
         if hit is not True:
-            allowed |= e.links.default_actions[table.id]
+            allowed |= table.default_actions
         choices = []
         for action_id in json["action_ids"]:
             action = e.config.actions[action_id]
@@ -220,13 +219,12 @@ class ControlEmitter:
         """Emit the code for a miss."""
         if table.const_default and table.initial_default is not None:
             action = self.emitter.config.actions[json["default_entry"]["action_id"]]
-            self.emitter.trace(f"default({action['name']!r})")
+            self.emitter.trace("action", action=repr(action["name"]), params="{}", default="True")
             self._constant_default(json, action)
             self._follow(name, after_action(json, action["name"], hit=False))
             return
         self.emitter.line(f"entry = {self.emitter.bind(f'{table.name}_table', table)}.default")
         with self.emitter.block("if entry is not None:"):
-            self.emitter.trace("default_entry(entry)")
             self._dispatch(name, self._choices(json, table, hit=False))
         after = json["next_tables"].get("__MISS__", json["base_default_next"])
         if self.looped or after != self.graph.joins[name]:
@@ -262,8 +260,8 @@ class ControlEmitter:
         e.arguments = [variable(n, p["bitwidth"]) for n, p in parameters]
         if names and choice.action["primitives"]:
             e.line(f"{', '.join(names)}, = entry.params")
-        given = [p["name"] for p in choice.action["runtime_data"]]
-        e.trace(f"action({choice.action['name']!r}, {given!r}, entry)")
+        params = f"dict(zip({[p['name'] for p in choice.action['runtime_data']]}, entry.params))"
+        e.trace("action", action=repr(choice.action["name"]), params=params, default="entry.is_default")
         emit_action(e, choice.action["primitives"], choice.action)
         if not together:
             self._follow(name, choice.next)

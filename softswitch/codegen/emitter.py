@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from softswitch.codegen.layout import SCRATCH, HeaderLayout, plan
-from softswitch.codegen.names import Names
+from softswitch.codegen.layout import SCRATCH, HeaderLayout, Names, plan
 from softswitch.codegen.values import OPERATORS, OperatorError, Value, fit, number, truth, variable
 from softswitch.program.bmv2 import Json, ProgramConfig, references
 from softswitch.program.state import CounterCell, State, Table
@@ -46,9 +45,6 @@ class Links:
     counters: dict[str, list[CounterCell]] = field(default_factory=dict)
     registers: dict[str, list[int]] = field(default_factory=dict)
     actions: dict[str, int] = field(default_factory=dict)
-    entry_actions: dict[int, set[int]] = field(default_factory=dict)
-    """Possible actions of entries, by table id."""
-    default_actions: dict[int, set[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -118,10 +114,11 @@ class Emitter:
         self._marked.pop()
         self.depth -= 1
 
-    def trace(self, call: str) -> None:
-        """Add a call of the trace, only in the traced variant."""
+    def trace(self, event: str, **what: str) -> None:
+        """Add an event to the trace, given the source of its fields; only in the traced variant."""
         if self.traced:
-            self.line(f"trace.{call}")
+            fields = "".join(f", {name}={code}" for name, code in what.items())
+            self.line(f"trace.add({event!r}{fields})")
 
     def bind(self, name: str, value: Any) -> str:
         """Make a run-time object available to the code; return its name there."""
@@ -182,9 +179,12 @@ class Emitter:
 
     # Fields
 
-    def signed(self, reference: list[str]) -> bool:
-        """Return whether the field is of an `int<>` type."""
-        return reference[1] != VALID and self.config.field(reference).signed
+    def layout(self, header: str) -> HeaderLayout:
+        """Return a header's layout, and declare its variables."""
+        layout = self.plan.layouts[header]
+        for chunk in layout.chunks:
+            self.declare(chunk.name, chunk.zero)
+        return layout
 
     def width(self, reference: list[str]) -> int:
         """Return the field's width in bits."""
@@ -196,10 +196,7 @@ class Emitter:
         if name == VALID:
             return variable(self.flag(header, "valid"), 1)
         if header in self.plan.layouts:
-            layout = self.plan.layouts[header]
-            for chunk in layout.chunks:
-                self.declare(chunk.name, chunk.zero)
-            return layout.read_field(name)
+            return self.layout(header).read_field(name)
         f = self.config.field(reference)
         return variable(self.declare(self._metadata(header, name)), f.width, f.signed)
 
@@ -219,20 +216,12 @@ class Emitter:
         if header not in self.plan.layouts:
             self.assign(self._metadata(header, name), fit(value, f.width, f.signed).code)
             return
-        layout = self.plan.layouts[header]
-        for chunk in layout.chunks:
-            self.declare(chunk.name, chunk.zero)
-        lines = layout.write_field(name, value)
+        lines = self.layout(header).write_field(name, value)
         if any(self.live(target) for target, _ in lines if target != SCRATCH):
             for target, code in lines:
                 if target == SCRATCH or self.live(target):
                     self.line(f"{target} = {code}")
         self.mark_written(header)
-
-    def zero(self, header: str) -> None:
-        """Set all bits of a header to 0."""
-        for chunk in self.plan.layouts[header].chunks:
-            self.assign(chunk.name, chunk.zero, chunk.zero)
 
     def known(self, header: str, name: str) -> bool:
         """Return whether the program's architecture has this metadata field."""

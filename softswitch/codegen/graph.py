@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
+
 from softswitch.program.bmv2 import Json
 
 MAX_NESTING = 40
@@ -46,29 +48,12 @@ class Graph:
                 node = join
         return True
 
-    def _order(self) -> list[str]:
-        """Return the nodes in reverse topological order: each after its successors."""
-        if self.initial is None:
-            return []
-        order: list[str] = []
-        seen = {self.initial}
-        stack = [(self.initial, iter(self.after(self.initial)))]
-        while stack:
-            node, nexts = stack[-1]
-            following = next((n for n in nexts if n is not None and n not in seen), None)
-            if following is None:
-                order.append(node)
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, iter(self.after(following))))
-        return order
-
     def _post_dominators(self) -> dict[str, str | None]:
-        """Return for each node the nearest one on all paths from it."""
+        """Return for each node the nearest one on all paths from it; visit each after its successors."""
         joins: dict[str, str | None] = {}
         depths: dict[str | None, int] = {None: 0}
-        for node in self._order():
+        nexts = {name: [n for n in self.after(name) if n is not None] for name in self.numbers}
+        for node in TopologicalSorter(nexts).static_order():
             meet, *others = self.after(node)
             for other in others:
                 a, b = meet, other
@@ -86,9 +71,7 @@ class Graph:
 def after_action(table: Json, action: str, hit: bool) -> str | None:
     """Return the node after a table, given the action that ran and whether the table was hit."""
     nexts = table["next_tables"]
-    fallback = table["base_default_next"]
-    if "__HIT__" in nexts or "__MISS__" in nexts:
-        found: str | None = nexts.get("__HIT__" if hit else "__MISS__", fallback)
-    else:
-        found = nexts.get(action, fallback)
-    return found
+    result = "__HIT__" if hit else "__MISS__"
+    way = result if "__HIT__" in nexts or "__MISS__" in nexts else action
+    after: str | None = nexts.get(way, table["base_default_next"])
+    return after

@@ -8,7 +8,7 @@ from __future__ import annotations
 import binascii
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from softswitch.codegen.emitter import Emitter, parse_hex
 from softswitch.codegen.values import OPERATORS, Value, fit, number, paren
@@ -97,8 +97,7 @@ def payload_sum(frame: bytes, at: int) -> int:
     return total % ONES or (ONES if total else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Adjacent fields of one header (`None`: always present), as one unsigned value."""
 
     header: str | None
@@ -117,11 +116,8 @@ def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
     payload = any(item["type"] == "payload" for item in what["input"])
     if function is csum16 and _word_aligned(runs, payload):
         return _inline_sum(emitter, runs, payload)
-    if all(run.header is None for run in runs):
-        data = _packed(runs)
-    else:
-        items = ", ".join(f"({_present(emitter, run)}, {run.value.code}, {run.width})" for run in runs)
-        data = f"{emitter.bind('join_bits', join_bits)}(({items},))"
+    items = "".join(f"({_present(emitter, run)}, {run.value.code}, {run.width}), " for run in runs)
+    data = f"{emitter.bind('join_bits', join_bits)}(({items}))"
     if payload:
         data = f"{data} + frame[at:]"
         emitter.declare("at")
@@ -191,15 +187,3 @@ def _inline_sum(emitter: Emitter, runs: list[_Run], payload: bool) -> Value:
 
 def _present(emitter: Emitter, run: _Run) -> str:
     return "1" if run.header is None else emitter.flag(run.header, "valid")
-
-
-def _packed(runs: list[_Run]) -> str:
-    """Return the source of the bytes of values that are always present."""
-    if not runs:
-        return 'b""'
-    bits = sum(run.width for run in runs)
-    total = number(0)
-    for run in runs:
-        total = OPERATORS["|"](OPERATORS["<<"](total, number(run.width)), run.value)
-    total = OPERATORS["<<"](total, number(-bits % 8))
-    return f'{paren(total)}.to_bytes({(bits + 7) // 8}, "big")'

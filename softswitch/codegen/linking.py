@@ -5,22 +5,15 @@ The result is the program's state, with constant entries and default actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from finsy.proto import p4i
 
 from softswitch.codegen.emitter import Links, parse_hex
-from softswitch.program.bmv2 import Json, ProgramConfig, where
+from softswitch.program.bmv2 import Json, ProgramConfig
 from softswitch.program.match import Key, MatchField, MatchKind
 from softswitch.program.state import CounterCell, Entry, State, Table
 
-KINDS = {
-    p4i.MatchField.EXACT: MatchKind.EXACT,
-    p4i.MatchField.LPM: MatchKind.LPM,
-    p4i.MatchField.TERNARY: MatchKind.TERNARY,
-    p4i.MatchField.RANGE: MatchKind.RANGE,
-    p4i.MatchField.OPTIONAL: MatchKind.OPTIONAL,
-}
 # p4c writes optional keys as ternary.
 JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {MatchKind.OPTIONAL: {"optional", "ternary"}}
 
@@ -42,8 +35,11 @@ def link(config: ProgramConfig, p4info: p4i.P4Info) -> Links:
     for action in p4info.actions:
         links.actions[action.preamble.name] = action.preamble.id
         arities[action.preamble.id] = [(p.name, p.bitwidth) for p in action.params]
-    _link_counters(config, p4info, links)
-    _link_registers(config, p4info, links)
+    for name, array in _arrays(config.raw["counter_arrays"], p4info.counters, "counter"):
+        counters = [CounterCell() for _ in range(array.size)]
+        links.counters[name] = links.state.counters[array.preamble.id] = counters
+    for name, array in _arrays(config.raw["register_arrays"], p4info.registers, "register"):
+        links.registers[name] = links.state.registers[array.preamble.id] = [0] * array.size
     tables = {t["name"]: t for pipeline in config.pipelines.values() for t in pipeline["tables"]}
     for info in p4info.tables:
         name = info.preamble.name
@@ -68,30 +64,20 @@ def _mismatch(text: str) -> ValueError:
     return ValueError(f"the BMv2 JSON and the P4Info don't belong together: {text}")
 
 
-def _link_counters(config: ProgramConfig, p4info: p4i.P4Info, links: Links) -> None:
-    known = {c.preamble.name: c for c in p4info.counters}
-    for json in config.raw["counter_arrays"]:
+def _arrays(
+    arrays: list[Json], infos: Iterable[p4i.Counter | p4i.Register], what: str
+) -> Iterator[tuple[str, p4i.Counter | p4i.Register]]:
+    """Yield name and P4Info of each counter or register of the JSON; raise `ValueError` if these differ."""
+    known = {info.preamble.name: info for info in infos}
+    for json in arrays:
         if json.get("is_direct"):
             continue
         info = known.pop(json["name"], None)
         if info is None or info.size != json["size"]:
-            raise _mismatch(f"counter {json['name']} of size {json['size']} is not in the P4Info")
-        cells = [CounterCell() for _ in range(json["size"])]
-        links.counters[json["name"]] = links.state.counters[info.preamble.id] = cells
+            raise _mismatch(f"{what} {json['name']} of size {json['size']} is not in the P4Info")
+        yield json["name"], info
     for name in known:
-        raise _mismatch(f"the P4Info has a counter {name} that the JSON lacks")
-
-
-def _link_registers(config: ProgramConfig, p4info: p4i.P4Info, links: Links) -> None:
-    known = {r.preamble.name: r for r in p4info.registers}
-    for json in config.raw["register_arrays"]:
-        info = known.pop(json["name"], None)
-        if info is None or info.size != json["size"]:
-            raise _mismatch(f"register {json['name']} of size {json['size']} is not in the P4Info")
-        cells = [0] * json["size"]
-        links.registers[json["name"]] = links.state.registers[info.preamble.id] = cells
-    for name in known:
-        raise _mismatch(f"the P4Info has a register {name} that the JSON lacks")
+        raise _mismatch(f"the P4Info has a {what} {name} that the JSON lacks")
 
 
 def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links) -> None:
@@ -117,18 +103,17 @@ def _link_table(config: ProgramConfig, json: Json, info: p4i.Table, links: Links
     table.const_entries = info.is_const_table
     links.tables[name] = links.state.tables[table.id] = table
     scopes = {ref.id: ref.scope for ref in info.action_refs}
-    links.entry_actions[table.id] = {i for i, scope in scopes.items() if scope != p4i.ActionRef.DEFAULT_ONLY}
-    links.default_actions[table.id] = {i for i, scope in scopes.items() if scope != p4i.ActionRef.TABLE_ONLY}
+    table.entry_actions = {i for i, scope in scopes.items() if scope != p4i.ActionRef.DEFAULT_ONLY}
+    table.default_actions = {i for i, scope in scopes.items() if scope != p4i.ActionRef.TABLE_ONLY}
 
 
 def _match_field(config: ProgramConfig, json: Json, f: p4i.MatchField) -> MatchField:
-    kind = KINDS.get(f.match_type)
-    if kind is None:
-        line = where(json)
-        what = f.other_match_type or p4i.MatchField.MatchType.Name(f.match_type)
+    kind = p4i.MatchField.MatchType.Name(f.match_type)
+    if kind not in MatchKind.__members__:
+        what = f.other_match_type or kind
         config.problem(f"match kind {what} of key {f.name} of table {json['name']} is not supported", json)
-        raise UnsupportedProgramError(config.problems or [line])
-    return MatchField(f.id, f.name, f.bitwidth, kind)
+        raise UnsupportedProgramError(config.problems)
+    return MatchField(f.id, f.name, f.bitwidth, MatchKind[kind])
 
 
 def _default(config: ProgramConfig, json: Json, links: Links) -> Entry | None:

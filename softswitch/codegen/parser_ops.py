@@ -1,13 +1,100 @@
-"""BMv2's parser operations as Python source. A further operation is one function and one line in `OPS`."""
+"""Positions of a parser, the code that reads and checks a frame there, and BMv2's parser operations.
+
+A further operation is one function and one line in `OPS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from struct import Struct
 
-from softswitch.codegen.parser_base import BYTE, ParserBase, ParserPlace
+from softswitch.codegen.emitter import Emitter
 from softswitch.codegen.primitives import emit_primitive
-from softswitch.codegen.values import number, truth
+from softswitch.codegen.values import OPERATORS, Value, fit, number, truth, variable
 from softswitch.program.bmv2 import Json
+
+BYTE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ParserPlace:
+    """Position of the parser: a known byte, or (`None`) the variable `at`; and the extracted headers."""
+
+    known: int | None
+    extracted: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> str:
+        """The source of the byte's number."""
+        return "at" if self.known is None else str(self.known)
+
+    def plus(self, count: int | str) -> str:
+        """Return the source of the number of a later byte, a constant or itself source."""
+        if self.known is None or isinstance(count, str):
+            return f"{self.code} + {count}"
+        return str(self.known + count)
+
+
+class ParserBase:
+    """Emitter of code at a parser's position."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter = emitter
+        self.codes = {name: number(code) for code, name in emitter.config.errors.items()}
+        self.order = emitter.config.deparser["order"]
+
+    @contextmanager
+    def stop(self, place: ParserPlace) -> Iterator[None]:
+        """Yield a block that ends parsing at its position."""
+        yield
+        if place.known is not None:
+            self.emitter.assign("at", place.code)
+        self.emitter.line("break")
+
+    def error(self, error: Value) -> None:
+        """Set the parser's error."""
+        if self.emitter.known("standard_metadata", "parser_error"):
+            self.emitter.store(["standard_metadata", "parser_error"], error)
+        name = self.emitter.config.errors.get(error.constant or 0, error.code)
+        self.emitter.trace("parser_error", error=repr(name))
+
+    def need(self, place: ParserPlace, count: int | str) -> None:
+        """Emit a stop with `PacketTooShort` unless there are `count` more bytes."""
+        with self.emitter.block(f"if size < {place.plus(count)}:"), self.stop(place):
+            self.error(self.codes["PacketTooShort"])
+
+    def fail_unless(self, test: Value, error: Value, place: ParserPlace) -> None:
+        """Emit a stop with an error unless a condition holds."""
+        with self.emitter.block(f"if not ({test.code}):"), self.stop(place):
+            self.error(error)
+
+    def lookahead(self, place: ParserPlace, span: list[int]) -> Value:
+        """Return bits ahead (offset, width) as an unsigned value; emit a stop if the packet is too short."""
+        offset, width = span
+        end = (offset + width + BYTE - 1) // BYTE
+        self.need(place, end)
+        first = offset // BYTE
+        size = end - first
+        if size == 1:
+            whole = variable(f"frame[{place.plus(first)}]", BYTE)
+        elif size in (2, 4, 8):
+            reader = self.emitter.bind(f"read_{size}", Struct({2: "!H", 4: "!I", 8: "!Q"}[size]).unpack_from)
+            whole = variable(f"{reader}(frame, {place.plus(first)})[0]", size * BYTE)
+        else:
+            whole = variable(
+                f'int.from_bytes(frame[{place.plus(first)}:{place.plus(end)}], "big")', size * BYTE
+            )
+        return fit(OPERATORS[">>"](whole, number(end * BYTE - offset - width)), width)
+
+    def moved(self, place: ParserPlace, count: int, header: str | None = None) -> ParserPlace:
+        """Return the place after `count` bytes."""
+        if place.known is None:
+            self.emitter.line(f"at += {count}")
+            return place
+        extracted = place.extracted + ((header,) if header else ())
+        return ParserPlace(place.known + count, extracted)
 
 
 def _extract(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json) -> ParserPlace:
@@ -16,10 +103,8 @@ def _extract(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json
         return place
     e = p.emitter
     header = parameters[0]["value"]
-    layout = e.plan.layouts[header]
+    layout = e.layout(header)
     p.need(place, layout.size)
-    for chunk in layout.chunks:
-        e.declare(chunk.name, chunk.zero)
     live = [chunk for chunk in layout.chunks if e.live(chunk.name)]
     if live:
         reader = e.bind(f"{header}_unpack", layout.unpacker(live).unpack_from)
@@ -68,7 +153,7 @@ def _advance(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json
     """Skip a number of bits, given as a constant or an expression."""
     bits = p.emitter.value(parameters[0], op)
     e = p.emitter
-    invalid = number(p.codes["ParserInvalidArgument"])
+    invalid = p.codes["ParserInvalidArgument"]
     e.raise_flag("changed")
     if bits.constant is not None:
         if bits.constant % BYTE:
@@ -78,9 +163,8 @@ def _advance(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json
         return p.moved(place, bits.constant // BYTE)
     e.line(f"_bits = {bits.code}")
     p.fail_unless(truth("_bits % 8 == 0"), invalid, place)
-    with e.block(f"if size < {place.code} + _bits // 8:"), p.stop(place):
-        p.error("PacketTooShort")
-    e.line(f"at = {place.code} + _bits // 8")
+    p.need(place, "_bits // 8")
+    e.line(f"at = {place.plus('_bits // 8')}")
     return ParserPlace(None, place.extracted)
 
 

@@ -7,8 +7,7 @@ be reached from itself, they become the branches of a loop instead.
 from __future__ import annotations
 
 from softswitch.codegen.emitter import Emitter, parse_hex
-from softswitch.codegen.parser_base import ParserBase, ParserPlace
-from softswitch.codegen.parser_ops import OPS
+from softswitch.codegen.parser_ops import OPS, ParserBase, ParserPlace
 from softswitch.codegen.values import Value, chain, fit, number, paren, variable
 from softswitch.program.bmv2 import Json
 
@@ -64,11 +63,11 @@ class ParserEmitter(ParserBase):
             with e.block("if not _state:"):
                 e.line("break")
         with e.block("else:"):
-            self.error("ParserTimeout")
+            self.error(self.codes["ParserTimeout"])
 
     def _state(self, name: str, place: ParserPlace) -> None:
         state = self.states[name]
-        self.emitter.trace(f"state({name!r})")
+        self.emitter.trace("state", name=repr(name))
         for op in state["parser_ops"]:
             if op["op"] not in OPS:
                 self.emitter.config.problem(f"parser operation {op['op']} is not supported", op, state)
@@ -81,12 +80,12 @@ class ParserEmitter(ParserBase):
     def _transitions(self, state: Json, place: ParserPlace) -> None:
         default: str | None = None
         cases: list[tuple[list[str], str | None]] = []
-        keys, widths = self._keys(state, place)
+        keys = self._keys(state, place)
         for transition in state["transitions"]:
             if transition["type"] == "default":
                 default = transition["next_state"]
             elif transition["type"] == "hexstr":
-                tests = _tests(keys, widths, transition)
+                tests = _tests(keys, transition)
                 if tests is not None:
                     cases.append((tests, transition["next_state"]))
             else:
@@ -122,9 +121,9 @@ class ParserEmitter(ParserBase):
         else:
             self._state(target, place)
 
-    def _keys(self, state: Json, place: ParserPlace) -> tuple[list[Value], list[int]]:
-        """Return the fields that a state selects on: values and widths."""
-        keys, widths = [], []
+    def _keys(self, state: Json, place: ParserPlace) -> list[tuple[Value, int]]:
+        """Return the fields that a state selects on, each with its width."""
+        keys = []
         for count, key in enumerate(state["transition_key"]):
             if key["type"] == "field":
                 width = self.emitter.width(key["value"])
@@ -138,19 +137,18 @@ class ParserEmitter(ParserBase):
             if value.op and len(state["transitions"]) > 1:
                 self.emitter.line(f"_key{count} = {value.code}")
                 value = variable(f"_key{count}", width)
-            keys.append(value)
-            widths.append(width)
-        return keys, widths
+            keys.append((value, width))
+        return keys
 
 
-def _tests(keys: list[Value], widths: list[int], transition: Json) -> list[str] | None:
+def _tests(keys: list[tuple[Value, int]], transition: Json) -> list[str] | None:
     """Return the conditions of a transition's value (fields in whole bytes); `None` if it never matches."""
     value = parse_hex(transition["value"])
-    total = sum((width + 7) // 8 * 8 for width in widths)
+    total = sum((width + 7) // 8 * 8 for _, width in keys)
     mask = (1 << total) - 1 if transition["mask"] is None else parse_hex(transition["mask"])
     tests = []
     left = total
-    for key, width in zip(keys, widths, strict=True):
+    for key, width in keys:
         left -= (width + 7) // 8 * 8
         full = (1 << (width + 7) // 8 * 8) - 1
         key_mask = mask >> left & full

@@ -97,9 +97,11 @@ def _add_header(emitter: Emitter, parameters: list[Json], _: Json) -> None:
     header = parameters[0]["value"]
     valid = emitter.flag(header, "valid")
     with emitter.block(f"if not {valid}:"):
-        emitter.zero(header)
+        layout = emitter.layout(header)
+        for chunk in layout.chunks:
+            emitter.assign(chunk.name, chunk.zero, chunk.zero)
         emitter.assign(valid, "1")
-        resize(emitter, f"+= {emitter.plan.layouts[header].size}")
+        resize(emitter, f"+= {layout.size}")
         emitter.mark_written(header)
 
 
@@ -196,15 +198,11 @@ def _hash(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     emitter.store(target["value"], OPERATORS["+"](result, first))
 
 
-def _exit(emitter: Emitter, parameters: list[Json], at: Json) -> None:
-    emitter.line("break")
-
-
 def _log_msg(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     text, *rest = parameters
     items = rest[0]["value"] if rest else []
-    values = ", ".join(emitter.value(item, at).code for item in items)
-    emitter.trace(f"log({text['value']!r}, [{values}])")
+    filled = "".join(f".replace('{{}}', str({emitter.value(item, at).code}), 1)" for item in items)
+    emitter.trace("log", text=f"{text['value']!r}{filled}")
 
 
 PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {
@@ -217,7 +215,7 @@ PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {
     "register_read": _register_read,
     "register_write": _register_write,
     "modify_field_with_hash_based_offset": _hash,
-    "exit": _exit,
+    "exit": lambda emitter, *_: emitter.line("break"),
     "log_msg": _log_msg,
     "no_op": lambda *_: None,
 }

@@ -11,10 +11,9 @@ from finsy.proto import p4i
 from softswitch.codegen.codegen import Output, generate
 from softswitch.codegen.emitter import ProgramPlan
 from softswitch.codegen.linking import UnsupportedProgramError, link
-from softswitch.codegen.primitives import DROP_PORT, check_actions
+from softswitch.codegen.primitives import check_actions
 from softswitch.program import bmv2
-from softswitch.program.notation import Notations
-from softswitch.program.state import State
+from softswitch.program.notation import Notations, notations_of
 from softswitch.program.trace import Trace
 
 __all__ = ["Output", "Program", "UnsupportedProgramError", "load"]
@@ -26,28 +25,21 @@ class Program:
     """One loaded program: its state, and its processing of packets.
 
     One thread at a time calls `process`, and a lock of the caller excludes writes to `state` meanwhile.
-    `source` is the generated Python, for inspection. `cpu_port` is the port of the controller, for the owner
-    of the ports; to programs it is a port like any other.
+    `source` is the generated Python, for inspection.
     """
-
-    drop_port = DROP_PORT
 
     def __init__(self, p4info: p4i.P4Info, plan: ProgramPlan) -> None:
         self.p4info = p4info
-        self.cpu_port: int | None = None
+        self.state = plan.links.state
+        """Tables, counters, registers and groups."""
         self._plan = plan
         self.source, self._plain = _compile(plan, traced=False)
         self._traced: Process | None = None
 
-    @property
-    def state(self) -> State:
-        """Tables, counters, registers and groups."""
-        return self._plan.links.state
-
     @cached_property
     def notations(self) -> Notations:
         """Notation of its keys and parameters in traces."""
-        return Notations(self._plan.config)
+        return notations_of(self._plan.config)
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
         """Return the outputs for a frame received at `port`, in the order of admission.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 MAX_SHIFT = 4096
 """Limit of left shifts by a variable: more than the width of any field, so that results are right."""
@@ -87,26 +88,22 @@ def as_int(value: Value) -> Value:
     return Value(f"1 if {value.code} else 0", 0, 1, "if") if value.truth else value
 
 
-def _add(left: Value, right: Value) -> Value:
-    return chain("+", left, right, _sum(left.low, right.low), _sum(left.high, right.high))
-
-
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
 
 
-def _minus(left: Value, right: Value) -> Value:
+def _plus(left: Value, right: Value | None = None) -> Value:
+    if right is None:
+        return left
+    return chain("+", left, right, _sum(left.low, right.low), _sum(left.high, right.high))
+
+
+def _minus(left: Value, right: Value | None = None) -> Value:
+    if right is None:
+        left, right = number(0), left
     low = None if right.high is None else -right.high
     high = None if right.low is None else -right.low
     return chain("-", left, right, _sum(left.low, low), _sum(left.high, high))
-
-
-def _subtract(*operands: Value) -> Value:
-    return _minus(*operands) if len(operands) == 2 else _minus(number(0), operands[0])
-
-
-def _plus(*operands: Value) -> Value:
-    return _add(*operands) if len(operands) == 2 else operands[0]
 
 
 def _multiply(left: Value, right: Value) -> Value:
@@ -116,15 +113,12 @@ def _multiply(left: Value, right: Value) -> Value:
     return chain("*", left, right, min(ends), max(ends))
 
 
-def _divide(op: str) -> Callable[[Value, Value], Value]:
-    def emit(left: Value, right: Value) -> Value:
-        by = right.constant
-        if by is None or by <= 0 or left.low is None or left.low < 0:
-            raise OperatorError(f"{op} is supported only for unsigned values and a constant above 0")
-        high = by - 1 if op == "%" else None if left.high is None else left.high // by
-        return chain("//" if op == "/" else op, left, right, 0, high)
-
-    return emit
+def _divide(op: str, left: Value, right: Value) -> Value:
+    by = right.constant
+    if by is None or by <= 0 or left.low is None or left.low < 0:
+        raise OperatorError(f"{op} is supported only for unsigned values and a constant above 0")
+    high = by - 1 if op == "%" else None if left.high is None else left.high // by
+    return chain("//" if op == "/" else op, left, right, 0, high)
 
 
 def _shift_left(left: Value, right: Value) -> Value:
@@ -174,19 +168,16 @@ def _and(left: Value, right: Value) -> Value:
     )
 
 
-def _merge(op: str) -> Callable[[Value, Value], Value]:
-    def emit(left: Value, right: Value) -> Value:
-        if left.constant == 0:
-            return right
-        if right.constant == 0:
-            return left
-        if not (_unsigned(left) and _unsigned(right)):
-            return chain(op, left, right)
-        if left.high is None or right.high is None:
-            return chain(op, left, right, 0, None)
-        return chain(op, left, right, 0, (1 << max(left.high, right.high).bit_length()) - 1)
-
-    return emit
+def _merge(op: str, left: Value, right: Value) -> Value:
+    if left.constant == 0:
+        return right
+    if right.constant == 0:
+        return left
+    if not (_unsigned(left) and _unsigned(right)):
+        return chain(op, left, right)
+    if left.high is None or right.high is None:
+        return chain(op, left, right, 0, None)
+    return chain(op, left, right, 0, (1 << max(left.high, right.high).bit_length()) - 1)
 
 
 def _invert(value: Value) -> Value:
@@ -195,18 +186,12 @@ def _invert(value: Value) -> Value:
     return Value(f"~{paren(value)}", low, high, "~", negated=value)
 
 
-def _compare(op: str) -> Callable[[Value, Value], Value]:
-    def emit(left: Value, right: Value) -> Value:
-        return truth(f"{paren(left)} {op} {paren(right)}", op)
-
-    return emit
+def _compare(op: str, left: Value, right: Value) -> Value:
+    return truth(f"{paren(left)} {op} {paren(right)}", op)
 
 
-def _logic(op: str) -> Callable[[Value, Value], Value]:
-    def emit(left: Value, right: Value) -> Value:
-        return replace(chain(op, _to_truth(left), _to_truth(right), 0, 1), truth=True)
-
-    return emit
+def _logic(op: str, left: Value, right: Value) -> Value:
+    return replace(chain(op, _to_truth(left), _to_truth(right), 0, 1), truth=True)
 
 
 def _not(value: Value) -> Value:
@@ -268,24 +253,24 @@ def _sat_cast(value: Value, width: Value) -> Value:
 
 OPERATORS: dict[str, Callable[..., Value]] = {
     "+": _plus,
-    "-": _subtract,
+    "-": _minus,
     "*": _multiply,
-    "/": _divide("/"),
-    "%": _divide("%"),
+    "/": partial(_divide, "/"),
+    "%": partial(_divide, "%"),
     "<<": _shift_left,
     ">>": _shift_right,
     "&": _and,
-    "|": _merge("|"),
-    "^": _merge("^"),
+    "|": partial(_merge, "|"),
+    "^": partial(_merge, "^"),
     "~": _invert,
-    "==": _compare("=="),
-    "!=": _compare("!="),
-    "<": _compare("<"),
-    "<=": _compare("<="),
-    ">": _compare(">"),
-    ">=": _compare(">="),
-    "and": _logic("and"),
-    "or": _logic("or"),
+    "==": partial(_compare, "=="),
+    "!=": partial(_compare, "!="),
+    "<": partial(_compare, "<"),
+    "<=": partial(_compare, "<="),
+    ">": partial(_compare, ">"),
+    ">=": partial(_compare, ">="),
+    "and": partial(_logic, "and"),
+    "or": partial(_logic, "or"),
     "not": _not,
     "?": _either,
     "d2b": _to_truth,

@@ -175,14 +175,12 @@ class PacketPort:
         return True
 
     def _not_sent(self, error: OSError) -> bool:
-        if error.errno in _FULL:
-            if self.connection.refused():
-                self.stats.refused += 1
-                return False
-            self.stats.disconnected += 1
-            return True
+        if error.errno in _FULL and self.connection.refused():
+            self.stats.refused += 1
+            return False
         if error.errno in _DOWN:
             self._look()
+        if error.errno in _FULL | _DOWN:
             self.stats.disconnected += 1
             return True
         # Mostly EMSGSIZE: longer than the interface's MTU.
@@ -254,22 +252,18 @@ def _offload(frame: bytes, virtio: memoryview, shift: int) -> Offload | None:
     return Offload(frame, header, start, offset, gso_type, gso_size)
 
 
-class LinkWatch:
-    """A descriptor that is readable when an interface has gone up or down (rtnetlink(7))."""
+class LinkWatch(socket.socket):
+    """A socket that is readable when an interface has gone up or down (rtnetlink(7))."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-        self._socket.bind((0, RTMGRP_LINK))
-        self._socket.setblocking(False)
-
-    def fileno(self) -> int:
-        """Return the netlink socket's descriptor."""
-        return self._socket.fileno()
+        super().__init__(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+        self.bind((0, RTMGRP_LINK))
+        self.setblocking(False)
 
     def drain(self) -> None:
         """Discard the notices; the state of each port is checked separately."""
         try:
-            while self._socket.recv(1 << 16):
+            while self.recv(1 << 16):
                 continue
         except BlockingIOError:
             return
@@ -277,7 +271,3 @@ class LinkWatch:
             # Lost notices do not matter: every port is checked anyway.
             if error.errno != errno.ENOBUFS:
                 raise
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()

@@ -5,28 +5,24 @@ No locks and no I/O: the service calls it from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-import grpc
 from finsy.proto import U128, p4r, rpc_code
 
-
-class RpcError(Exception):
-    """The gRPC status with which an RPC or a stream ends."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+from softswitch.p4runtime.fieldcodecs import invalid
+from softswitch.program.state import StatusError
 
 
-@dataclass(eq=False, slots=True)
-class Client:
-    """A controller's stream: `send` sends it a message; role and election id are set by arbitration."""
+class Client(ABC):
+    """A controller's stream; role and election id are set by arbitration."""
 
-    send: Callable[[p4r.StreamMessageResponse], None]
     role: str | None = None
     election_id: int | None = None
+
+    @abstractmethod
+    def send(self, message: p4r.StreamMessageResponse) -> None:
+        """Queue a message for the controller."""
 
 
 @dataclass(slots=True)
@@ -53,7 +49,7 @@ class Arbitration:
             A new primary, to be notified (`tell`) after the previous primary's writes.
 
         Raises:
-            RpcError: The status with which its stream ends.
+            StatusError: The status with which its stream ends.
         """
         election_id = U128.decode(message.election_id) if message.HasField("election_id") else None
         role = self._admit(controller, message, election_id)
@@ -78,27 +74,20 @@ class Arbitration:
         self, controller: Client, message: p4r.MasterArbitrationUpdate, election_id: int | None
     ) -> Role:
         if controller.role is None:
-            if message.device_id != self.device_id:
-                raise self._unknown_device(message.device_id)
+            self.check_device(message.device_id)
         elif message.device_id != self.device_id or message.role.name != controller.role:
-            raise RpcError(
-                grpc.StatusCode.FAILED_PRECONDITION,
+            raise StatusError(
+                "FAILED_PRECONDITION",
                 f'this stream is for device {self.device_id}, role "{controller.role}": '
                 "use a separate stream for each",
             )
         if message.role.HasField("config"):
-            raise RpcError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "role.config is not supported: every role has the whole pipeline",
-            )
+            raise invalid("role.config is not supported: every role has the whole pipeline")
         role = self.roles.get(message.role.name) or Role(message.role.name)
         if election_id is not None and any(
             other.election_id == election_id for other in role.live if other is not controller
         ):
-            raise RpcError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"election id {election_id} is already used by another controller of this role",
-            )
+            raise invalid(f"election id {election_id} is already used by another controller of this role")
         if controller.role is None:
             controller.role = role.name
             role.live.append(controller)
@@ -135,32 +124,23 @@ class Arbitration:
         controller.send(p4r.StreamMessageResponse(arbitration=update))
 
     def check_device(self, device_id: int) -> None:
-        """Raise `RpcError` NOT_FOUND for another device."""
+        """Raise `StatusError` NOT_FOUND for another device."""
         if device_id != self.device_id:
-            raise self._unknown_device(device_id)
+            raise StatusError("NOT_FOUND", f"unknown device {device_id}; this is device {self.device_id}")
 
     def check_primary(self, role_name: str, election_id: p4r.Uint128 | None) -> None:
-        """Raise `RpcError` unless this is the election id of the role's primary."""
+        """Raise `StatusError` unless this is the election id of the role's primary."""
         role = self.roles.get(role_name)
         if role is None:
-            raise RpcError(grpc.StatusCode.NOT_FOUND, f'no controller has the role "{role_name}"')
+            raise StatusError("NOT_FOUND", f'no controller has the role "{role_name}"')
         primary = role.primary
         if primary is None or election_id is None or U128.decode(election_id) != primary.election_id:
-            raise RpcError(
-                grpc.StatusCode.PERMISSION_DENIED,
+            raise StatusError(
+                "PERMISSION_DENIED",
                 "only the primary may write"
                 + ("; there is none" if primary is None else f": its election id is {primary.election_id}"),
             )
 
-    def primaries(self) -> list[Client]:
-        """Return the primary of each role that has one."""
-        return [role.primary for role in self.roles.values() if role.primary is not None]
-
     def is_primary(self, controller: Client) -> bool:
         """Return whether a controller is its role's primary."""
         return controller.role is not None and self.roles[controller.role].primary is controller
-
-    def _unknown_device(self, device_id: int) -> RpcError:
-        return RpcError(
-            grpc.StatusCode.NOT_FOUND, f"unknown device {device_id}; this is device {self.device_id}"
-        )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from finsy.proto import p4i, p4r
 
-from softswitch.p4runtime.bytestrings import to_bytes
-from softswitch.p4runtime.fieldcodecs import field_codec, invalid, parse_field
-from softswitch.program.state import CounterCell, Entry, Key, MatchKind, Table, TableError
+from softswitch.p4runtime.fieldcodecs import decode_match, encode_match, invalid, parse, to_bytes
+from softswitch.program.match import Key, MatchKind
+from softswitch.program.state import CounterCell, Entry, StatusError, Table
 
 NEEDS_PRIORITY = (MatchKind.TERNARY, MatchKind.RANGE, MatchKind.OPTIONAL)
 
@@ -27,7 +27,7 @@ class ActionCodec:
     params: dict[int, tuple[int, str, int]]
 
     def decode(self, action: p4r.Action) -> tuple[int, ...]:
-        """Return the parameters in P4Info order; raise `TableError` INVALID_ARGUMENT if they are wrong."""
+        """Return the parameters in P4Info order; raise `StatusError` INVALID_ARGUMENT if they are wrong."""
         params = self.params
         values = [-1] * len(params)
         for param in action.params:
@@ -39,11 +39,7 @@ class ActionCodec:
                 ) from None
             if values[position] >= 0:
                 raise invalid(f"action {self.name}: parameter {name} comes twice")
-            value = param.value
-            number = int.from_bytes(value)
-            if not value or number >> width:
-                number = parse_field(value, width, f"action {self.name}: parameter {name}")
-            values[position] = number
+            values[position] = parse(param.value, width, f"action {self.name}: parameter {name}")
         if -1 in values:
             missing = [name for position, name, _ in params.values() if values[position] < 0]
             raise invalid(f"action {self.name}: missing parameter {', '.join(missing)}")
@@ -58,38 +54,36 @@ class ActionCodec:
 
 
 class TableCodec:
-    """Codec of one table's entries. All refusals are `TableError`."""
+    """Codec of one table's entries. All refusals are `StatusError`."""
 
     def __init__(self, info: p4i.Table, table: Table, actions: dict[int, ActionCodec], counted: bool) -> None:
         self.info = info
         self.table = table
-        self.name = info.preamble.alias or info.preamble.name
+        self.name = name_of(info.preamble)
         self.counted = counted
-        self.fields = tuple(
-            field_codec(position, each, self.name) for position, each in enumerate(info.match_fields)
-        )
-        self.by_id = {field.id: field for field in self.fields}
-        self.required = tuple(field for field in self.fields if field.kind is MatchKind.EXACT)
+        self.fields = table.fields
+        self.by_id = {
+            field.id: (position, field, f"table {self.name}: match field {field.name}")
+            for position, field in enumerate(self.fields)
+        }
         self.prioritised = any(field.kind in NEEDS_PRIORITY for field in self.fields)
         self.actions = {ref.id: actions[ref.id] for ref in info.action_refs}
-        self.default_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.DEFAULT_ONLY}
-        self.table_only = {ref.id for ref in info.action_refs if ref.scope == p4i.ActionRef.TABLE_ONLY}
 
     def match(self, matches: Iterable[p4r.FieldMatch]) -> tuple[Key, ...]:
         """Return the key of a match list."""
         keys: list[Key] = [None] * len(self.fields)
         by_id = self.by_id
         for message in matches:
-            field = by_id.get(message.field_id)
-            if field is None:
+            if message.field_id not in by_id:
                 raise invalid(
                     f"table {self.name} has no match field {message.field_id}; it has {sorted(by_id)}"
                 )
-            if keys[field.position] is not None:
-                raise invalid(f"table {self.name}: match field {field.name} comes twice")
-            keys[field.position] = field.decode(message)
-        for field in self.required:
-            if keys[field.position] is None:
+            position, field, what = by_id[message.field_id]
+            if keys[position] is not None:
+                raise invalid(f"{what} comes twice")
+            keys[position] = decode_match(message, field, what)
+        for field, key in zip(self.fields, keys, strict=True):
+            if key is None and field.kind is MatchKind.EXACT:
                 raise invalid(f"table {self.name}: exact match field {field.name} is missing")
         return tuple(keys)
 
@@ -118,22 +112,19 @@ class TableCodec:
         if codec is None:
             names = ", ".join(f"{each.name} ({each.id})" for each in self.actions.values())
             raise invalid(f"table {self.name} has no action {action.action.action_id}; it has {names}")
-        if codec.id in (self.table_only if default else self.default_only):
+        if codec.id not in (self.table.default_actions if default else self.table.entry_actions):
             where = "as default action" if default else "in an entry"
-            raise TableError("PERMISSION_DENIED", f"table {self.name}: {codec.name} is not allowed {where}")
+            raise StatusError("PERMISSION_DENIED", f"table {self.name}: {codec.name} is not allowed {where}")
         return codec.id, codec.decode(action.action)
 
     def entry(self, message: p4r.TableEntry) -> Entry:
-        """Return a new entry, default or not; `counter_data` is left to the caller."""
+        """Return a new entry, default or not."""
         self.check(message)
         default = message.is_default_action
         match, priority = ((), 0) if default else self.key(message)
         action, params = self.action(message.action, default)
-        entry = Entry(match, action, params, priority, is_default=default)
-        if message.metadata:
-            entry.metadata = message.metadata
-        if message.controller_metadata:
-            entry.controller_metadata = message.controller_metadata
+        metadata = message.metadata, message.controller_metadata
+        entry = Entry(match, action, params, priority, *metadata, is_default=default)
         if message.HasField("counter_data"):
             entry.count = CounterCell(message.counter_data.packet_count, message.counter_data.byte_count)
         return entry
@@ -160,20 +151,16 @@ class TableCodec:
         add = message.match.add
         for field, key in zip(self.fields, entry.match, strict=True):
             if key is not None:
-                field.encode(add(field_id=field.id), key)
-        if entry.priority:
-            message.priority = entry.priority
+                encode_match(key, field, add())
+        message.priority = entry.priority
 
     def encode(self, entry: Entry, message: p4r.TableEntry, counters: bool) -> None:
         """Write a whole entry into a message, in canonical form, with its counter if requested."""
         self.encode_key(entry, message)
-        if self.table.const_default if entry.is_default else self.info.is_const_table:
-            message.is_const = True
+        message.is_const = self.table.const_default if entry.is_default else self.info.is_const_table
         self.actions[entry.action].encode(message.action.action, entry.params)
-        if entry.metadata:
-            message.metadata = entry.metadata
-        if entry.controller_metadata:
-            message.controller_metadata = entry.controller_metadata
+        message.metadata = entry.metadata
+        message.controller_metadata = entry.controller_metadata
         if counters and self.counted:
             encode_count(entry.count, message.counter_data)
 
@@ -202,6 +189,11 @@ class TableCodec:
                 yield entry
 
 
+def name_of(preamble: p4i.Preamble) -> str:
+    """Return the short name of a P4Info object."""
+    return preamble.alias or preamble.name
+
+
 def encode_count(count: CounterCell, message: p4r.CounterData) -> None:
     """Write a counter cell into a message."""
     message.SetInParent()
@@ -209,12 +201,12 @@ def encode_count(count: CounterCell, message: p4r.CounterData) -> None:
     message.byte_count = count.bytes
 
 
-def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
-    """Return the actions of a P4Info by id."""
-    return {
+def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
+    """Return the tables of a P4Info by id."""
+    actions = {
         action.preamble.id: ActionCodec(
             action.preamble.id,
-            action.preamble.alias or action.preamble.name,
+            name_of(action.preamble),
             {
                 param.id: (position, param.name, param.bitwidth)
                 for position, param in enumerate(action.params)
@@ -222,11 +214,6 @@ def action_codecs(p4info: p4i.P4Info) -> dict[int, ActionCodec]:
         )
         for action in p4info.actions
     }
-
-
-def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
-    """Return the tables of a P4Info by id."""
-    actions = action_codecs(p4info)
     counted = {counter.direct_table_id for counter in p4info.direct_counters}
     return {
         info.preamble.id: TableCodec(info, tables[info.preamble.id], actions, info.preamble.id in counted)

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from finsy.proto import p4i, p4r
 
-from softswitch.codegen.program import Program, load
-from softswitch.p4runtime.entities import TableCodec, table_codecs
+from softswitch.codegen.program import Program, UnsupportedProgramError, load
+from softswitch.p4runtime.entities import TableCodec, name_of, table_codecs
+from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.p4runtime.packetio import ControllerHeader
-from softswitch.program.state import TableError
+from softswitch.program.state import StatusError
 
-
-class ReconcileError(Exception):
-    """Forwarding state that a new pipeline cannot take over."""
-
-
-@dataclass(frozen=True, slots=True)
-class CounterInfo:
-    """An indexed counter: name and number of cells."""
-
-    name: str
-    size: int
+T = TypeVar("T")
+Undo = list[Callable[[], object]]
+"""Functions that undo updates, to be called from the last to the first."""
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterInfo:
-    """A register: name, number of cells, width in bits, and whether it holds `bool` or signed values."""
+class ArrayInfo:
+    """An indexed counter, or a register: P4Info id, name, number of cells.
 
+    Registers also have a width in bits, and hold `bool` (`truth`), signed or unsigned values.
+    """
+
+    id: int
     name: str
     size: int
-    width: int
+    width: int = 0
     truth: bool = False
     signed: bool = False
+
+    def cells(self, index: p4r.Index | None) -> range:
+        """Return the cell of an index, or all of them; raise `StatusError` for a wrong index."""
+        if index is None:
+            return range(self.size)
+        if index.index < 0:
+            raise invalid(f"{self.name}: index {index.index} is negative")
+        if index.index >= self.size:
+            raise StatusError("OUT_OF_RANGE", f"{self.name}: index {index.index}; it has {self.size} cells")
+        return range(index.index, index.index + 1)
 
 
 @dataclass(slots=True)
@@ -43,8 +52,8 @@ class Pipeline:
     program: Program
     config: p4r.ForwardingPipelineConfig
     tables: dict[int, TableCodec]
-    counters: dict[int, CounterInfo]
-    registers: dict[int, RegisterInfo]
+    counters: dict[int, ArrayInfo]
+    registers: dict[int, ArrayInfo]
     packet_in: ControllerHeader
     packet_out: ControllerHeader
     sums_payload: bool
@@ -54,18 +63,24 @@ class Pipeline:
 
 
 def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
-    """Load a config; raise `UnsupportedProgramError`, or `ValueError` if a part is missing."""
+    """Load a config; raise `ValueError` if a part is missing or not supported."""
     if not config.p4_device_config:
         raise ValueError("p4_device_config is empty; it must be p4c's JSON for BMv2")
     if not config.HasField("p4info"):
         raise ValueError("p4info is missing")
     p4info = config.p4info
-    program = load(config.p4_device_config, p4info)
+    try:
+        program = load(config.p4_device_config, p4info)
+    except UnsupportedProgramError as error:
+        raise ValueError("; ".join(error.problems)) from None
     return Pipeline(
         program,
         config,
         table_codecs(p4info, program.state.tables),
-        {each.preamble.id: CounterInfo(_name(each.preamble), each.size) for each in p4info.counters},
+        {
+            each.preamble.id: ArrayInfo(each.preamble.id, name_of(each.preamble), each.size)
+            for each in p4info.counters
+        },
         {each.preamble.id: _register(each) for each in p4info.registers},
         ControllerHeader(p4info, "packet_in"),
         ControllerHeader(p4info, "packet_out"),
@@ -78,20 +93,23 @@ def _sums_payload(device_config: bytes) -> bool:
     return any(part["type"] == "payload" for each in calculations for part in each["input"])
 
 
-def _name(preamble: p4i.Preamble) -> str:
-    return preamble.alias or preamble.name
-
-
-def _register(info: p4i.Register) -> RegisterInfo:
+def _register(info: p4i.Register) -> ArrayInfo:
     bits = info.type_spec.bitstring
     signed = bits.WhichOneof("type_spec") == "int"
     width = bits.int.bitwidth if signed else bits.bit.bitwidth
     truth = info.type_spec.WhichOneof("type_spec") == "bool"
-    return RegisterInfo(_name(info.preamble), info.size, width, truth, signed)
+    return ArrayInfo(info.preamble.id, name_of(info.preamble), info.size, width, truth, signed)
+
+
+def find(things: dict[int, T], number: int, what: str) -> T:
+    """Return a thing of a pipeline by its id; raise `StatusError` NOT_FOUND."""
+    if number not in things:
+        raise StatusError("NOT_FOUND", f"{what} {number} does not exist")
+    return things[number]
 
 
 def reconcile(old: Pipeline, new: Pipeline) -> None:
-    """Give `new` the forwarding state of `old`; raise `ReconcileError` if a part has no place there.
+    """Give `new` the forwarding state of `old`; raise `StatusError` if a part has no place there.
 
     Tables are the same when id, key, and each action in use are the same.
     """
@@ -102,14 +120,14 @@ def reconcile(old: Pipeline, new: Pipeline) -> None:
         target = new_state.counters.get(number)
         if target is not None and len(target) >= len(cells):
             for cell, before in zip(target, cells, strict=False):
-                cell.packets, cell.bytes = before.packets, before.bytes
+                cell.set(before.packets, before.bytes)
         elif any(cell.packets or cell.bytes for cell in cells):
-            raise ReconcileError(f"counter {old.counters[number].name} has no place in the new pipeline")
+            raise invalid(f"counter {old.counters[number].name} has no place in the new pipeline")
     for number, values in old_state.registers.items():
         if new.registers.get(number) == old.registers[number]:
             new_state.registers[number][:] = values
         elif any(values):
-            raise ReconcileError(f"register {old.registers[number].name} has no place in the new pipeline")
+            raise invalid(f"register {old.registers[number].name} has no place in the new pipeline")
     new_state.groups.update(old_state.groups)
     new.groups.update(old.groups)
 
@@ -122,19 +140,19 @@ def _take_table(old: TableCodec, new: TableCodec | None) -> None:
     if not entries and default is None:
         return
     if new is None or list(new.info.match_fields) != list(old.info.match_fields):
-        raise ReconcileError(f"table {old.name} is not there, or has another key, in the new pipeline")
+        raise invalid(f"table {old.name} is not there, or has another key, in the new pipeline")
     used = {entry.action for entry in entries} | ({default.action} if default is not None else set())
     for action in used:
         if new.actions.get(action) != old.actions[action]:
-            raise ReconcileError(f"table {old.name}: action {old.actions[action].name} is not the same")
+            raise invalid(f"table {old.name}: action {old.actions[action].name} is not the same")
     if default is not None:
         if new.table.const_default:
-            raise ReconcileError(f"table {old.name}: the default action is constant in the new pipeline")
+            raise invalid(f"table {old.name}: the default action is constant in the new pipeline")
         new.table.set_default(default)
     for entry in entries:
         if (entry.match, entry.priority) in new.table.entries:
             continue
         try:
             new.table.insert(entry)
-        except TableError as error:
-            raise ReconcileError(str(error)) from None
+        except StatusError as error:
+            raise invalid(str(error)) from None

@@ -1,23 +1,23 @@
 """Reads of a pipeline's state.
 
 P4Runtime specification, sections 9 and 13. A reader gets a query and a function that adds an empty entity to
-the answer. All refusals are `TableError`.
+the answer. All refusals are `StatusError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from finsy.proto import p4d, p4r
 
-from softswitch.p4runtime.bytestrings import to_bytes
-from softswitch.p4runtime.entities import TableCodec, encode_count
-from softswitch.p4runtime.fieldcodecs import invalid
-from softswitch.p4runtime.pipeline import Pipeline, RegisterInfo
-from softswitch.p4runtime.writes import cells_of
-from softswitch.program.state import TableError
+from softswitch.p4runtime.entities import encode_count
+from softswitch.p4runtime.fieldcodecs import invalid, to_bytes
+from softswitch.p4runtime.pipeline import ArrayInfo, Pipeline, find
+from softswitch.program.state import StatusError
 
 Add = Callable[[], p4r.Entity]
+T = TypeVar("T")
 
 
 def read(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
@@ -27,17 +27,13 @@ def read(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
         raise invalid("the query has no entity")
     reader = _READERS.get(kind)
     if reader is None:
-        raise TableError("UNIMPLEMENTED", f"{kind} is not supported by this target")
+        raise StatusError("UNIMPLEMENTED", f"{kind} is not supported by this target")
     reader(pipeline, query, add)
 
 
-def _codecs(pipeline: Pipeline, table_id: int) -> list[TableCodec]:
-    if table_id == 0:
-        return list(pipeline.tables.values())
-    codec = pipeline.tables.get(table_id)
-    if codec is None:
-        raise TableError("NOT_FOUND", f"table {table_id} does not exist")
-    return [codec]
+def _selected(things: dict[int, T], number: int, what: str) -> list[T]:
+    """Return the thing with an id, or all of them for 0."""
+    return [find(things, number, what)] if number else list(things.values())
 
 
 def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
@@ -45,21 +41,21 @@ def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     if not wanted.table_id and (wanted.match or wanted.priority or wanted.HasField("action")):
         raise invalid("a query for all tables must not have a match, priority or action")
     counters = wanted.HasField("counter_data")
-    for codec in _codecs(pipeline, wanted.table_id):
+    for codec in _selected(pipeline.tables, wanted.table_id, "table"):
         for entry in codec.select(wanted):
             codec.encode(entry, add().table_entry, counters)
 
 
 def _direct_counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.direct_counter_entry.table_entry
-    for codec in _codecs(pipeline, wanted.table_id):
+    for codec in _selected(pipeline.tables, wanted.table_id, "table"):
         if not codec.counted:
             if wanted.table_id:
                 raise invalid(f"table {codec.name} has no direct counter")
             continue
         found = list(codec.select(wanted))
         if not found and wanted.match:
-            raise TableError("NOT_FOUND", f"table {codec.name} has no such entry")
+            raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
         for entry in found:
             message = add().direct_counter_entry
             codec.encode_key(entry, message.table_entry)
@@ -68,35 +64,29 @@ def _direct_counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 
 def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.counter_entry
-    if wanted.counter_id and wanted.counter_id not in pipeline.counters:
-        raise TableError("NOT_FOUND", f"counter {wanted.counter_id} does not exist")
-    for number in [wanted.counter_id] if wanted.counter_id else list(pipeline.counters):
-        info = pipeline.counters[number]
-        cells = pipeline.program.state.counters[number]
-        one = bool(wanted.counter_id) and wanted.HasField("index")
-        for at in cells_of(info.name, info.size, one, wanted.index.index):
+    index = wanted.index if wanted.counter_id and wanted.HasField("index") else None
+    for info in _selected(pipeline.counters, wanted.counter_id, "counter"):
+        cells = pipeline.program.state.counters[info.id]
+        for at in info.cells(index):
             message = add().counter_entry
-            message.counter_id = number
+            message.counter_id = info.id
             message.index.index = at
             encode_count(cells[at], message.data)
 
 
 def _registers(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.register_entry
-    if wanted.register_id and wanted.register_id not in pipeline.registers:
-        raise TableError("NOT_FOUND", f"register {wanted.register_id} does not exist")
-    for number in [wanted.register_id] if wanted.register_id else list(pipeline.registers):
-        info = pipeline.registers[number]
-        values = pipeline.program.state.registers[number]
-        one = bool(wanted.register_id) and wanted.HasField("index")
-        for at in cells_of(info.name, info.size, one, wanted.index.index):
+    index = wanted.index if wanted.register_id and wanted.HasField("index") else None
+    for info in _selected(pipeline.registers, wanted.register_id, "register"):
+        values = pipeline.program.state.registers[info.id]
+        for at in info.cells(index):
             message = add().register_entry
-            message.register_id = number
+            message.register_id = info.id
             message.index.index = at
             _encode_register(info, values[at], message.data)
 
 
-def _encode_register(info: RegisterInfo, value: int, data: p4d.P4Data) -> None:
+def _encode_register(info: ArrayInfo, value: int, data: p4d.P4Data) -> None:
     if info.truth:
         data.bool = bool(value)
     elif info.signed:
@@ -112,12 +102,10 @@ def _groups(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     if wanted.WhichOneof("type") == "clone_session_entry":
         # There are none, so only a read of all of them is possible.
         if wanted.clone_session_entry.session_id:
-            raise TableError("UNIMPLEMENTED", "clone sessions are not supported by this target")
+            raise StatusError("UNIMPLEMENTED", "clone sessions are not supported by this target")
         return
     number = wanted.multicast_group_entry.multicast_group_id
-    if number and number not in pipeline.groups:
-        raise TableError("NOT_FOUND", f"multicast group {number} does not exist")
-    for group in [pipeline.groups[number]] if number else list(pipeline.groups.values()):
+    for group in _selected(pipeline.groups, number, "multicast group"):
         add().packet_replication_engine_entry.multicast_group_entry.CopyFrom(group)
 
 
@@ -128,7 +116,7 @@ def _none_there(
 
     def reader(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
         if number(query):
-            raise TableError("NOT_FOUND", f"{kind} does not exist: {number(query)}")
+            raise StatusError("NOT_FOUND", f"{kind} does not exist: {number(query)}")
 
     return reader
 

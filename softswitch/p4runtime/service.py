@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal, NoReturn
 
 import grpc
 from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
 
-from softswitch.codegen.program import UnsupportedProgramError
-from softswitch.p4runtime.arbitration import Arbitration, RpcError
-from softswitch.p4runtime.pipeline import Pipeline, ReconcileError, build, reconcile
+from softswitch.p4runtime.arbitration import Arbitration
+from softswitch.p4runtime.fieldcodecs import invalid
+from softswitch.p4runtime.pipeline import Pipeline, Undo, build, reconcile
 from softswitch.p4runtime.reads import read
 from softswitch.p4runtime.session import Sessions
-from softswitch.p4runtime.writes import Undo, apply
-from softswitch.program.state import TableError
+from softswitch.p4runtime.writes import apply
+from softswitch.program.state import StatusError
 from softswitch.switch import SoftSwitch
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def _pipeline(self) -> Pipeline:
         pipeline = self._saved or self._committed
         if pipeline is None:
-            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "No forwarding pipeline config is set")
+            raise StatusError("FAILED_PRECONDITION", "No forwarding pipeline config is set")
         return pipeline
 
     # Packets
@@ -71,9 +71,10 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     def _packet_out(self, packet: p4r.PacketOut) -> None:
         pipeline = self._committed
-        if pipeline is None or self.switch.cpu_port is None:
-            code = grpc.StatusCode.FAILED_PRECONDITION
-            raise RpcError(code, "no pipeline is set" if pipeline is None else "the switch has no CPU port")
+        if pipeline is None:
+            raise StatusError("FAILED_PRECONDITION", "no pipeline is set")
+        if self.switch.cpu_port is None:
+            raise StatusError("FAILED_PRECONDITION", "the switch has no CPU port")
         self.switch.packet_out(pipeline.packet_out.encode(packet))
 
     def StreamChannel(
@@ -94,21 +95,21 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             _abort_batch(context, errors, "the batch was not applied completely")
         return p4r.WriteResponse()
 
-    def _batch(self, pipeline: Pipeline, request: p4r.WriteRequest) -> list[TableError | None]:
+    def _batch(self, pipeline: Pipeline, request: p4r.WriteRequest) -> list[StatusError | None]:
         carry_on = request.atomicity == p4r.WriteRequest.CONTINUE_ON_ERROR
         # A whole batch in one turn is atomic with respect to packets.
         piece = len(request.updates) if request.atomicity == p4r.WriteRequest.DATAPLANE_ATOMIC else PIECE
-        errors: list[TableError | None] = []
-        undo: list[Undo] = []
-        with Turns(self.switch, max(1, piece)) as turns:
+        errors: list[StatusError | None] = []
+        undo: Undo = []
+        with _turns(self.switch, max(1, piece)) as step:
             for update in request.updates:
-                turns.step()
+                step()
                 try:
-                    back = apply(pipeline, update)
+                    applied = apply(pipeline, update)
                     errors.append(None)
                     if not carry_on:
-                        undo.append(back)
-                except TableError as error:
+                        undo += applied
+                except StatusError as error:
                     errors.append(error)
                     if not carry_on:
                         break
@@ -120,15 +121,15 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     def Read(self, request: p4r.ReadRequest, context: grpc.ServicerContext) -> Iterator[p4r.ReadResponse]:
         """Answer queries, from the state between two writes."""
-        errors: list[TableError | None] = []
+        errors: list[StatusError | None] = []
         responses: list[p4r.ReadResponse] = []
         with _status(context), self._control:
             self.arbitration.check_device(request.device_id)
             pipeline = self._pipeline()
-            with Turns(self.switch, PIECE) as turns:
+            with _turns(self.switch, PIECE) as step:
 
                 def add() -> p4r.Entity:
-                    turns.step()
+                    step()
                     if not responses or len(responses[-1].entities) >= RESPONSE_ENTITIES:
                         responses.append(p4r.ReadResponse())
                     return responses[-1].entities.add()
@@ -137,7 +138,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
                     try:
                         read(pipeline, query, add)
                         errors.append(None)
-                    except TableError as error:
+                    except StatusError as error:
                         errors.append(error)
         yield from responses
         if any(errors):
@@ -158,36 +159,28 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         action = request.action
         if action == Action.COMMIT:
             if request.HasField("config"):
-                raise _invalid("COMMIT must not have a config: it commits the saved one")
+                raise invalid("COMMIT must not have a config: it commits the saved one")
             if self._saved is None:
-                raise RpcError(grpc.StatusCode.NOT_FOUND, "no config is saved; use VERIFY_AND_SAVE first")
+                raise StatusError("NOT_FOUND", "no config is saved; use VERIFY_AND_SAVE first")
             self.commit(self._saved)
             return
         if action not in _WITH_CONFIG:
-            raise _invalid("the action is unspecified")
+            raise invalid("the action is unspecified")
         if not request.HasField("config"):
-            raise _invalid(f"{Action.Action.Name(action)} needs a config")
+            raise invalid(f"{Action.Action.Name(action)} needs a config")
         try:
             pipeline = build(request.config)
-        except UnsupportedProgramError as error:
-            raise _invalid("; ".join(str(problem) for problem in error.problems)) from None
         except ValueError as error:
-            raise _invalid(str(error)) from None
+            raise invalid(str(error)) from None
         if action == Action.VERIFY_AND_SAVE:
             self._saved = pipeline
         elif action == Action.VERIFY_AND_COMMIT:
             self.commit(pipeline)
         elif action == Action.RECONCILE_AND_COMMIT:
-            self._reconcile(pipeline)
-
-    def _reconcile(self, pipeline: Pipeline) -> None:
-        if self._committed is not None:
-            try:
+            if self._committed is not None:
                 with self.switch.turn():
                     reconcile(self._committed, pipeline)
-            except ReconcileError as error:
-                raise _invalid(str(error)) from None
-        self.commit(pipeline)
+            self.commit(pipeline)
 
     def GetForwardingPipelineConfig(
         self, request: p4r.GetForwardingPipelineConfigRequest, context: grpc.ServicerContext
@@ -228,51 +221,40 @@ _LEFT_OUT: dict[int, tuple[Literal["p4info", "p4_device_config"], ...]] = {
 }
 
 
-class Turns:
-    """The switch's turn, released for a moment after every `piece` steps."""
+@contextmanager
+def _turns(switch: SoftSwitch, piece: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that takes the switch's turn for a step, and releases it after every `piece` steps."""
+    left = 0
+    with ExitStack() as turn:
 
-    def __init__(self, switch: SoftSwitch, piece: int) -> None:
-        self._switch = switch
-        self._piece = piece
-        self._left = 0
-        self._stack = ExitStack()
+        def step() -> None:
+            nonlocal left
+            if not left:
+                turn.close()
+                switch.let_packets_pass()
+                turn.enter_context(switch.turn())
+                left = piece
+            left -= 1
 
-    def __enter__(self) -> Turns:
-        return self
-
-    def step(self) -> None:
-        """Take the turn for one more step."""
-        if not self._left:
-            self._stack.close()
-            self._switch.let_packets_pass()
-            self._stack.enter_context(self._switch.turn())
-            self._left = self._piece
-        self._left -= 1
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        yield step
 
 
 @contextmanager
 def _status(context: grpc.ServicerContext) -> Iterator[None]:
-    """End the RPC with the status of an `RpcError`."""
+    """End the RPC with the status of a `StatusError`."""
     try:
         yield
-    except RpcError as error:
-        context.abort(error.code, str(error))
+    except StatusError as error:
+        context.abort(grpc.StatusCode[error.code], str(error))
 
 
-def _invalid(message: str) -> RpcError:
-    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message)
-
-
-def _rolled_back(errors: list[TableError | None], count: int) -> list[TableError | None]:
+def _rolled_back(errors: list[StatusError | None], count: int) -> list[StatusError | None]:
     """Return each update's status after a rollback; only the one that failed has its own reason."""
-    aborted = TableError("ABORTED", "rolled back because another update of the batch failed")
+    aborted = StatusError("ABORTED", "rolled back because another update of the batch failed")
     return [*(error or aborted for error in errors), *[aborted] * (count - len(errors))]
 
 
-def _abort_batch(context: grpc.ServicerContext, errors: list[TableError | None], message: str) -> NoReturn:
+def _abort_batch(context: grpc.ServicerContext, errors: list[StatusError | None], message: str) -> NoReturn:
     """End an RPC with one p4.v1.Error for each element of its batch (specification, section 12.3)."""
     first = next((index, error) for index, error in enumerate(errors) if error is not None)
     summary = f"{message}: element {first[0]}: {first[1]}"

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import grpc
 from finsy.proto import p4r, rpc_code
 
-from softswitch.p4runtime.arbitration import Arbitration, Client, RpcError
-from softswitch.p4runtime.packetio import ControllerHeader, MetadataError
+from softswitch.p4runtime.arbitration import Arbitration, Client
+from softswitch.p4runtime.packetio import ControllerHeader
+from softswitch.program.state import StatusError
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +24,20 @@ PACKET_BYTES_MAX = 8 << 20
 ERRORS_MAX = 16
 
 
-class ControllerStream:
+class ControllerStream(Client):
     """The outgoing side of one stream. Packets are bounded; arbitration messages are few."""
 
     def __init__(self) -> None:
-        self.controller = Client(self._send)
         self.dropped = 0
         self._changed = threading.Condition()
         self._messages: deque[p4r.StreamMessageResponse] = deque()
         self._packets: deque[tuple[ControllerHeader, bytes]] = deque()
         self._packet_bytes = 0
         self._closed = False
-        self._error: RpcError | None = None
+        self._error: StatusError | None = None
 
-    def _send(self, message: p4r.StreamMessageResponse) -> None:
+    def send(self, message: p4r.StreamMessageResponse) -> None:
+        """Queue a message for the controller."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
@@ -51,11 +52,11 @@ class ControllerStream:
                 self._packet_bytes += len(frame)
                 self._changed.notify()
 
-    def report(self, code: int, message: str, packet: p4r.PacketOut | None) -> None:
+    def report(self, error: StatusError, packet: p4r.PacketOut | None) -> None:
         """Queue a StreamError, unless too many of them are waiting."""
         response = p4r.StreamMessageResponse()
-        response.error.canonical_code = code
-        response.error.message = message
+        response.error.canonical_code = rpc_code.Code.Value(error.code)
+        response.error.message = str(error)
         if packet is None:
             response.error.other.SetInParent()
         else:
@@ -65,7 +66,7 @@ class ControllerStream:
                 self._messages.append(response)
                 self._changed.notify()
 
-    def close(self, error: RpcError | None = None) -> None:
+    def close(self, error: StatusError | None = None) -> None:
         """End `responses`, with `error` if there is one."""
         with self._changed:
             self._closed = True
@@ -107,13 +108,13 @@ class Sessions:
         self._limit = limit
         self._packet_out = packet_out
         self._lock = threading.Lock()
-        self._sessions: dict[Client, ControllerStream] = {}
+        self._sessions: set[ControllerStream] = set()
         self._primaries: tuple[ControllerStream, ...] = ()
 
     @property
     def dropped(self) -> int:
         """Number of frames for controllers that did not read fast enough."""
-        return self._dropped + sum(session.dropped for session in list(self._sessions.values()))
+        return self._dropped + sum(session.dropped for session in list(self._sessions))
 
     def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
         """Send a frame to each role's primary."""
@@ -126,14 +127,12 @@ class Sessions:
     def serve(
         self, requests: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
     ) -> Iterator[p4r.StreamMessageResponse]:
-        """Serve one stream to its end; raise `RpcError` if it ends with an error."""
+        """Serve one stream to its end; raise `StatusError` if it ends with an error."""
         session = ControllerStream()
         with self._lock:
             if len(self._sessions) >= self._limit:
-                raise RpcError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"the limit of {self._limit} streams is reached"
-                )
-            self._sessions[session.controller] = session
+                raise StatusError("RESOURCE_EXHAUSTED", f"the limit of {self._limit} streams is reached")
+            self._sessions.add(session)
         context.add_callback(session.close)
         threading.Thread(target=self._listen, args=(session, requests), daemon=True).start()
         try:
@@ -143,24 +142,24 @@ class Sessions:
 
     def _leave(self, session: ControllerStream) -> None:
         with self._lock:
-            del self._sessions[session.controller]
+            self._sessions.remove(session)
             self._dropped += session.dropped
-            self._arbitration.leave(session.controller)
+            self._arbitration.leave(session)
             self._update_primaries()
-        log.info("controller with election id %s left", session.controller.election_id)
+        log.info("controller with election id %s left", session.election_id)
 
     def _update_primaries(self) -> None:
-        self._primaries = tuple(self._sessions[each] for each in self._arbitration.primaries())
+        self._primaries = tuple(filter(self._arbitration.is_primary, self._sessions))
 
     def _listen(self, session: ControllerStream, requests: Iterator[p4r.StreamMessageRequest]) -> None:
         """Handle a controller's messages until its stream ends."""
-        error: RpcError | None = None
+        error: StatusError | None = None
         # The iterator raises when the controller has left, which is how most streams end.
         with contextlib.suppress(grpc.RpcError):
             try:
                 for request in requests:
                     self._take(session, request)
-            except RpcError as fault:
+            except StatusError as fault:
                 error = fault
         session.close(error)
 
@@ -171,31 +170,29 @@ class Sessions:
         elif kind == "packet":
             self._packet(session, request.packet)
         else:
-            session.report(rpc_code.UNIMPLEMENTED, f"{kind} is not supported by this target", None)
+            error = StatusError("UNIMPLEMENTED", f"{kind} is not supported by this target")
+            session.report(error, None)
 
     def _arbitrate(self, session: ControllerStream, message: p4r.MasterArbitrationUpdate) -> None:
         with self._lock:
-            if session.controller not in self._sessions:
+            if session not in self._sessions:
                 return
-            primary = self._arbitration.update(session.controller, message)
+            primary = self._arbitration.update(session, message)
             self._update_primaries()
         log.info(
             "controller with election id %s is %s",
-            session.controller.election_id,
+            session.election_id,
             "backup" if primary is None else "primary",
         )
         if primary is not None:
             with self._control, self._lock:
-                if session.controller in self._sessions:
+                if session in self._sessions:
                     self._arbitration.tell(primary)
 
     def _packet(self, session: ControllerStream, packet: p4r.PacketOut) -> None:
-        if not self._arbitration.is_primary(session.controller):
-            session.report(rpc_code.PERMISSION_DENIED, "only the primary may send packets", packet)
-            return
         try:
+            if not self._arbitration.is_primary(session):
+                raise StatusError("PERMISSION_DENIED", "only the primary may send packets")
             self._packet_out(packet)
-        except MetadataError as error:
-            session.report(rpc_code.INVALID_ARGUMENT, str(error), packet)
-        except RpcError as error:
-            session.report(error.code.value[0], str(error), packet)
+        except StatusError as error:
+            session.report(error, packet)

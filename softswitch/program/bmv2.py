@@ -109,7 +109,6 @@ def read(text: bytes) -> ProgramConfig:
 
 
 def _config(raw: Json) -> ProgramConfig:
-    problems: list[str] = []
     config = ProgramConfig(
         raw=raw,
         headers={},
@@ -119,7 +118,6 @@ def _config(raw: Json) -> ProgramConfig:
         pipelines={pipeline["name"]: pipeline for pipeline in raw["pipelines"]},
         deparser=raw["deparsers"][0],
         errors={code: name for name, code in raw["errors"]},
-        problems=problems,
     )
     for key, what in _UNSUPPORTED_LISTS.items():
         for item in raw.get(key) or ():

@@ -1,14 +1,10 @@
-"""Match kinds: the meaning of an entry's key, and the selection of the winning entry.
-
-A further match kind is one more line in `MatchKind` and one in `KINDS`.
-"""
+"""Match kinds: the meaning of an entry's key, and the selection of the winning entry."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -19,7 +15,7 @@ range (low, high). `None` for an omitted ternary, LPM, range or optional field, 
 T = TypeVar("T")
 
 
-class MatchKind(Enum):
+class MatchKind(StrEnum):
     """Match kinds of the P4Runtime specification, section 9.1."""
 
     EXACT = "exact"
@@ -51,43 +47,18 @@ class Rule:
     """Length of an LPM prefix; among equal priorities, the longest wins."""
 
 
-def _masked(value: int, mask: int, width: int, prefix: int = 0) -> Rule:
-    return Rule(mask, value & mask, 0, (1 << width) - 1, prefix)
-
-
-def _exact(key: Key, width: int) -> Rule:
-    if not isinstance(key, int):
-        return _masked(0, 0, width)
-    return _masked(key, (1 << width) - 1, width)
-
-
-def _lpm(key: Key, width: int) -> Rule:
-    value, length = key if isinstance(key, tuple) else (0, 0)
-    return _masked(value, ((1 << length) - 1) << (width - length), width, length)
-
-
-def _ternary(key: Key, width: int) -> Rule:
-    value, mask = key if isinstance(key, tuple) else (0, 0)
-    return _masked(value, mask, width)
-
-
-def _range(key: Key, width: int) -> Rule:
-    low, high = key if isinstance(key, tuple) else (0, (1 << width) - 1)
-    return Rule(0, 0, low, high)
-
-
-KINDS: dict[MatchKind, Callable[[Key, int], Rule]] = {
-    MatchKind.EXACT: _exact,
-    MatchKind.LPM: _lpm,
-    MatchKind.TERNARY: _ternary,
-    MatchKind.RANGE: _range,
-    MatchKind.OPTIONAL: _exact,
-}
-
-
-def rules(fields: tuple[MatchField, ...], match: tuple[Key, ...]) -> list[Rule]:
-    """Return an entry's rule for each field, in the fields' order."""
-    return [KINDS[f.kind](key, f.width) for f, key in zip(fields, match, strict=True)]
+def _rule(kind: MatchKind, key: Key, width: int) -> Rule:
+    """Return the rule of one match field."""
+    full = (1 << width) - 1
+    if key is None:
+        return Rule(0, 0, 0, full)
+    if isinstance(key, int):
+        return Rule(full, key, 0, full)
+    first, second = key
+    if kind is MatchKind.RANGE:
+        return Rule(0, 0, first, second)
+    mask = second if kind is MatchKind.TERNARY else ((1 << second) - 1) << (width - second)
+    return Rule(mask, first & mask, 0, full, second if kind is MatchKind.LPM else 0)
 
 
 @dataclass(slots=True)
@@ -115,20 +86,14 @@ class MatchIndex(Generic[T]):
 
     def insert(self, match: tuple[Key, ...], priority: int, item: T) -> None:
         """Add a new entry."""
-        asked = rules(self.fields, match)
+        asked = self._rules(match)
         rank = (-priority, -sum(r.prefix for r in asked), next(self.serial))
         row = _Row(rank, [(r.low, r.high) for r in asked], match, item)
         insort(self._bucket(asked), row, key=lambda r: r.rank)
 
-    def replace(self, match: tuple[Key, ...], priority: int, item: T) -> None:
-        """Replace the item of the entry with this match and priority."""
-        for row in self._bucket(rules(self.fields, match)):
-            if row.match == match and row.rank[0] == -priority:
-                row.item = item
-
     def delete(self, match: tuple[Key, ...], priority: int) -> None:
         """Remove the entry with this match and priority."""
-        asked = rules(self.fields, match)
+        asked = self._rules(match)
         bucket = self._bucket(asked)
         bucket[:] = [row for row in bucket if row.match != match or row.rank[0] != -priority]
         if not bucket:
@@ -148,6 +113,9 @@ class MatchIndex(Generic[T]):
                     best = row
                     break
         return None if best is None else best.item
+
+    def _rules(self, match: tuple[Key, ...]) -> list[Rule]:
+        return [_rule(f.kind, key, f.width) for f, key in zip(self.fields, match, strict=True)]
 
     def _bucket(self, asked: list[Rule]) -> list[_Row[T]]:
         buckets = self.groups.setdefault(tuple(r.mask for r in asked), {})

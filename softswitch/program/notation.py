@@ -8,12 +8,14 @@ if its own name contains `ip` or `addr`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 
 from softswitch.program.bmv2 import Json, ProgramConfig
 
 Notation = Callable[[int], str]
+Notations = dict[tuple[str, str, str], Notation]
+"""Notations by ("table", its name, key) and ("action", its name, parameter); all others are hexadecimal."""
 
 _MAC_BITS, _IPV4_BITS, _IPV6_BITS = 48, 32, 128
 _MAC_NAME = re.compile(r"addr|(^|[_.])mac($|[_.\d])", re.IGNORECASE)
@@ -47,28 +49,17 @@ def notation(width: int, name: str, header: str = "", header_type: str = "") -> 
     return hex
 
 
-class Notations:
-    """The notation of every table key and action parameter of a program."""
-
-    def __init__(self, config: ProgramConfig) -> None:
-        self._keys: dict[tuple[str, str], Notation] = {}
-        self._params: dict[tuple[str, str], Notation] = {}
-        for pipeline in config.pipelines.values():
-            for table in pipeline["tables"]:
-                for key in table["key"]:
-                    self._keys[table["name"], key["name"]] = _of_field(config, key["target"], key["name"])
-        for action in config.actions.values():
-            for number, param in enumerate(action["runtime_data"]):
-                found = _of_param(config, action, number, param)
-                self._params[action["name"], param["name"]] = found
-
-    def key(self, owner: str, name: str, value: int) -> str:
-        """Return the value of a table's key, as text."""
-        return self._keys.get((owner, name), hex)(value)
-
-    def param(self, owner: str, name: str, value: int) -> str:
-        """Return the value of an action's parameter, as text."""
-        return self._params.get((owner, name), hex)(value)
+def notations_of(config: ProgramConfig) -> Notations:
+    """Return the notation of every table key and action parameter of a program."""
+    found: Notations = {}
+    for pipeline in config.pipelines.values():
+        for table in pipeline["tables"]:
+            for key in table["key"]:
+                found["table", table["name"], key["name"]] = _of_field(config, key["target"], key["name"])
+    for action in config.actions.values():
+        for number, param in enumerate(action["runtime_data"]):
+            found["action", action["name"], param["name"]] = _of_param(config, action, number, param)
+    return found
 
 
 def _of_field(config: ProgramConfig, reference: list[str], name: str = "") -> Notation:
@@ -85,17 +76,13 @@ def _of_field(config: ProgramConfig, reference: list[str], name: str = "") -> No
 
 def _of_param(config: ProgramConfig, action: Json, number: int, param: Json) -> Notation:
     """Return a parameter's notation: that of the packet's field it is assigned to, else by its own name."""
-    for reference in _targets(action, number):
-        if config.headers[reference[0]].metadata or config.field(reference).width != param["bitwidth"]:
-            continue
-        return _of_field(config, reference)
-    return notation(param["bitwidth"], param["name"])
-
-
-def _targets(action: Json, number: int) -> Iterator[list[str]]:
-    """Yield the fields that an action assigns its parameter `number` to."""
     for primitive in action["primitives"]:
-        if primitive["op"] == "assign":
-            target, source = primitive["parameters"]
-            if target["type"] == "field" and source == {"type": "runtime_data", "value": number}:
-                yield target["value"]
+        if primitive["op"] != "assign":
+            continue
+        target, source = primitive["parameters"]
+        if target["type"] != "field" or source != {"type": "runtime_data", "value": number}:
+            continue
+        header, _ = target["value"]
+        if not config.headers[header].metadata and config.field(target["value"]).width == param["bitwidth"]:
+            return _of_field(config, target["value"])
+    return notation(param["bitwidth"], param["name"])

@@ -9,21 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from softswitch.program.match import Key, MatchField, MatchIndex, MatchKind
-
-__all__ = [
-    "CounterCell",
-    "Entry",
-    "GroupReplica",
-    "Key",
-    "LookupKey",
-    "MatchField",
-    "MatchKind",
-    "State",
-    "Table",
-    "TableError",
-]
 
 LookupKey = int | tuple[int, ...]
 """A packet's key: the value of a single field, or the values of all."""
@@ -31,8 +19,8 @@ LookupKey = int | tuple[int, ...]
 MAX_CACHED = 65536
 
 
-class TableError(Exception):
-    """A refused update of a table; `code` is the name of the canonical gRPC code."""
+class StatusError(Exception):
+    """A refused request; `code` is the name of the canonical gRPC code."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -46,6 +34,10 @@ class CounterCell:
     packets: int = 0
     bytes: int = 0
 
+    def set(self, packets: int, bytes_: int) -> None:
+        """Set both counts."""
+        self.packets, self.bytes = packets, bytes_
+
 
 @dataclass(slots=True)
 class Entry:
@@ -57,7 +49,6 @@ class Entry:
     priority: int = 0
     metadata: bytes = b""
     controller_metadata: int = 0
-    idle_timeout_ns: int = 0
     is_default: bool = False
     count: CounterCell = field(default_factory=CounterCell)
 
@@ -74,10 +65,11 @@ class Table:
     const_default: bool
     entries: dict[tuple[tuple[Key, ...], int], Entry] = field(default_factory=dict)
     default: Entry | None = None
-    version: int = 0
-    """Incremented with every change, so that lookup structures can detect that they are stale."""
     const_entries: bool = False
     """Whether the table has only the program's own entries."""
+    entry_actions: set[int] = field(default_factory=set)
+    """Actions that entries may have."""
+    default_actions: set[int] = field(default_factory=set)
     index: dict[LookupKey, Entry | None] = field(default_factory=dict)
     """In exact tables, every entry by its key; in others, the results of `lookup` since the last change."""
     masked: MatchIndex[Entry] = field(init=False)
@@ -91,13 +83,13 @@ class Table:
         return all(f.kind is MatchKind.EXACT for f in self.fields)
 
     def insert(self, entry: Entry) -> None:
-        """Add an entry; raise `TableError` ALREADY_EXISTS, RESOURCE_EXHAUSTED or PERMISSION_DENIED."""
+        """Add an entry; raise `StatusError` ALREADY_EXISTS, RESOURCE_EXHAUSTED or PERMISSION_DENIED."""
         self._check_writable()
         key = (entry.match, entry.priority)
         if key in self.entries:
-            raise TableError("ALREADY_EXISTS", f"table {self.name} already has this entry")
+            raise StatusError("ALREADY_EXISTS", f"table {self.name} already has this entry")
         if len(self.entries) >= self.size:
-            raise TableError("RESOURCE_EXHAUSTED", f"table {self.name} is full: it has {self.size} entries")
+            raise StatusError("RESOURCE_EXHAUSTED", f"table {self.name} is full: it has {self.size} entries")
         self.install(entry)
 
     def install(self, entry: Entry) -> None:
@@ -107,38 +99,33 @@ class Table:
             self.index[self._lookup_key(entry.match)] = entry
         else:
             self.masked.insert(entry.match, entry.priority, entry)
-        self._changed()
+            self.index.clear()
 
     def modify(self, entry: Entry) -> None:
-        """Replace the entry with this match and priority, but keep counters; raise `TableError` NOT_FOUND."""
+        """Change the entry with this match and priority, but not its count; raise `StatusError` NOT_FOUND."""
         self._check_writable()
-        key = (entry.match, entry.priority)
-        old = self.entries.get(key)
-        if old is None:
-            raise TableError("NOT_FOUND", f"table {self.name} has no such entry")
-        entry.count = old.count
-        self.entries[key] = entry
-        if self.exact:
-            self.index[self._lookup_key(entry.match)] = entry
-        else:
-            self.masked.replace(entry.match, entry.priority, entry)
-        self._changed()
+        found = self.entries.get((entry.match, entry.priority))
+        if found is None:
+            raise StatusError("NOT_FOUND", f"table {self.name} has no such entry")
+        found.action, found.params = entry.action, entry.params
+        found.metadata, found.controller_metadata = entry.metadata, entry.controller_metadata
 
-    def delete(self, match: tuple[Key, ...], priority: int) -> None:
-        """Remove an entry; raise `TableError` NOT_FOUND."""
+    def delete(self, match: tuple[Key, ...], priority: int) -> Entry:
+        """Remove an entry and return it; raise `StatusError` NOT_FOUND."""
         self._check_writable()
-        if self.entries.pop((match, priority), None) is None:
-            raise TableError("NOT_FOUND", f"table {self.name} has no such entry")
+        entry = self.entries.pop((match, priority), None)
+        if entry is None:
+            raise StatusError("NOT_FOUND", f"table {self.name} has no such entry")
         if self.exact:
             del self.index[self._lookup_key(match)]
         else:
             self.masked.delete(match, priority)
-        self._changed()
+            self.index.clear()
+        return entry
 
     def set_default(self, entry: Entry | None) -> None:
         """Set the default action; `None` restores the program's own."""
         self.default = self.initial_default if entry is None else entry
-        self.version += 1
 
     def lookup(self, key: LookupKey) -> Entry | None:
         """Return the winning entry for a packet's key, cached until the next change; `None` for a miss."""
@@ -156,16 +143,10 @@ class Table:
 
     def _check_writable(self) -> None:
         if self.const_entries:
-            raise TableError("PERMISSION_DENIED", f"table {self.name} has only constant entries")
-
-    def _changed(self) -> None:
-        self.version += 1
-        if not self.exact:
-            self.index.clear()
+            raise StatusError("PERMISSION_DENIED", f"table {self.name} has only constant entries")
 
 
-@dataclass(slots=True)
-class GroupReplica:
+class GroupReplica(NamedTuple):
     """A copy of a multicast group: port and instance (the replication id)."""
 
     port: int

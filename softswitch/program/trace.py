@@ -1,22 +1,15 @@
 """The trace of a packet, as text and as data.
 
-The traced variant of the generated code calls these methods; the plain variant does not.
+The traced variant of the generated code adds events; the plain variant does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from softswitch.program.notation import Notations
-from softswitch.program.state import Entry
 
 Event = dict[str, Any]
-
-_DROPS = {
-    "ingress": "egress_spec is the drop port at the end of ingress",
-    "egress": "egress_spec is the drop port at the end of egress",
-}
 
 
 class Trace:
@@ -24,7 +17,7 @@ class Trace:
 
     def __init__(self, notations: Notations | None = None) -> None:
         self._events: list[Event] = []
-        self._notations = notations
+        self._notations = notations or {}
 
     def data(self) -> list[Event]:
         """Return the events; each has its kind in `event`, and the fields of that kind."""
@@ -37,20 +30,17 @@ class Trace:
         )
 
     def add(self, event: str, **what: Any) -> None:
-        """Add an event; the switch uses it for its own, such as a copy that a port refused."""
+        """Add an event of a packet; `what` are its fields."""
         self._events.append({"event": event, **what})
 
     def _line(self, event: Event) -> str:
         kind = event["event"]
         if kind in ("hit", "miss"):
-            write_key = self._notations.key if self._notations else _hex
-            return f"table {event['table']}({_pairs(event['table'], event['key'], write_key)}): {kind}"
+            return f"table {event['table']}({self._pairs('table', event['table'], event['key'])}): {kind}"
         if kind == "action":
             default = " (default)" if event["default"] else ""
-            write_param = self._notations.param if self._notations else _hex
-            return (
-                f"action {event['action']}({_pairs(event['action'], event['params'], write_param)}){default}"
-            )
+            params = self._pairs("action", event["action"], event["params"])
+            return f"action {event['action']}({params}){default}"
         if kind == "multicast":
             copies = event["copies"]
             return f"multicast: group {event['group']}, {copies} {'copy' if copies == 1 else 'copies'}"
@@ -58,86 +48,10 @@ class Trace:
             return _TEXTS[kind].format(**event)
         return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in event.items() if name != "event")
 
-    # What generated code calls
-
-    def packet(self, port: int, frame: bytes) -> None:
-        """Note a received frame."""
-        self.add("packet", port=port, bytes=len(frame))
-
-    def state(self, name: str) -> None:
-        """Note that the parser entered a state."""
-        self.add("state", name=name)
-
-    def parser_error(self, error: str) -> None:
-        """Note that the parser stopped."""
-        self.add("parser_error", error=error)
-
-    def checksum_error(self, header: str, field: str) -> None:
-        """Note a wrong checksum that the program verifies."""
-        self.add("checksum_error", field=f"{header}.{field}")
-
-    def condition(self, source: str, where: str, result: bool) -> None:
-        """Note the result of an `if`."""
-        self.add("condition", source=source, where=where, result=bool(result))
-
-    def statements(self, where: str) -> None:
-        """Note statements outside of actions."""
-        self.add("statements", where=where)
-
-    def hit(self, table: str, names: Sequence[str], key: Any, entry: Entry) -> None:
-        """Note a hit in a table."""
-        self.add("hit", table=table, key=_key(names, key), priority=entry.priority)
-
-    def miss(self, table: str, names: Sequence[str], key: Any) -> None:
-        """Note a miss in a table."""
-        self.add("miss", table=table, key=_key(names, key))
-
-    def default(self, action: str) -> None:
-        """Note that the constant default action ran."""
-        self.add("action", action=action, params={}, default=True)
-
-    def default_entry(self, entry: Entry) -> None:
-        """Note that the default action runs next; `action` follows."""
-
-    def action(self, name: str, names: Sequence[str], entry: Entry) -> None:
-        """Note that an entry's action ran."""
-        params = dict(zip(names, entry.params, strict=True))
-        self.add("action", action=name, params=params, default=entry.is_default)
-
-    def log(self, text: str, values: list[int]) -> None:
-        """Note a `log_msg` of the program."""
-        for value in values:
-            text = text.replace("{}", str(value), 1)
-        self.add("log", text=text)
-
-    def multicast(self, group: int, copies: int) -> None:
-        """Note that the packet goes to a multicast group."""
-        self.add("multicast", group=group, copies=copies)
-
-    def copy(self, port: int, instance: int) -> None:
-        """Note that a multicast copy enters egress."""
-        self.add("copy", port=port, instance=instance)
-
-    def drop(self, where: str) -> None:
-        """Note that the program dropped the packet or a copy."""
-        self.add("drop", where=where, reason=_DROPS[where])
-
-    def output(self, port: int, frame: bytes, instance: int) -> None:
-        """Note a frame that left egress."""
-        self.add("output", port=port, bytes=len(frame), instance=instance)
-
-
-def _key(names: Sequence[str], key: Any) -> dict[str, int]:
-    values = key if isinstance(key, tuple) else (key,)
-    return dict(zip(names, values, strict=True))
-
-
-def _pairs(owner: str, values: dict[str, int], write: Callable[[str, str, int], str]) -> str:
-    return ", ".join(f"{name}={write(owner, name, value)}" for name, value in values.items())
-
-
-def _hex(owner: str, name: str, value: int) -> str:
-    return hex(value)
+    def _pairs(self, kind: str, owner: str, values: dict[str, int]) -> str:
+        """Return keys of a table, or parameters of an action, as text."""
+        texts = {name: self._notations.get((kind, owner, name), hex)(value) for name, value in values.items()}
+        return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 _TEXTS = {

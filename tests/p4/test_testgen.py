@@ -16,8 +16,8 @@ from finsy.proto import p4i
 
 from ptf_tests.stage.tna import TnaProgram, device_config, load_halves
 from softswitch.codegen.program import Output, Program
-from softswitch.program.match import MatchField, MatchKind
-from softswitch.program.state import Entry, GroupReplica, Key
+from softswitch.program.match import Key, MatchField, MatchKind
+from softswitch.program.state import Entry, GroupReplica
 from tests.softswitch.support.scenarios import CHECKMATE, files, made
 from tests.support.p4.testgen_data import LOG, GeneratedCase, TableEntry, convert, parse, program_digest, read
 

@@ -219,8 +219,6 @@ def segment(payload: bytes) -> tuple[bytes, bytes]:
 class Watching:
     """Substitute of a program, which forwards all frames to port 2 and records them."""
 
-    cpu_port: int | None = None
-
     def __init__(self) -> None:
         self.seen: list[bytes] = []
 

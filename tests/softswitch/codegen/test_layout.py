@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from scapy.utils import checksum
 
 from softswitch.codegen.hashes import ALGORITHMS, csum16, join_bits, payload_sum, xor_words
-from softswitch.codegen.layout import plan
-from softswitch.codegen.names import Names
+from softswitch.codegen.layout import Names, plan
 from softswitch.codegen.values import number
 from softswitch.program.bmv2 import Field, Header
 

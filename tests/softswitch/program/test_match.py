@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softswitch.program.match import Key, MatchField, MatchIndex, MatchKind
-from softswitch.program.state import Entry, Table, TableError
+from softswitch.program.state import Entry, StatusError, Table
 
 WIDTH = 4
 TOP = (1 << WIDTH) - 1
@@ -120,14 +120,14 @@ def test_modify_keeps_the_counter_and_shows_at_once() -> None:
 def test_refused_updates_name_the_code() -> None:
     switch = Table(1, "t", FIELDS, 1, None, False)
     switch.insert(Entry((1, 2), 1, ()))
-    with pytest.raises(TableError, match="already has") as again:
+    with pytest.raises(StatusError, match="already has") as again:
         switch.insert(Entry((1, 2), 1, ()))
-    with pytest.raises(TableError, match="is full: it has 1") as full:
+    with pytest.raises(StatusError, match="is full: it has 1") as full:
         switch.insert(Entry((1, 3), 1, ()))
-    with pytest.raises(TableError, match="no such entry") as unknown:
+    with pytest.raises(StatusError, match="no such entry") as unknown:
         switch.delete((9, 9), 0)
     switch.const_entries = True
-    with pytest.raises(TableError, match="constant entries") as constant:
+    with pytest.raises(StatusError, match="constant entries") as constant:
         switch.delete((1, 2), 0)
     codes = [error.value.code for error in (again, full, unknown, constant)]
     assert codes == ["ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "NOT_FOUND", "PERMISSION_DENIED"]

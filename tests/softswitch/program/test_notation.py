@@ -91,6 +91,6 @@ def test_data_stays_numbers() -> None:
 
 def test_one_copy_is_singular() -> None:
     trace = Trace()
-    trace.multicast(1, 1)
-    trace.multicast(2, 2)
+    trace.add("multicast", group=1, copies=1)
+    trace.add("multicast", group=2, copies=2)
     assert trace.text().splitlines() == ["multicast: group 1, 1 copy", "  multicast: group 2, 2 copies"]

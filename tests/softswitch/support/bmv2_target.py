@@ -22,7 +22,8 @@ import grpc
 from finsy.proto import p4i, p4r, p4r_grpc
 from pyroute2 import netns
 
-from softswitch.program.state import Entry, GroupReplica, MatchKind, State, Table
+from softswitch.program.match import MatchKind
+from softswitch.program.state import Entry, GroupReplica, State, Table
 from tests.softswitch.support.scenarios import CPU_PORT
 
 DEVICE = 1

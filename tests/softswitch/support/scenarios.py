@@ -14,7 +14,8 @@ from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Packet, Raw
 
 from softswitch.codegen.program import Program, load
-from softswitch.program.state import Entry, GroupReplica, Key
+from softswitch.program.match import Key
+from softswitch.program.state import Entry, GroupReplica
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "softswitch" / "examples"
