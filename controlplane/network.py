@@ -46,6 +46,10 @@ class Network:
         """Return the switch's link ports, each with the switch at its other end."""
         return self._links[switch]
 
+    def far_port(self, switch: str, port: int) -> int:
+        """Return the port at the other end of a link port."""
+        return self._far_ports[switch, port]
+
     def port_towards(self, switch: str, place: Attachment) -> int | None:
         """Return the port of `switch` that leads to `place`, or `None` if there is none."""
         if place.switch == switch:
