@@ -1,4 +1,4 @@
-"""Entries of a switch as plain values: table entries and multicast groups.
+"""Entries of a switch as plain values: table entries, multicast groups and rates.
 
 Pure: equal entries compare equal, and only `codec` knows P4Runtime's messages.
 Values are integers of the widths in P4Info.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, cast
 
 FLOOD_GROUP = 1
 """The multicast group that the program floods to (`FLOOD_GROUP` in the P4 source)."""
@@ -20,29 +21,46 @@ Pairs = tuple[tuple[str, Value], ...]
 
 FEATURE_OF_TABLE: Mapping[str, str] = MappingProxyType(
     {
+        "sources": "sources",
         "streams": "streams",
         "incarnations": "streams",
         "lost": "streams",
         "marks": "replication",
+        "boundaries": "replication",
         "replication": "replication",
+        "clients": "stub",
         "stub": "stub",
         "stub_arp": "stub",
+        "guarded_ports": "guard",
+        "guarded_addresses": "guard",
         "forwarding": "forwarding",
     }
 )
-WRITE_ORDER = ("streams", "groups", "replication", "stub", "forwarding")
-"""Replication comes after the streams that copies are rewritten for, and forwarding after replication."""
+WRITE_ORDER = ("sources", "streams", "groups", "replication", "rates", "stub", "guard", "forwarding")
+"""Replication comes after the streams that copies are rewritten for, and forwarding after replication.
+
+The guard comes after the sources that it lets in, and punts after their limits.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A meter's limit: packets per second, and packets in a burst."""
+
+    packets: int
+    burst: int
 
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """A table entry by names; `match` and `params` in P4Info's order."""
+    """A table entry by names; `match` and `params` in P4Info's order. `rate`: of its direct meter."""
 
     table: str
     match: Pairs
     action: str
     params: Pairs = ()
     priority: int = 0
+    rate: Rate | None = None
 
     @property
     def key(self) -> EntryKey:
@@ -96,15 +114,35 @@ class MulticastGroup:
         return f"group {self.id} -> ports {ports}"
 
 
-Entity = TableEntry | MulticastGroup
+@dataclass(frozen=True, slots=True)
+class PortRate:
+    """The limit of a port's strangers, who send to the stub without being a client."""
+
+    port: int
+    rate: Rate
+
+    @property
+    def key(self) -> int:
+        return self.port
+
+    @property
+    def feature(self) -> str:
+        return "rates"
+
+    def __str__(self) -> str:
+        return f"port {self.port} -> {self.rate.packets} packets a second for strangers"
+
+
+Entity = TableEntry | MulticastGroup | PortRate
 
 
 @dataclass(slots=True)
 class Holdings:
-    """All entries that a switch holds, or should hold."""
+    """All entries, groups and rates that a switch holds, or should hold."""
 
     entries: dict[EntryKey, TableEntry] = field(default_factory=dict)
     groups: dict[int, MulticastGroup] = field(default_factory=dict)
+    rates: dict[int, PortRate] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entities: Iterable[Entity]) -> Holdings:
@@ -115,28 +153,32 @@ class Holdings:
 
     def copy(self) -> Holdings:
         """Return the same entities, in dictionaries of their own."""
-        return Holdings(dict(self.entries), dict(self.groups))
+        return Holdings(dict(self.entries), dict(self.groups), dict(self.rates))
 
     def put(self, entity: Entity) -> None:
         """Add `entity`, or replace the one with the same key."""
-        if isinstance(entity, MulticastGroup):
-            self.groups[entity.id] = entity
-        else:
-            self.entries[entity.key] = entity
+        self._of(entity)[entity.key] = entity
 
     def drop(self, entity: Entity) -> None:
         """Remove the entity with the key of `entity`, if there is one."""
+        self._of(entity).pop(entity.key, None)
+
+    def _of(self, entity: Entity) -> dict[Any, Any]:
         if isinstance(entity, MulticastGroup):
-            self.groups.pop(entity.id, None)
-        else:
-            self.entries.pop(entity.key, None)
+            return self.groups
+        return self.rates if isinstance(entity, PortRate) else self.entries
+
+    @property
+    def kinds(self) -> tuple[Mapping[object, Entity], ...]:
+        """The entities of each kind, by key."""
+        return cast(tuple[Mapping[object, Entity], ...], (self.entries, self.groups, self.rates))
 
     def table(self, name: str) -> list[TableEntry]:
         """Return the entries of one table."""
         return [entry for entry in self.entries.values() if entry.table == name]
 
     def __len__(self) -> int:
-        return len(self.entries) + len(self.groups)
+        return sum(len(kind) for kind in self.kinds)
 
 
 def mac_number(mac: str) -> int:

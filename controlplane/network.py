@@ -6,7 +6,7 @@ Pure. Built once for a set of jobs; each feature asks it for ports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 
 from checkmate.job.boundaries import Stream, streams
@@ -20,13 +20,15 @@ class Network:
         self.jobs = tuple(jobs)
         self.switches: dict[str, Switch] = {}
         self._links: dict[str, dict[int, str]] = {}
+        self._far_ports: dict[tuple[str, int], int] = {}
         for job in jobs:
             for switch in job.fabric.switches:
                 self.switches[switch.name] = switch
                 self._links.setdefault(switch.name, {})
             for a, b in job.fabric.links:
-                self._links[a.switch][a.port] = b.switch
-                self._links[b.switch][b.port] = a.switch
+                for near, far in ((a, b), (b, a)):
+                    self._links[near.switch][near.port] = far.switch
+                    self._far_ports[near.switch, near.port] = far.port
 
     @cached_property
     def hosts(self) -> tuple[Rank | Nic, ...]:
@@ -44,6 +46,10 @@ class Network:
         """Return the switch's link ports, each with the switch at its other end."""
         return self._links[switch]
 
+    def far_port(self, switch: str, port: int) -> int:
+        """Return the port at the other end of a link port."""
+        return self._far_ports[switch, port]
+
     def port_towards(self, switch: str, place: Attachment) -> int | None:
         """Return the port of `switch` that leads to `place`, or `None` if there is none."""
         if place.switch == switch:
@@ -52,14 +58,34 @@ class Network:
 
     def arrival_port(self, switch: str, place: Attachment) -> int | None:
         """Return the port of `switch` at which frames from `place` arrive, on the paths that they take."""
-        here, port = place.switch, place.port
-        while here != switch:
-            out = self.port_to_switch(here, switch)
-            if out is None:
-                return None
-            port = self._far_port(here, out)
-            here = self._links[here][out]
-        return port
+        if place.switch == switch:
+            return place.port
+        return dict(self._hops(place.switch, switch)).get(switch)
+
+    def _hops(self, start: str, end: str) -> Iterator[tuple[str, int]]:
+        """Yield the switches on the path after `start`, each with its arrival port; none without a path."""
+        here = start
+        while here != end and (out := self.port_to_switch(here, end)) is not None:
+            here, port = self._links[here][out], self._far_ports[here, out]
+            yield here, port
+
+    def stub_ports(self, switch: str, other: str) -> Set[int]:
+        """Return the link ports of `switch` at which frames from the stub of `other` may arrive.
+
+        A stub answers by the port of the request, so each link to its own switch is among them.
+        """
+        return self._stub_ports.get((switch, other), frozenset())
+
+    @cached_property
+    def _stub_ports(self) -> dict[tuple[str, str], set[int]]:
+        found: dict[tuple[str, str], set[int]] = {}
+        for origin in self.switches:
+            for end in self.switches:
+                for here, port in self._hops(origin, end):
+                    found.setdefault((here, origin), set()).add(port)
+            for port, far in self._links[origin].items():
+                found.setdefault((far, origin), set()).add(self._far_ports[origin, port])
+        return found
 
     def port_to_switch(self, switch: str, other: str) -> int | None:
         """Return the port of `switch` on a shortest path to `other`: the lowest if there are several."""
@@ -102,18 +128,10 @@ class Network:
             if child != root:
                 port, parent = self._parent(child, root)
                 if parent == switch:
-                    ports.add(self._far_port(child, port))
+                    ports.add(self._far_ports[child, port])
         return ports
 
     def _parent(self, switch: str, root: str) -> tuple[int, str]:
         port = self.port_to_switch(switch, root)
         assert port is not None  # `root` was found from `switch`
         return port, self._links[switch][port]
-
-    def _far_port(self, switch: str, port: int) -> int:
-        for job in self.jobs:
-            for a, b in job.fabric.links:
-                for near, far in ((a, b), (b, a)):
-                    if (near.switch, near.port) == (switch, port):
-                        return far.port
-        raise KeyError((switch, port))

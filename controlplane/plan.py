@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from checkmate.job.boundaries import Stream
 from checkmate.job.schema import Job
 from checkmate.job.tofino import chips
-from controlplane import forwarding, replication, streams, stub
+from controlplane import forwarding, guard, replication, streams, stub
 from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.streams import StreamKey
@@ -69,6 +69,7 @@ def plan_switch(network: Network, switch: str, held: Holdings) -> SwitchPlan:
             *streams.entries(network, switch, boundary_ids, held),
             *replication.entries(network, switch, boundary_ids, held),
             *stub.entries(network, switch),
+            *guard.entries(network, switch),
             *forwarding.entries(network, switch),
         ]
     )

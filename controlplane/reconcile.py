@@ -1,14 +1,13 @@
 """The difference between the entries that a switch holds and should hold, in writing order. Pure.
 
-Entries are written in the order streams, groups, replication, stub, forwarding (with flooding), and removed
-in reverse. So a connected stream never misses a segment that training receives (design, section 6).
+Entries are written in `WRITE_ORDER`, flooding with forwarding, and removed in reverse. So a connected stream
+never misses a segment that training receives (design, section 6).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 from controlplane.entities import WRITE_ORDER, Entity, Holdings
 
@@ -43,7 +42,7 @@ def difference(held: Holdings, wanted: Holdings) -> list[Update]:
     """Return the updates from `held` to `wanted`, in order."""
     puts: list[Update] = []
     drops: list[Update] = []
-    for have, want in zip(_by_key(held), _by_key(wanted), strict=True):
+    for have, want in zip(held.kinds, wanted.kinds, strict=True):
         for key, entity in want.items():
             old = have.get(key)
             if old != entity:
@@ -53,10 +52,6 @@ def difference(held: Holdings, wanted: Holdings) -> list[Update]:
     puts.sort(key=lambda update: rank[update.entity.feature])
     drops.sort(key=lambda update: -rank[update.entity.feature])
     return puts + drops
-
-
-def _by_key(holdings: Holdings) -> tuple[Mapping[object, Entity], Mapping[object, Entity]]:
-    return cast(Mapping[object, Entity], holdings.entries), cast(Mapping[object, Entity], holdings.groups)
 
 
 def batches(updates: Iterable[Update], size: int) -> list[list[Update]]:

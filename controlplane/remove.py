@@ -16,21 +16,27 @@ from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconcile import difference
 
+_OF_BOUNDARIES = ("replication", "streams", "lost", "incarnations")
+_OF_HOSTS = ("sources", "guarded_addresses", "clients")
+
 
 def without(held: Holdings, network: Network, switch: str) -> Holdings:
     """Return the entries of `switch` that remain without the network's jobs. Pure.
 
     A boundary is identified by its source address, so the ids of the jobs' boundaries are read from
-    `replication`. The result is empty if no job is left.
+    `boundaries`. The result is empty if no job is left.
     """
     sources = {int(b.source.ip) for job in network.jobs for b in boundaries(job)}
-    ours = {entry["boundary"] for entry in held.table("replication") if entry["source"] in sources}
-    rest = Holdings()
+    ours = {entry["boundary"] for entry in held.table("boundaries") if entry["source"] in sources}
+    macs = {mac_number(host.mac) for host in network.hosts}
+    addresses = {int(host.ip) for host in network.hosts}
+    rest = Holdings(rates=dict(held.rates))
     for entry in held.entries.values():
         gone = (
-            (entry.table == "replication" and entry["source"] in sources)
-            or (entry.table in ("streams", "lost", "incarnations") and entry["boundary"] in ours)
-            or (entry.table == "forwarding" and entry["mac"] in _macs(network))
+            (entry.table == "boundaries" and entry["source"] in sources)
+            or (entry.table in _OF_BOUNDARIES and entry["boundary"] in ours)
+            or (entry.table == "forwarding" and entry["mac"] in macs)
+            or (entry.table in _OF_HOSTS and entry["address"] in addresses)
         )
         if not gone:
             rest.put(entry)
@@ -40,6 +46,10 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
     if not rest.table("replication"):
         for entry in rest.table("marks"):
             rest.drop(entry)  # no segments are tagged here any more
+    guarded = {entry["port"] for entry in rest.table("sources")}
+    for entry in rest.table("guarded_ports"):
+        if entry.action == "host_port" and entry["port"] not in guarded:
+            rest.drop(entry)
     used = {entry["group"] for entry in rest.table("replication")}
     ports = {host.port for host in network.hosts if host.switch == switch}
     for group in held.groups.values():
@@ -48,10 +58,6 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
         elif group.id < FIRST_JOB_GROUP or group.id in used:
             rest.put(group)
     return rest
-
-
-def _macs(network: Network) -> set[int]:
-    return {mac_number(host.mac) for host in network.hosts}
 
 
 async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:

@@ -22,20 +22,26 @@ def mark(dscp_bit: int) -> TableEntry:
     return TableEntry("marks", (("dscp", (dscp_bit, dscp_bit)),), "mark", (), priority=1)
 
 
-def replicate(
-    source: IPv4Address, destination: IPv4Address, shadow_id: int, channel: int, *, group: int, boundary: int
-) -> TableEntry:
-    """Return the entry that sends a boundary rank's tagged segments of a shard and channel to `group`."""
+def enter(port: int, source: IPv4Address, destination: IPv4Address, *, boundary: int) -> TableEntry:
+    """Return the entry by which segments of a boundary rank have the boundary's id.
+
+    `port` is the rank's own, so that no other host can send in its name.
+    """
+    return TableEntry(
+        "boundaries",
+        (("port", port), ("source", int(source)), ("destination", int(destination))),
+        "enter",
+        (("boundary", boundary),),
+    )
+
+
+def replicate(boundary: int, shadow_id: int, channel: int, *, group: int) -> TableEntry:
+    """Return the entry that sends a boundary's tagged segments of a shard and channel to `group`."""
     return TableEntry(
         "replication",
-        (
-            ("source", int(source)),
-            ("destination", int(destination)),
-            ("shadow_id", shadow_id),
-            ("channel", channel),
-        ),
+        (("boundary", boundary), ("shadow_id", shadow_id), ("channel", channel)),
         "replicate",
-        (("group", group), ("boundary", boundary)),
+        (("group", group),),
     )
 
 
@@ -45,7 +51,7 @@ def boundary_ids(network: Network, switch: str, held: Holdings) -> dict[tuple[st
     A boundary keeps the id that it has on the switch. A rank is in one DP group and sends to one next rank,
     so its address identifies the boundary of an entry.
     """
-    known = {entry["source"]: entry["boundary"] for entry in held.table("replication")}
+    known = {entry["source"]: entry["boundary"] for entry in held.table("boundaries")}
     here = [b for b in _boundaries(network) if b.switch == switch]
     ids = {(b.job, b.number): known[int(b.source.ip)] for b in here if int(b.source.ip) in known}
     taken = set(known.values())
@@ -112,17 +118,13 @@ def entries(
     ids = group_ids(contents.values(), held)
     for content, number in ids.items():
         yield MulticastGroup(number, content)
-    by_key = {(b.job, b.number): b for b in _boundaries(network)}
+    for boundary in _boundaries(network):
+        if boundary.switch == switch:
+            source, destination = boundary.source, boundary.destination
+            number = boundary_id[(boundary.job, boundary.number)]
+            yield enter(source.port, source.ip, destination.ip, boundary=number)
     for (job, number, shadow_id, channel), content in contents.items():
-        boundary = by_key[(job, number)]
-        yield replicate(
-            boundary.source.ip,
-            boundary.destination.ip,
-            shadow_id,
-            channel,
-            group=ids[content],
-            boundary=boundary_id[(job, number)],
-        )
+        yield replicate(boundary_id[(job, number)], shadow_id, channel, group=ids[content])
     for bit in sorted({job.tag.dscp_bit for job in network.jobs if _tags_at(job, switch)}):
         yield mark(bit)
 

@@ -116,7 +116,7 @@ def _not_installed(network: Network, here: Collection[str], held: Holdings) -> t
     A job with streams `here` is installed if the switch replicates for it. Another job is installed if the
     switch forwards to one of its ranks.
     """
-    sources = {entry["source"] for entry in held.table("replication")}
+    sources = {entry["source"] for entry in held.table("boundaries")}
     macs = {entry["mac"] for entry in held.table("forwarding")}
     missing = []
     for job in network.jobs:

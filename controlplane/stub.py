@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ipaddress import IPv4Address
+from typing import Final
 
-from controlplane.entities import TableEntry
+from controlplane.entities import PortRate, Rate, TableEntry
 from controlplane.network import Network
+
+PORTS: Final = 512
+"""Cells of the meter `stranger_rate` (`PORTS` in the P4 source)."""
+STRANGER_RATE: Final = Rate(packets=50, burst=100)
+"""Of all strangers of a port together: enough to report a misconfigured node."""
+CLIENT_RATE: Final = Rate(packets=5_000, burst=10_000)
+"""Of one shadow NIC, which may open all streams of a job at once: each takes three packets."""
 
 
 def punt(address: IPv4Address) -> tuple[TableEntry, TableEntry]:
@@ -19,6 +27,19 @@ def punt(address: IPv4Address) -> tuple[TableEntry, TableEntry]:
     return TableEntry("stub", key, "punt_segment"), TableEntry("stub_arp", key, "punt_arp")
 
 
-def entries(network: Network, switch: str) -> Iterator[TableEntry]:
-    """Yield the entries of the switch's own stub."""
+def client(port: int, address: IPv4Address) -> TableEntry:
+    """Return the entry that gives a shadow NIC, behind `port`, a rate of its own."""
+    key = (("port", port), ("address", int(address)))
+    return TableEntry("clients", key, "meter_client", rate=CLIENT_RATE)
+
+
+def entries(network: Network, switch: str) -> Iterator[TableEntry | PortRate]:
+    """Yield the entries of the switch's own stub, and the limits of its clients and of strangers."""
     yield from punt(network.switches[switch].stub.ip)
+    for port in range(PORTS):
+        yield PortRate(port, STRANGER_RATE)
+    for stream in network.streams:
+        if stream.boundary.switch == switch:
+            port_of_nic = network.arrival_port(switch, stream.nic)
+            assert port_of_nic is not None  # `checkmate.job.checks` refuses a job whose parts no link joins
+            yield client(port_of_nic, stream.nic.ip)

@@ -13,28 +13,37 @@
     @name(path) DirectCounter<bit<32>>(CounterType_t.PACKETS_AND_BYTES) instance
 #define INDEXED_COUNTER(instance, path, size) \
     @name(path) Counter<bit<32>, bit<8>>(size, CounterType_t.PACKETS_AND_BYTES) instance
+#define DIRECT_METER(instance, path) @name(path) DirectMeter(MeterType_t.PACKETS) instance
+#define INDEXED_METER(instance, path, size) @name(path) Meter<port_t>(size, MeterType_t.PACKETS) instance
+#define EXECUTE_DIRECT(instance, color) color = instance.execute();
+#define EXECUTE_INDEXED(instance, index, color) color = instance.execute(index);
+#define METER_RED 3
 #endif
 
-#include "include/sizes.p4"
+#define PARSER_CANNOT_SHIFT // and the pipeline would need two stages for it
+#include "include/types.p4"
 #include "include/headers.p4"
+#include "include/frames.p4"
+#include "include/guard.p4"
+#include "include/forwarding.p4"
 #include "include/stub.p4"
 #include "include/replication.p4"
-#include "include/forwarding.p4"
+#include "include/ingress.p4"
 #include "include/streams.p4"
 
-// The port under which the switch speaks with its controller: the PCIe port of the chip, as a device port.
+// The switch's port to its controller: the PCIe port of the chip, as a device port.
 #ifndef CHECKMATE_CPU_PORT
 #if __TARGET_TOFINO__ == 2
 #define CHECKMATE_CPU_PORT 0
 #else
-#define CHECKMATE_CPU_PORT 192 // with two pipes, as 32-port switches have; 320 with four
+#define CHECKMATE_CPU_PORT 192 // of a chip with two pipes, in switches with 32 ports; 320 with four
 #endif
 #endif
 const port_t CPU_PORT = CHECKMATE_CPU_PORT;
 
-// What a checksum is mended for: the fields that a copy's rewrite changes. The parser subtracts them as they
-// came, old checksum included, which leaves the residual; the deparser adds them up with it as they leave.
-// So a segment that came damaged leaves damaged. total_length also stands for the pseudo header's length.
+// The fields that a copy's rewrite changes, for the update of checksums. The parser subtracts them as they came, with
+// the old checksum, which leaves the residual. The deparser adds them to it as they leave. So a segment that came
+// damaged leaves damaged. total_length also stands for the pseudo header's length.
 #define MENDED_IPV4(hdr) hdr.ipv4.total_length, hdr.ipv4.source, hdr.ipv4.destination
 #define MENDED_TCP(hdr) \
     hdr.tcp.source_port, hdr.tcp.destination_port, hdr.tcp.sequence, hdr.tcp.acknowledgement, \
@@ -43,8 +52,8 @@ const port_t CPU_PORT = CHECKMATE_CPU_PORT;
 #define REMOVED_TAG(hdr) \
     hdr.tag.prefix, hdr.tag.sequence, hdr.tag.anchor, hdr.tag.shadow_id, hdr.tag.channel, hdr.tag.incarnation
 
-// From ingress to egress, in front of every packet that the controller has no part in. The verdict is apart from
-// the port: the two would share a container, which the parser fills with the chip's own metadata, flags and all.
+// From ingress to egress, before every packet that is not to or from the controller. The verdict is apart from the
+// port: the two would share a container, which the parser fills with the chip's own metadata and its flags.
 header bridged_t {
     bit<7>     padding;
     port_t     ingress_port;
@@ -53,8 +62,8 @@ header bridged_t {
     boundary_t boundary;
 }
 
-// A copy's first payload byte, which goes as it came. p4c takes a residual that ends at an 8-bit field which it
-// covers, as the tag's last one, for a duplicate, and can't place it.
+// A copy's first payload byte, which leaves as it came. p4c mistakes a residual that ends at an 8-bit field, such as the
+// tag's last one, for a duplicate, and can't place it.
 header first_byte_t {
     bit<8> value;
 }
@@ -62,7 +71,6 @@ header first_byte_t {
 struct ingress_local_t {
     metadata_t meta;
     bridged_t  bridged;
-    bit<16>    headers_length; // IPv4's and TCP's, bytes
 }
 
 struct egress_local_t {
@@ -82,12 +90,16 @@ parser checkmate_ingress_parser(packet_in packet, out headers_t hdr, out ingress
         local.meta.egress_port = 0;
         local.meta.group = 0;
         local.meta.boundary = 0;
+        local.meta.source = 0;
+        local.meta.headers_length = 0;
         local.meta.payload_length = 0;
+        local.meta.color = 0;
+        local.meta.hidden = 0;
+        local.meta.from_link = 0;
         local.meta.verdict = FORWARD;
-        local.headers_length = 0;
         transition select(intrinsic.ingress_port) {
             CPU_PORT: from_cpu;
-            default: ethernet;
+            default: frame;
         }
     }
 
@@ -96,86 +108,8 @@ parser checkmate_ingress_parser(packet_in packet, out headers_t hdr, out ingress
         transition accept;
     }
 
-    state ethernet {
-        packet.extract(hdr.ethernet);
-        transition select(hdr.ethernet.ether_type) {
-            ETHERTYPE_IPV4: ipv4;
-            ETHERTYPE_ARP: arp;
-            default: accept;
-        }
-    }
-
-    state arp {
-        packet.extract(hdr.arp);
-        transition accept;
-    }
-
-    state ipv4 {
-        packet.extract(hdr.ipv4);
-        transition select(hdr.ipv4.version_words, hdr.ipv4.fragment, hdr.ipv4.protocol) {
-            (IPV4_WITHOUT_OPTIONS, 0 &&& FRAGMENT_MASK, PROTOCOL_TCP): tcp;
-            default: accept;
-        }
-    }
-
-    state tcp {
-        packet.extract(hdr.tcp);
-        transition select(hdr.tcp.data_offset) {
-            0: words_0;
-            1: words_1;
-            2: words_2;
-            3: words_3;
-            4: words_4;
-            5: words_5;
-            6: words_6;
-            7: words_7;
-            8: words_8;
-            9: words_9;
-            10: words_10;
-            11: words_11;
-            12: words_12;
-            13: words_13;
-            14: words_14;
-            15: words_15;
-        }
-    }
-
-    // One for each data offset, OFFSET_TAG and OFFSET_TIMESTAMPS_TAG among them: the parser can't shift, and the pipeline would take two stages for it.
-#define WORDS(words, next) state words_##words { local.headers_length = 20 + 4 * words; transition next; }
-    WORDS(0, accept)
-    WORDS(1, accept)
-    WORDS(2, accept)
-    WORDS(3, accept)
-    WORDS(4, accept)
-    WORDS(5, accept)
-    WORDS(6, accept)
-    WORDS(7, accept)
-    WORDS(8, accept)
-    WORDS(9, first_option)
-    WORDS(10, accept)
-    WORDS(11, accept)
-    WORDS(12, timestamps)
-    WORDS(13, accept)
-    WORDS(14, accept)
-    WORDS(15, accept)
-
-    state timestamps {
-        packet.extract(hdr.timestamps);
-        transition select(hdr.timestamps.prefix) {
-            TIMESTAMPS_PREFIX: first_option;
-            default: accept;
-        }
-    }
-
-    state first_option {
-        transition select(packet.lookahead<bit<32>>()) {
-            TAG_PREFIX: tag;
-            default: accept;
-        }
-    }
-
-    state tag {
-        packet.extract(hdr.tag);
+    state frame {
+        frame_parser.apply(packet, hdr, local.meta);
         transition accept;
     }
 }
@@ -185,7 +119,7 @@ control checkmate_ingress(inout headers_t hdr, inout ingress_local_t local,
                           in ingress_intrinsic_metadata_from_parser_t from_parser,
                           inout ingress_intrinsic_metadata_for_deparser_t for_deparser,
                           inout ingress_intrinsic_metadata_for_tm_t for_tm) {
-    // What goes to the controller or comes from it is done here, and takes no part in egress.
+    // Packets to and from the controller bypass the egress side.
     action to_cpu() {
         hdr.packet_in.setValid();
         hdr.packet_in.padding      = 0;
@@ -213,18 +147,7 @@ control checkmate_ingress(inout headers_t hdr, inout ingress_local_t local,
         if (hdr.packet_out.isValid()) {
             from_cpu();
         } else {
-            if (hdr.tcp.isValid()) {
-                local.meta.payload_length = hdr.ipv4.total_length |-| local.headers_length;
-            }
-            // Before `stub` and `replication`, which overrule it: so none waits for another.
-            forwarding.apply(hdr, local.meta);
-            stub.apply(hdr, local.meta);
-            if (local.meta.verdict == PUNT) {
-                end_plain_acks.apply(hdr, local.meta);
-            } else {
-                replication.apply(hdr, local.meta);
-            }
-
+            ingress_features.apply(hdr, local.meta);
             if (local.meta.verdict == DROP) {
                 for_deparser.drop_ctl = 1;
             } else if (local.meta.verdict == PUNT) {
@@ -261,7 +184,7 @@ control checkmate_ingress_deparser(packet_out packet, inout headers_t hdr, in in
     }
 }
 
-// Only shadow copies are parsed beyond the bridged header. That they are tagged segments, ingress has seen.
+// Only shadow copies are parsed beyond the bridged header. Ingress has checked that they are tagged segments.
 parser checkmate_egress_parser(packet_in packet, out headers_t hdr, out egress_local_t local,
                                out egress_intrinsic_metadata_t intrinsic) {
     Checksum() ipv4_sum;
@@ -308,7 +231,7 @@ parser checkmate_egress_parser(packet_in packet, out headers_t hdr, out egress_l
     state tag {
         packet.extract(hdr.tag);
         tcp_sum.subtract({ REMOVED_TAG(hdr) });
-        packet.extract(local.first_byte); // what has no payload isn't replicated
+        packet.extract(local.first_byte); // segments without payload are not replicated
         ipv4_sum.subtract_all_and_deposit(local.ipv4_residual);
         tcp_sum.subtract_all_and_deposit(local.tcp_residual);
         transition accept;
@@ -334,7 +257,7 @@ control checkmate_egress(inout headers_t hdr, inout egress_local_t local,
     }
 }
 
-// Timestamps and tag never leave: what has them and isn't rewritten is dropped.
+// Timestamps and tag never leave: a copy that is not rewritten is dropped.
 control emit_egress(packet_out packet, in headers_t hdr, in first_byte_t first_byte) {
     apply {
         packet.emit(hdr.ethernet);

@@ -9,20 +9,28 @@
     @name(path) direct_counter(CounterType.packets_and_bytes) instance
 #define INDEXED_COUNTER(instance, path, size) \
     @name(path) counter<bit<8>>(size, CounterType.packets_and_bytes) instance
+#define DIRECT_METER(instance, path) @name(path) direct_meter<color_t>(MeterType.packets) instance
+#define INDEXED_METER(instance, path, size) @name(path) meter<port_t>(size, MeterType.packets) instance
+#define EXECUTE_DIRECT(instance, color) instance.read(color);
+#define EXECUTE_INDEXED(instance, index, color) instance.execute_meter(index, color);
+#define METER_RED 2
 
-#include "include/sizes.p4"
+#include "include/types.p4"
 #include "include/headers.p4"
+#include "include/frames.p4"
+#include "include/guard.p4"
+#include "include/forwarding.p4"
 #include "include/stub.p4"
 #include "include/replication.p4"
-#include "include/forwarding.p4"
+#include "include/ingress.p4"
 #include "include/streams.p4"
 
-// The port under which the switch speaks with its controller: simple_switch_grpc's --cpu-port.
+// The switch's port to its controller: simple_switch_grpc's --cpu-port.
 const port_t CPU_PORT = 510;
 
-// What a copy's headers added up to as they came, each inverted, so that checksums can be mended as
-// RFC 1624 says: HC' = ~(~HC + ~m + m'), where ~(HC + m) is ~HC + ~m. A segment that came damaged leaves
-// damaged, and the shadow node's kernel drops it as the trainer's does.
+// The inverted sum of each header of a copy as it came, for the update of checksums by RFC 1624:
+// HC' = ~(~HC + ~m + m'); ~(HC + m) is ~HC + ~m. A segment that came damaged leaves damaged, and the shadow node's
+// kernel drops it as the trainer's does.
 // A header rather than metadata: BMv2 copies and clears metadata with every packet.
 header sums_t {
     bit<16> ipv4;
@@ -42,7 +50,7 @@ parser checkmate_parser(packet_in packet, out headers_t hdr, inout local_t local
         local.meta.ingress_port = standard.ingress_port;
         transition select(standard.ingress_port) {
             CPU_PORT: from_cpu;
-            default: ethernet;
+            default: frame;
         }
     }
 
@@ -51,54 +59,8 @@ parser checkmate_parser(packet_in packet, out headers_t hdr, inout local_t local
         transition accept;
     }
 
-    state ethernet {
-        packet.extract(hdr.ethernet);
-        transition select(hdr.ethernet.ether_type) {
-            ETHERTYPE_IPV4: ipv4;
-            ETHERTYPE_ARP: arp;
-            default: accept;
-        }
-    }
-
-    state arp {
-        packet.extract(hdr.arp);
-        transition accept;
-    }
-
-    state ipv4 {
-        packet.extract(hdr.ipv4);
-        transition select(hdr.ipv4.version_words, hdr.ipv4.fragment, hdr.ipv4.protocol) {
-            (IPV4_WITHOUT_OPTIONS, 0 &&& FRAGMENT_MASK, PROTOCOL_TCP): tcp;
-            default: accept;
-        }
-    }
-
-    state tcp {
-        packet.extract(hdr.tcp);
-        transition select(hdr.tcp.data_offset) {
-            OFFSET_TAG: first_option;
-            OFFSET_TIMESTAMPS_TAG: timestamps;
-            default: accept;
-        }
-    }
-
-    state timestamps {
-        packet.extract(hdr.timestamps);
-        transition select(hdr.timestamps.prefix) {
-            TIMESTAMPS_PREFIX: first_option;
-            default: accept;
-        }
-    }
-
-    state first_option {
-        transition select(packet.lookahead<bit<32>>()) {
-            TAG_PREFIX: tag;
-            default: accept;
-        }
-    }
-
-    state tag {
-        packet.extract(hdr.tag);
+    state frame {
+        frame_parser.apply(packet, hdr, local.meta);
         transition accept;
     }
 }
@@ -109,22 +71,7 @@ control checkmate_ingress(inout headers_t hdr, inout local_t local, inout standa
             local.meta.egress_port = hdr.packet_out.egress_port;
             hdr.packet_out.setInvalid();
         } else {
-            if (hdr.tcp.isValid()) {
-                local.meta.payload_length =
-                    hdr.ipv4.total_length |-| (20 + (bit<16>) (hdr.tcp.data_offset ++ 2w0));
-            }
-            stub.apply(hdr, local.meta);
-            if (local.meta.verdict == PUNT) {
-                end_plain_acks.apply(hdr, local.meta);
-            } else {
-                replication.apply(hdr, local.meta);
-                if (local.meta.verdict == FORWARD) {
-                    forwarding.apply(hdr, local.meta);
-                    if (local.meta.group == 0) {
-                        never_back.apply(local.meta);
-                    }
-                }
-            }
+            ingress_features.apply(hdr, local.meta);
         }
 
         if (local.meta.verdict == DROP) {
@@ -140,7 +87,7 @@ control checkmate_ingress(inout headers_t hdr, inout local_t local, inout standa
 }
 
 control checkmate_egress(inout headers_t hdr, inout local_t local, inout standard_metadata_t standard) {
-    // Over whole headers, since p4c copies each field of a list into metadata of its own first.
+    // Over whole headers, because p4c copies each field of a list into metadata of its own first.
     // Absent timestamps add up to 0; inverted that is 0xFFFF, which adds nothing either.
     action remember() {
         local.before.setValid();
@@ -162,7 +109,7 @@ control checkmate_egress(inout headers_t hdr, inout local_t local, inout standar
                     remember();
                     streams.apply(hdr, local.meta);
                 }
-            } else if (local.meta.group == FLOOD_GROUP) {
+            } else {
                 local.meta.egress_port = standard.egress_port;
                 never_back.apply(local.meta);
             }
@@ -179,8 +126,8 @@ control no_verification(inout headers_t hdr, inout local_t local) {
 
 control mend_checksums(inout headers_t hdr, inout local_t local) {
     apply {
-        // The pseudo header: what else is in the IPv4 header, its checksum as it came included, cancels out.
-        // The segment's length counts through total_length, which differs from it by a constant.
+        // The pseudo header: the rest of the IPv4 header, with its checksum as it came, cancels out.
+        // The segment's length enters as total_length, which differs from it by a constant.
         update_checksum(local.before.isValid(),
             { local.before.tcp, local.before.timestamps, local.before.tag, local.before.ipv4,
               hdr.ipv4.version_words, hdr.ipv4.dscp, hdr.ipv4.ecn, hdr.ipv4.total_length,

@@ -25,7 +25,7 @@ from ptf_tests.stage.config import ConfigError, StandingConfig, read_config
 from ptf_tests.stage.namespace import NamespaceError
 from ptf_tests.stage.targets import TargetError
 
-SUITES = ("forwarding", "replication", "streams", "stub")
+SUITES = ("guard", "forwarding", "stub", "replication", "streams")
 
 
 def main(arguments: list[str] | None = None) -> int:

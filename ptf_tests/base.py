@@ -20,7 +20,7 @@ from scapy.layers.l2 import ARP, Ether
 from controlplane.entities import Entity, Holdings, MulticastGroup, TableEntry
 from controlplane.forwarding import flood_group, forward
 from controlplane.reconcile import Update
-from controlplane.replication import mark, replicate
+from controlplane.replication import enter, mark, replicate
 from controlplane.streams import rewrite
 from controlplane.stub import punt
 from ptf_tests.packets import (
@@ -43,6 +43,8 @@ from ptf_tests.packets import (
 from ptf_tests.stage.lab import Stage
 from ptf_tests.switch import CounterValue, PtfSwitch, Punted
 
+FENCE_SOURCE = IPv4Address("192.0.2.1")
+"""Sender of every fence. Tests that refuse or limit others must let it pass."""
 _FENCE_IP = IPv4Address("192.0.2.254")
 _FENCE_SECONDS = 5.0
 _SHORTEST = 60
@@ -183,17 +185,20 @@ class SwitchTest(BaseTest):  # type: ignore[misc]
             self.assertEqual(list(expected), list(found), what)
 
 
+ENTER = enter(TRAINER_PORT, TRAINER_IP, PEER_IP, boundary=BOUNDARY)
+
+
 class TaggedTest(SwitchTest):
     """A test with a boundary rank at `TRAINER_PORT` that sends tagged segments to the rank at `PEER_PORT`."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.put(mark(DSCP_BIT), forward(PEER_MAC, PEER_PORT))
+        self.put(mark(DSCP_BIT), forward(PEER_MAC, PEER_PORT), ENTER)
 
     def replicate(self, *shadows: Shadow, shadow_id: int = 0, channel: int = 0, group: int = 2) -> TableEntry:
         """Replicate to these holders, starting with holder 1, without connecting their streams."""
         copies = {(shadow.switch_port, holder) for holder, shadow in enumerate(shadows, 1)}
-        entry = replicate(TRAINER_IP, PEER_IP, shadow_id, channel, group=group, boundary=BOUNDARY)
+        entry = replicate(BOUNDARY, shadow_id, channel, group=group)
         self.put(MulticastGroup(group, frozenset({(PEER_PORT, 0), *copies})), entry)
         return entry
 
@@ -239,5 +244,5 @@ def _fence(to: str, asked: IPv4Address) -> bytes:
     mac = (
         f"06:00:{number >> 24 & 255:02x}:{number >> 16 & 255:02x}:{number >> 8 & 255:02x}:{number & 255:02x}"
     )
-    fence = Ether(dst=to, src=mac) / ARP(op=1, hwsrc=mac, psrc="192.0.2.1", pdst=str(asked))
+    fence = Ether(dst=to, src=mac) / ARP(op=1, hwsrc=mac, psrc=str(FENCE_SOURCE), pdst=str(asked))
     return bytes(fence).ljust(_SHORTEST, b"\0")

@@ -1,4 +1,4 @@
-"""Feature `replication`: the multicast group of tagged segments by addresses, shadow id and channel."""
+"""Feature `replication`: the group of tagged segments by port, addresses, shadow id and channel."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from dataclasses import replace
 from ipaddress import IPv4Address
 
 from controlplane.entities import MulticastGroup, TableEntry
-from controlplane.replication import mark, replicate
+from controlplane.replication import enter, mark, replicate
 from controlplane.streams import rewrite
-from ptf_tests.base import TaggedTest
+from ptf_tests.base import TaggedTest, count
 from ptf_tests.not_replicated import Passed
 from ptf_tests.packets import (
     BOUNDARY,
     PEER_IP,
     PEER_PORT,
     STUB,
-    TRAINER_IP,
     TRAINER_PORT,
     Shadow,
     TaggedSegment,
@@ -50,12 +49,14 @@ class Replicated(TaggedTest):
             self.check((TRAINER_PORT, sent), {PEER_PORT: sent, SHADOW.switch_port: copy})
         self.check_count(entry, sent)
 
-    def test_from_anywhere(self) -> None:
-        """the ingress port of a tagged segment does not matter"""
-        self.protect(SHADOW)
+    def test_forged(self) -> None:
+        """the rank's addresses at another port: forwarded and counted, but not replicated"""
+        entry = self.protect(SHADOW)
         sent = replace(TAGGED, sequence=0).frame()
-        copy = expected_copy(TAGGED, SHADOW, sequence=5000)
-        self.check((9, sent), {PEER_PORT: sent, SHADOW.switch_port: copy})
+        for port in (9, SHADOW.switch_port):
+            with self.counts("passed", CounterValue(), count(sent)):
+                self.check((port, sent), {PEER_PORT: sent})
+        self.check_count(entry)
 
     def test_not_by_mac(self) -> None:
         """only the group determines copies: an unknown destination MAC does not flood them"""
@@ -138,7 +139,8 @@ class Groups(TaggedTest):
         source = IPv4Address("10.0.0.7")
         self.protect(SHADOW)
         self.put(
-            replicate(source, PEER_IP, 0, 0, group=2, boundary=BOUNDARY + 1),
+            enter(TRAINER_PORT, source, PEER_IP, boundary=BOUNDARY + 1),
+            replicate(BOUNDARY + 1, 0, 0, group=2),
             rewrite((BOUNDARY + 1, 0, 0, 1), 1, other.connection(), STUB),
         )
         first, second = replace(TAGGED, sequence=0), replace(TAGGED, sequence=0, source=source)
@@ -160,7 +162,7 @@ class Groups(TaggedTest):
             rewrite((BOUNDARY, 0, 0, 1), 1, first.connection(), STUB),
             rewrite((BOUNDARY, 0, 0, 2), 1, second.connection(), STUB),
             MulticastGroup(2, frozenset({(PEER_PORT, 0), (PEER_PORT, 1), (PEER_PORT, 2)})),
-            replicate(TRAINER_IP, PEER_IP, 0, 0, group=2, boundary=BOUNDARY),
+            replicate(BOUNDARY, 0, 0, group=2),
         )
         segment = replace(TAGGED, sequence=0)
         received, punted = self.exchange(TRAINER_PORT, [segment.frame()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from scapy.layers.inet import ICMP, IP, TCP, UDP
@@ -11,9 +12,10 @@ from scapy.packet import Raw
 from checkmate.wire.tag import Hello
 from controlplane import stub
 from controlplane.endpoint import frames as stub_frames
+from controlplane.entities import PortRate, Rate
 from controlplane.forwarding import discard, forward
 from controlplane.replication import mark
-from ptf_tests.base import SwitchTest, TaggedTest, count
+from ptf_tests.base import FENCE_SOURCE, SwitchTest, TaggedTest, count
 from ptf_tests.packets import (
     BROADCAST,
     PEER_MAC,
@@ -257,3 +259,66 @@ class PacketOut(StubTest):
         again = packet.copy()
         del again[IP].chksum, again[TCP].chksum
         self.assertEqual(frame, bytes(again), "checksums")
+
+
+class Limits(StubTest):
+    """Clients and strangers of the stub, at one port and at two."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.stranger = replace(SHADOW, number=SHADOW.number + 1)
+        self.put(*(stub.client(port, FENCE_SOURCE) for port in (SHADOW.switch_port, 9)))
+
+    def flood(self, shadow: Shadow, port: int, frames: int = 40) -> int:
+        """Send SYNs; return the number that reaches the controller, and check that the rest is dropped."""
+        sent = [segment("S", shadow=shadow, seq=number) for number in range(frames)]
+        received, punted = self.exchange(port, sent)
+        self.assertFalse(any(received.values()), received)
+        return len(punted)
+
+    def test_stranger(self) -> None:
+        """a stranger's flood: about a burst of it reaches the controller, and the rest is counted"""
+        self.put(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
+        before = self.switch.counts("limited")[0].packets
+        passed = self.flood(self.stranger, SHADOW.switch_port)
+        self.assertTrue(8 <= passed <= 15, passed)
+        self.assertEqual(40 - passed, self.switch.counts("limited")[0].packets - before)
+
+    def test_client_beside_stranger(self) -> None:
+        """a client, at the port of a stranger's flood"""
+        self.put(
+            stub.client(SHADOW.switch_port, SHADOW.ip),
+            PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)),
+        )
+        self.assertLess(self.flood(self.stranger, SHADOW.switch_port), 20)
+        self.assertEqual(40, self.flood(SHADOW, SHADOW.switch_port))
+        self.assertEqual(0, self.switch.counts("limited")[1].packets)
+
+    def test_client_elsewhere(self) -> None:
+        """a client's address at another port is a stranger"""
+        self.put(stub.client(SHADOW.switch_port, SHADOW.ip), PortRate(9, Rate(packets=1, burst=10)))
+        self.assertLess(self.flood(SHADOW, 9), 20)
+
+    def test_other_port(self) -> None:
+        """a flood at one port costs strangers at another nothing"""
+        self.put(*(PortRate(port, Rate(packets=1, burst=10)) for port in (SHADOW.switch_port, 9)))
+        self.flood(self.stranger, SHADOW.switch_port)
+        self.assertTrue(8 <= self.flood(self.stranger, 9) <= 15)
+
+    def test_client_rate(self) -> None:
+        """a client is limited by its own rate"""
+        entry = replace(stub.client(SHADOW.switch_port, SHADOW.ip), rate=Rate(packets=1, burst=10))
+        self.put(entry)
+        before = self.switch.counts("limited")[1].packets
+        passed = self.flood(SHADOW, SHADOW.switch_port)
+        self.assertTrue(8 <= passed <= 15, passed)
+        self.assertEqual(40 - passed, self.switch.counts("limited")[1].packets - before)
+
+    def test_arp(self) -> None:
+        """ARP requests count like segments"""
+        self.put(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
+        received, punted = self.exchange(
+            SHADOW.switch_port, [arp(1, str(STUB.ip), shadow=self.stranger) for _ in range(40)]
+        )
+        self.assertTrue(8 <= len(punted) <= 15, len(punted))
+        self.assertFalse(any(received.values()), received)

@@ -22,7 +22,7 @@ from finsy import (
 )
 from finsy.proto import U128, p4r, p4r_grpc
 
-from controlplane.entities import Entity, Holdings, MulticastGroup, TableEntry
+from controlplane.entities import Entity, Holdings, MulticastGroup, Pairs, PortRate, TableEntry
 from controlplane.p4runtime.codec import Codec
 from controlplane.reconcile import Update, batches, difference
 
@@ -216,10 +216,16 @@ class PtfSwitch:
 
 
 def _renumbered(entity: Entity, ports: Mapping[int, int]) -> Entity:
-    """Return the entity with other port numbers, in a group's replicas and in forwarding."""
+    """Return the entity with other port numbers: of replicas, a key, a parameter or a meter's cell."""
     if isinstance(entity, MulticastGroup):
         return MulticastGroup(entity.id, frozenset((ports.get(port, port), i) for port, i in entity.replicas))
-    if entity.action == "forward":
-        port = entity["port"]
-        return replace(entity, params=(("port", ports.get(port, port)),))
-    return entity
+    if isinstance(entity, PortRate):
+        return replace(entity, port=ports.get(entity.port, entity.port))
+
+    def renumbered(pairs: Pairs) -> Pairs:
+        return tuple(
+            (name, ports.get(value, value) if name == "port" and isinstance(value, int) else value)
+            for name, value in pairs
+        )
+
+    return replace(entity, match=renumbered(entity.match), params=renumbered(entity.params))

@@ -86,9 +86,8 @@ def worker(target: str) -> None:
             MulticastGroup(FLOOD_GROUP, frozenset({(peer, 0), (shadow, 0)})),
             replication.mark(packets.DSCP_BIT),
             MulticastGroup(2, frozenset({(peer, 0), (shadow, 1)})),
-            replication.replicate(
-                packets.TRAINER_IP, packets.PEER_IP, 0, 0, group=2, boundary=packets.BOUNDARY
-            ),
+            replication.enter(trainer, packets.TRAINER_IP, packets.PEER_IP, boundary=packets.BOUNDARY),
+            replication.replicate(packets.BOUNDARY, 0, 0, group=2),
             streams.rewrite(key, 1, packets.Shadow(0).connection(), packets.STUB),
         ]
         switch.put(entities)

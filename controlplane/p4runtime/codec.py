@@ -11,6 +11,8 @@ from finsy import (
     P4CounterData,
     P4CounterEntry,
     P4DirectCounterEntry,
+    P4MeterConfig,
+    P4MeterEntry,
     P4MulticastGroupEntry,
     P4Schema,
     P4TableAction,
@@ -22,7 +24,16 @@ from finsy.proto import p4r
 
 from checkmate.job.schema import Switch
 from checkmate.job.tofino import chips
-from controlplane.entities import FEATURE_OF_TABLE, Entity, MulticastGroup, Pairs, TableEntry, Value
+from controlplane.entities import (
+    FEATURE_OF_TABLE,
+    Entity,
+    MulticastGroup,
+    Pairs,
+    PortRate,
+    Rate,
+    TableEntry,
+    Value,
+)
 from controlplane.reconcile import Update
 from controlplane.tofino import device_config
 from controlplane.tofino.device_config import NotCompiled
@@ -30,6 +41,7 @@ from p4src import artifacts
 from p4src.tofino import P4INFO
 
 PROGRAM = "checkmate_v1model"
+STRANGER_METER = "stranger_rate"
 _VERBS = {
     "insert": p4r.Update.INSERT,
     "modify": p4r.Update.MODIFY,
@@ -73,7 +85,7 @@ class Codec:
         """Return the codec of the program compiled for `target`, for its P4Runtime server.
 
         A Tofino's device configuration may be missing until it is loaded. If even its P4Info is missing,
-        v1model's is used for planning: both programs have the same tables, of the sizes in `sizes.p4`.
+        v1model's is used for planning: both programs have the same tables, of the sizes in `types.p4`.
         """
         if target not in chips.TARGETS:
             p4info, config = compiled(target)
@@ -116,16 +128,26 @@ class Codec:
         if isinstance(entity, MulticastGroup):
             replicas = [P4Replica(port, instance=instance) for port, instance in sorted(entity.replicas)]
             return P4MulticastGroupEntry(entity.id, replicas=replicas).encode(self.schema)
+        if isinstance(entity, PortRate):
+            return P4MeterEntry(STRANGER_METER, index=entity.port, config=_meter_config(entity.rate)).encode(
+                self.schema
+            )
         return P4TableEntry(
             entity.table,
             match=P4TableMatch(entity.match),
             action=P4TableAction(entity.action, **dict(entity.params)),
             priority=entity.priority,
+            meter_config=None if entity.rate is None else _meter_config(entity.rate),
         ).encode(self.schema)
 
     def encode_update(self, update: Update) -> p4r.Update:
-        """Return a P4Runtime update."""
-        return p4r.Update(type=_VERBS[update.verb], entity=self.encode(update.entity))
+        """Return a P4Runtime update. A meter's cell always exists, so it can only be modified."""
+        message = p4r.Update(type=_VERBS[update.verb], entity=self.encode(update.entity))
+        if isinstance(update.entity, PortRate):
+            message.type = p4r.Update.MODIFY
+            if update.new is None:
+                message.entity.meter_entry.ClearField("config")
+        return message
 
     def decode(self, message: p4r.Entity) -> Entity | None:
         """Return our entity, or `None` for an entry that we never write, such as a default entry."""
@@ -133,6 +155,8 @@ class Codec:
             group = message.packet_replication_engine_entry.multicast_group_entry
             replicas = [P4Replica.decode(replica) for replica in group.replicas]
             return MulticastGroup(group.multicast_group_id, frozenset((r.port, r.instance) for r in replicas))
+        if message.HasField("meter_entry"):
+            return _port_rate(message.meter_entry)
         entry = P4TableEntry.decode(message, self.schema)
         if entry.is_default_action or entry.table_id not in FEATURE_OF_TABLE:
             return None
@@ -143,6 +167,7 @@ class Codec:
             action.name,
             tuple((name, int(action.args[name])) for name in self._params[action.name]),
             entry.priority,
+            _rate(message.table_entry),
         )
 
     def _match(self, entry: P4TableEntry) -> Pairs:
@@ -150,8 +175,9 @@ class Codec:
         return tuple((name, _key(match[name])) for name in self._fields[entry.table_id] if name in match)
 
     def read_all(self) -> list[p4r.Entity]:
-        """Return the wildcard reads for all that a switch holds: every table and every group."""
-        return [P4TableEntry().encode(self.schema), P4MulticastGroupEntry().encode(self.schema)]
+        """Return the wildcard reads for all that a switch holds: every table, group and port's rate."""
+        reads = (P4TableEntry(), P4MulticastGroupEntry(), P4MeterEntry(STRANGER_METER))
+        return [each.encode(self.schema) for each in reads]
 
     def read_direct_counters(self, table: str) -> p4r.Entity:
         """Return the wildcard read for the direct counters of all entries of a table.
@@ -182,3 +208,18 @@ def _key(value: object) -> Value:
     if isinstance(value, tuple):
         return (int(value[0]), int(value[1]))
     return int(cast(int, value))
+
+
+def _meter_config(rate: Rate) -> P4MeterConfig:
+    """Return one rate as a two-rate meter (RFC 2698) without yellow packets."""
+    return P4MeterConfig(cir=rate.packets, cburst=rate.burst, pir=rate.packets, pburst=rate.burst)
+
+
+def _rate(message: p4r.TableEntry | p4r.MeterEntry) -> Rate | None:
+    config = message.meter_config if isinstance(message, p4r.TableEntry) else message.config
+    return Rate(config.cir, config.cburst) if config.cir else None
+
+
+def _port_rate(message: p4r.MeterEntry) -> PortRate | None:
+    rate = _rate(message)
+    return None if rate is None else PortRate(message.index.index, rate)

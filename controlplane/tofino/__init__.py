@@ -1,1 +1,1 @@
-"""A Tofino's needs beyond the four features: its packed program, and settings that P4Runtime lacks."""
+"""A Tofino's needs beyond the five features: its packed program, and settings that P4Runtime lacks."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from checkmate.job.schema import Job, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import PortSettings, port_settings
-from controlplane.entities import MulticastGroup, ip_text
+from controlplane.entities import MulticastGroup
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 from controlplane.tofino.headroom import ETHERNET, Headroom, cells_of, headroom
@@ -151,16 +151,10 @@ def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]],
 
 def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:
     """Return the multicast groups for frames from each port."""
-    ports = {
-        str(rank.ip): rank.port
-        for job in network.jobs
-        for group in job.dp_groups
-        for rank in group.ranks
-        if rank.switch == plan.switch
-    }
+    ports = {entry["boundary"]: entry["port"] for entry in plan.holdings.table("boundaries")}
     found: dict[int, dict[int, MulticastGroup]] = {}
     for entry in plan.holdings.table("replication"):
-        port = ports[ip_text(entry["source"])]
+        port = ports[entry["boundary"]]
         found.setdefault(port, {})[entry["group"]] = plan.holdings.groups[entry["group"]]
     return {port: list(groups.values()) for port, groups in found.items()}
 

@@ -16,7 +16,7 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
         meta.group = FLOOD_GROUP;
     }
 
-    // As if it had to go back, which `never_back` sees to.
+    // As if the packet had to go back: `never_back` drops it.
     @name(".discard")
     action discard() {
         meta.egress_port = meta.ingress_port;
@@ -35,8 +35,8 @@ control forwarding(in headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// The other half, apart since Tofino has it on the egress side. For a flooded packet, whose group holds every
-// port of the tree, it has to be there: a copy that would go back ends here.
+// The other half, on the egress side: the group of a flooded packet has every port of the tree, and the copy for the
+// port that the packet came from ends here.
 control never_back(inout metadata_t meta) {
     apply {
         if (meta.egress_port == meta.ingress_port) {

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Headers, and the one metadata struct that the four controls read and write.
+// Headers, and the one struct of metadata that the features read and write.
 
 #ifndef CHECKMATE_HEADERS
 #define CHECKMATE_HEADERS
 
 const bit<16> ETHERTYPE_IPV4 = 0x0800;
 const bit<16> ETHERTYPE_ARP  = 0x0806;
+const bit<16> ETHERTYPE_VLAN = 0x8100;
+const bit<16> ETHERTYPE_SERVICE_VLAN = 0x88A8;
+const bit<16> VLAN_ID_MASK   = 0x0FFF;
 const bit<8>  PROTOCOL_TCP   = 6;
 const bit<16> ARP_REQUEST    = 1;
 
-// An IPv4 header's first byte where it has no options, and the bits that are 0 in what isn't a fragment.
+// The first byte of an IPv4 header without options, and the bits that are 0 unless the packet is a fragment.
 const bit<8>  IPV4_WITHOUT_OPTIONS = 0x45;
 const bit<16> FRAGMENT_MASK        = 0x3FFF;
 
@@ -112,10 +115,15 @@ struct metadata_t {
     port_t           ingress_port;
     port_t           egress_port;
     group_t          group;          // 0: unicast
-    boundary_t       boundary;       // of a replicated segment
-    replication_id_t replication_id; // of this copy; the egress side's
+    boundary_t       boundary;       // of a segment between a boundary's addresses
+    replication_id_t replication_id; // of this copy; set on the egress side
+    bit<32>          source;         // IPv4 source or ARP sender, otherwise 0
+    bit<16>          headers_length; // of IPv4 and TCP, bytes
     bit<16>          payload_length; // of the TCP segment, bytes
     bit<8>           incarnation;    // the boundary's current one
+    color_t          color;          // of the meter of a packet for the controller
+    bit<1>           hidden;         // in a frame with VLAN id 0
+    bit<1>           from_link;      // from another switch
     verdict_t        verdict;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feature `replication`: a tagged segment's addresses, shadow id and channel to its multicast group.
+// Feature `replication`: a tagged segment's port and addresses to its boundary, with shadow id and channel to its
+// multicast group.
 // Control plane: controlplane/replication.py. Packet tests: ptf_tests/replication.py.
 
 #ifndef CHECKMATE_REPLICATION
@@ -9,7 +10,7 @@ control replication(in headers_t hdr, inout metadata_t meta) {
     DIRECT_COUNTER(replicated_segments, ".replicated_segments");
     INDEXED_COUNTER(passed, ".passed", REASONS);
 
-    // Which DSCP values carry a job's tag bit.
+    // The DSCP values that have a job's tag bit.
     @name(".mark")
     action mark() { }
 
@@ -21,21 +22,37 @@ control replication(in headers_t hdr, inout metadata_t meta) {
         size = MARKS_TABLE_SIZE;
     }
 
-    @name(".replicate")
-    action replicate(@name("group") group_t group, @name("boundary") boundary_t boundary) {
-        replicated_segments.count();
-        meta.group    = group;
+    @name(".enter")
+    action enter(@name("boundary") boundary_t boundary) {
         meta.boundary = boundary;
-        meta.verdict  = REPLICATE;
+    }
+
+    // With the port, because only the rank itself is behind it: no other host can send in its name.
+    @name(".boundaries")
+    table boundaries {
+        key = {
+            meta.ingress_port    : exact @name("port");
+            hdr.ipv4.source      : exact @name("source");
+            hdr.ipv4.destination : exact @name("destination");
+        }
+        actions = { enter; @defaultonly NoAction; }
+        const default_action = NoAction();
+        size = BOUNDARY_TABLE_SIZE;
+    }
+
+    @name(".replicate")
+    action replicate(@name("group") group_t group) {
+        replicated_segments.count();
+        meta.group   = group;
+        meta.verdict = REPLICATE;
     }
 
     @name(".replication")
-    table boundaries {
+    table shards {
         key = {
-            hdr.ipv4.source      : exact @name("source");
-            hdr.ipv4.destination : exact @name("destination");
-            hdr.tag.shadow_id    : exact @name("shadow_id");
-            hdr.tag.channel      : exact @name("channel");
+            meta.boundary     : exact @name("boundary");
+            hdr.tag.shadow_id : exact @name("shadow_id");
+            hdr.tag.channel   : exact @name("channel");
         }
         actions = { replicate; @defaultonly NoAction; }
         const default_action = NoAction();
@@ -47,7 +64,11 @@ control replication(in headers_t hdr, inout metadata_t meta) {
         if (hdr.ipv4.isValid()) {
             if (marks.apply().hit) {
                 if (hdr.tag.isValid() && meta.payload_length != 0) {
-                    if (!boundaries.apply().hit) {
+                    if (boundaries.apply().hit) {
+                        if (!shards.apply().hit) {
+                            passed.count(PASSED_WITHOUT_ENTRY);
+                        }
+                    } else {
                         passed.count(PASSED_WITHOUT_ENTRY);
                     }
                 } else {

@@ -5,7 +5,7 @@
 #ifndef CHECKMATE_STREAMS
 #define CHECKMATE_STREAMS
 
-// For shadow copies alone, on the egress side.
+// Only for shadow copies, on the egress side.
 control streams(inout headers_t hdr, inout metadata_t meta) {
     DIRECT_COUNTER(stream_segments, ".stream_segments");
     DIRECT_COUNTER(lost_segments, ".lost_segments");
@@ -44,7 +44,7 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
         size = STREAMS_TABLE_SIZE;
     }
 
-    // A boundary's current incarnation, once a hello has named it.
+    // A boundary's current incarnation, from the newest hello.
     @name(".expect")
     action expect(@name("incarnation") bit<8> incarnation) {
         meta.incarnation = incarnation;
@@ -63,7 +63,8 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
         lost_segments.count();
     }
 
-    // One entry for each stream that a job has, connected or not: what it lost.
+    // An entry for each stream of a job, connected or not, counts its lost segments. `connections` can't: it has no
+    // entry for a stream that is not connected, and its key includes the incarnation.
     @name(".lost")
     table lost {
         key = {
@@ -90,7 +91,7 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
 
     apply {
         if (connections.apply().hit) {
-            // After `rewrite` has added -base: only the second of these waits for the first.
+            // `rewrite` has added -base. Only the second line waits for the first.
             hdr.tag.sequence = hdr.tag.sequence - hdr.tag.anchor;
             hdr.tcp.sequence = hdr.tcp.sequence + hdr.tag.sequence;
             if (hdr.timestamps.isValid()) {

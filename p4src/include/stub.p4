@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Feature `stub`: what reaches the stub's address goes to the controller, except plain ACKs.
+// Feature `stub`: packets for the stub's address go to the controller, except plain ACKs and a stranger's flood.
 // Control plane: controlplane/stub.py. Packet tests: ptf_tests/stub.py.
 
 #ifndef CHECKMATE_STUB
@@ -50,7 +50,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// For what is to be punted. Apart, so that the lookup doesn't wait for the payload's length.
+// For packets to punt. Apart, so that the lookup does not wait for the payload's length.
 control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
     INDEXED_COUNTER(plain_acks, ".plain_acks", 1);
 
@@ -59,6 +59,46 @@ control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
             if (hdr.tcp.flags & (TCP_SYN | TCP_FIN | TCP_RST) == 0 && meta.payload_length == 0) {
                 meta.verdict = DROP;
                 plain_acks.count(0);
+            }
+        }
+    }
+}
+
+// For packets to punt. Each shadow node's NIC has a rate of its own, so that no flood of others can starve it, also
+// if they share a link between switches. Strangers share the rate of their port.
+control limit_punts(in headers_t hdr, inout metadata_t meta) {
+    DIRECT_METER(client_rate, ".client_rate");
+    INDEXED_METER(stranger_rate, ".stranger_rate", PORTS);
+    INDEXED_COUNTER(limited, ".limited", REASONS);
+
+    @name(".meter_client")
+    action meter_client() {
+        EXECUTE_DIRECT(client_rate, meta.color)
+    }
+
+    @name(".clients")
+    table clients {
+        key = {
+            meta.ingress_port : exact @name("port");
+            meta.source       : exact @name("address");
+        }
+        actions = { meter_client; @defaultonly NoAction; }
+        const default_action = NoAction();
+        meters = client_rate;
+        size = CLIENTS_TABLE_SIZE;
+    }
+
+    apply {
+        if (clients.apply().hit) {
+            if (meta.color == RED) {
+                meta.verdict = DROP;
+                limited.count(LIMITED_CLIENT);
+            }
+        } else {
+            EXECUTE_INDEXED(stranger_rate, meta.ingress_port, meta.color)
+            if (meta.color == RED) {
+                meta.verdict = DROP;
+                limited.count(LIMITED_STRANGER);
             }
         }
     }

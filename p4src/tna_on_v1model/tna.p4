@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for the vendor's tna.p4, so that checkmate_tna.p4, unchanged, compiles for v1model: as much of the
-// architecture as it uses. Intrinsic metadata are prefixes of the packet here too.
+// Replaces the vendor's tna.p4, so that the unchanged checkmate_tna.p4 compiles for v1model: the parts of the
+// architecture that it uses. Intrinsic metadata are prefixes of the packet here too.
 
 #ifndef CHECKMATE_SHIM_TNA
 #define CHECKMATE_SHIM_TNA
@@ -12,6 +12,11 @@
     @name(path) direct_counter(CounterType.packets_and_bytes) instance
 #define INDEXED_COUNTER(instance, path, size) \
     @name(path) counter<bit<8>>(size, CounterType.packets_and_bytes) instance
+#define DIRECT_METER(instance, path) @name(path) direct_meter<color_t>(MeterType.packets) instance
+#define INDEXED_METER(instance, path, size) @name(path) meter<port_t>(size, MeterType.packets) instance
+#define EXECUTE_DIRECT(instance, color) instance.read(color);
+#define EXECUTE_INDEXED(instance, index, color) instance.execute_meter(index, color);
+#define METER_RED 2
 
 const bit<32> PORT_METADATA_SIZE = 64;
 
@@ -35,7 +40,7 @@ struct ingress_intrinsic_metadata_for_tm_t {
     bit<1>  bypass_egress;
 }
 
-// Only what is read; what lies between is padding.
+// Only the fields that are read, with padding between them.
 header egress_intrinsic_metadata_t {
     bit<7>   before_port;
     bit<9>   egress_port;
@@ -75,8 +80,8 @@ package Pipeline<IH, IM, EH, EM>(ingress_parser_t<IH, IM> ip, ingress_t<IH, IM> 
                                  egress_parser_t<EH, EM> ep, egress_t<EH, EM> e, egress_deparser_t<EH, EM> ed);
 package Switch<IH, IM, EH, EM>(Pipeline<IH, IM, EH, EM> pipe);
 
-// BMv2 can't subtract from checksums in a parser, nor mend them in a deparser: egress.p4 does both with
-// v1model's means, over the same lists of fields.
+// BMv2 can't subtract from checksums in a parser, or update them in a deparser: egress.p4 does both with v1model's
+// externs, over the same lists of fields.
 header no_checksum_t {
     bit<16> sum;
 }
@@ -85,7 +90,7 @@ header no_checksum_t {
 #define subtract_all_and_deposit(...) setInvalid()
 #define update(...) sum
 
-// The program's own `main` is a package of the above, which nothing runs.
+// The program's own `main` is a package of the above. Nothing runs it.
 #define main tofino_main
 
 #endif

@@ -29,7 +29,7 @@ def everything(jobs: list[Job]) -> dict[str, SwitchPlan]:
 
 
 def applied(held: Holdings, updates: list[Update]) -> Holdings:
-    result = Holdings(dict(held.entries), dict(held.groups))
+    result = held.copy()
     for update in updates:
         if update.new is None:
             result.drop(update.entity)
@@ -76,9 +76,11 @@ def test_a_group_has_the_training_port_and_each_holders_port(jobs: list[Job]) ->
                 for key, s in plan.streams.items()
                 if key[:3] == (entry["boundary"], entry["channel"], entry["shadow_id"])
             ]
-            assert int(here[0].boundary.source.ip) == entry["source"]
-            assert int(here[0].boundary.destination.ip) == entry["destination"]
-            expected = {(network.port_towards(name, here[0].boundary.destination), 0)}
+            boundary = here[0].boundary
+            (of,) = (e for e in plan.holdings.table("boundaries") if e["boundary"] == entry["boundary"])
+            key = boundary.source.port, int(boundary.source.ip), int(boundary.destination.ip)
+            assert key == (of["port"], of["source"], of["destination"])
+            expected = {(network.port_towards(name, boundary.destination), 0)}
             expected |= {(network.port_towards(name, s.nic), s.replication_id) for s in here}
             assert plan.holdings.groups[entry["group"]].replicas == expected
 
@@ -110,6 +112,50 @@ def test_following_the_ports_leads_from_every_switch_to_every_host(jobs: list[Jo
                     break
                 here = network.links(here)[port]
                 assert hops <= len(plans)
+
+
+@given(some_jobs())
+@few
+def test_the_guard_lets_hosts_and_stubs_send_from_where_they_are(jobs: list[Job]) -> None:
+    network = Network(jobs)
+    plans = everything(jobs)
+    for stream in network.streams:
+        stub = network.switches[stream.boundary.switch].stub
+        here = stream.boundary.switch
+        while here != stream.nic.switch:  # the way of copies
+            port = network.port_towards(here, stream.nic)
+            assert port is not None
+            here, port = network.links(here)[port], network.far_port(here, port)
+            assert guarded(plans[here], port, int(stub.ip)), "a copy"
+    for host in network.hosts:
+        for name, plan in plans.items():
+            port = network.arrival_port(name, host)
+            assert port is not None
+            assert guarded(plan, port, int(host.ip))
+            assert guarded(plan, UNUSED_PORT, int(host.ip)) is False
+            for other in network.hosts:
+                if other.switch == name and other.port != port:
+                    assert not guarded(plan, other.port, int(host.ip))
+    for name, plan in plans.items():
+        for switch in network.switches.values():
+            for host in network.hosts:
+                if host.switch == name:
+                    assert not guarded(plan, host.port, int(switch.stub.ip))
+            assert not guarded(plan, UNUSED_PORT, int(switch.stub.ip))
+
+
+UNUSED_PORT = 500
+
+
+def guarded(plan: SwitchPlan, port: int, address: int) -> bool:
+    """Return whether the guard lets an address in at a port, as p4src/include/guard.p4 decides."""
+    keys = {(entry.table, entry.match): entry.action for entry in plan.holdings.entries.values()}
+    if ("sources", (("port", port), ("address", address))) in keys:
+        return True
+    kind = keys.get(("guarded_ports", (("port", port),)))
+    if kind == "host_port":
+        return False
+    return ("guarded_addresses", (("address", address), ("from_link", int(kind == "link_port")))) not in keys
 
 
 @given(some_jobs())
@@ -240,10 +286,10 @@ def test_entities_print_as_a_person_reads_them() -> None:
     lines = {str(entity) for entity in _all(plan.holdings)}
     assert "stub[address=10.255.0.1] -> punt_segment()" in lines
     assert "group 1 -> ports 1 2 3 4 5" in lines
-    assert "replication[source=10.0.0.1 destination=10.0.0.2 shadow_id=0 channel=0] -> " in "".join(
-        line.split("replicate")[0] for line in lines if "10.0.0.1 dest" in line
-    )
+    assert "boundaries[port=1 source=10.0.0.1 destination=10.0.0.2] -> enter(boundary=0)" in lines
+    assert "sources[port=1 address=10.0.0.1] -> permit()" in lines
+    assert "port 7 -> 50 packets a second for strangers" in lines
 
 
 def _all(held: Holdings) -> list[Entity]:
-    return [*held.entries.values(), *held.groups.values()]
+    return [entity for kind in held.kinds for entity in kind.values()]

@@ -18,8 +18,8 @@ from finsy import P4Schema
 
 from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
-from controlplane import forwarding, replication
-from controlplane.entities import Entity, Holdings, MulticastGroup
+from controlplane import forwarding, guard, replication, stub
+from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
@@ -61,9 +61,13 @@ def test_what_is_written_is_read_back(switch: Switch) -> None:
             forwarding.discard("02:00:00:00:00:09"),
             replication.mark(32),
             MulticastGroup(7, frozenset({(1, 0), (2, 1), (2, 2)})),
-            replication.replicate(
-                IPv4Address("10.0.0.1"), IPv4Address("10.0.0.2"), 3, 1, group=7, boundary=9
-            ),
+            replication.enter(5, IPv4Address("10.0.0.1"), IPv4Address("10.0.0.2"), boundary=9),
+            replication.replicate(9, 3, 1, group=7),
+            stub.client(6, IPv4Address("10.0.0.3")),
+            PortRate(7, Rate(packets=50, burst=100)),
+            guard.permit(5, IPv4Address("10.0.0.1")),
+            guard.host_port(5),
+            guard.refuse(IPv4Address("10.0.0.1"), from_link=False),
         ]
         async with opened(switch) as session:
             await session.write(inserts(*entities))

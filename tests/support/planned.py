@@ -10,7 +10,7 @@ from controlplane.plan import SwitchPlan
 
 def connect_all(network: Network, plan: SwitchPlan, incarnation: int = 3) -> Holdings:
     """Return the switch's entries when every stream is connected."""
-    held = Holdings(dict(plan.holdings.entries), dict(plan.holdings.groups))
+    held = plan.holdings.copy()
     stub = network.switches[plan.switch].stub
     for key, stream in plan.streams.items():
         peer = streams.StreamConnection(stream.nic.ip, stream.nic.mac, 5000 + key[1], 1)
