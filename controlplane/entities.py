@@ -6,8 +6,9 @@ Values are integers of the widths in P4Info.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address
 from types import MappingProxyType
 
 FLOOD_GROUP = 1
@@ -113,6 +114,10 @@ class Holdings:
             held.put(entity)
         return held
 
+    def __iter__(self) -> Iterator[Entity]:
+        yield from self.entries.values()
+        yield from self.groups.values()
+
     def copy(self) -> Holdings:
         """Return the same entities, in dictionaries of their own."""
         return Holdings(dict(self.entries), dict(self.groups))
@@ -149,16 +154,11 @@ def mac_text(number: int) -> str:
     return ":".join(f"{byte:02x}" for byte in number.to_bytes(6, "big"))
 
 
-def ip_text(number: int) -> str:
-    """Return a 32-bit integer as a dotted quad."""
-    return ".".join(str(byte) for byte in number.to_bytes(4, "big"))
-
-
 def _show(name: str, value: Value) -> str:
     if isinstance(value, tuple):
         return f"{value[0]:#x}&{value[1]:#x}"
     if name == "mac" or name.endswith("_mac"):
         return mac_text(value)
     if name in ("source", "destination", "address") or name.endswith("_ip"):
-        return ip_text(value)
+        return str(IPv4Address(value))
     return str(value)

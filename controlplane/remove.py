@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from checkmate.job.boundaries import boundaries
 from checkmate.job.schema import Job
 from controlplane.controller import Reconciled
 from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Holdings, MulticastGroup, mac_number
@@ -23,14 +22,15 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
     A boundary is identified by its source address, so the ids of the jobs' boundaries are read from
     `replication`. The result is empty if no job is left.
     """
-    sources = {int(b.source.ip) for job in network.jobs for b in boundaries(job)}
+    sources = {int(boundary.source.ip) for boundary in network.boundaries}
+    macs = {mac_number(host.mac) for host in network.hosts}
     ours = {entry["boundary"] for entry in held.table("replication") if entry["source"] in sources}
     rest = Holdings()
     for entry in held.entries.values():
         gone = (
             (entry.table == "replication" and entry["source"] in sources)
             or (entry.table in ("streams", "lost", "incarnations") and entry["boundary"] in ours)
-            or (entry.table == "forwarding" and entry["mac"] in _macs(network))
+            or (entry.table == "forwarding" and entry["mac"] in macs)
         )
         if not gone:
             rest.put(entry)
@@ -48,10 +48,6 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
         elif group.id < FIRST_JOB_GROUP or group.id in used:
             rest.put(group)
     return rest
-
-
-def _macs(network: Network) -> set[int]:
-    return {mac_number(host.mac) for host in network.hosts}
 
 
 async def remove_jobs(jobs: Sequence[Job]) -> list[Reconciled]:

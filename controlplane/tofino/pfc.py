@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from checkmate.job.schema import Job, Switch
+from checkmate.job.schema import Job, Nic, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import PortSettings, port_settings
-from controlplane.entities import MulticastGroup, ip_text
+from controlplane.entities import MulticastGroup
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 from controlplane.tofino.headroom import ETHERNET, Headroom, cells_of, headroom
@@ -132,35 +132,20 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
 
 def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]], set[int]]:
     """Return the names of each used port's peers, and the ports that lead to a shadow NIC."""
-    found: dict[int, tuple[str, ...]] = {}
-    shadows = set()
-    for port, far in network.links(switch).items():
-        found[port] = (f"switch {far}",)
-    for job in network.jobs:
-        for group in job.dp_groups:
-            for rank in group.ranks:
-                if rank.switch == switch:
-                    found[rank.port] = (f"rank {rank.rank} of {job.job}",)
-        for node in job.shadow_nodes:
-            for nic in node.nics:
-                if nic.switch == switch:
-                    found[nic.port] = (f"shadow node {node.id} of {job.job}",)
-                    shadows.add(nic.port)
-    return found, shadows
+    found: dict[int, tuple[str, ...]] = {
+        port: (f"switch {far}",) for port, far in network.links(switch).items()
+    }
+    here = [(name, host) for job in network.jobs for name, host in job.hosts() if host.switch == switch]
+    found |= {host.port: (name,) for name, host in here}
+    return found, {host.port for _, host in here if isinstance(host, Nic)}
 
 
 def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:
     """Return the multicast groups for frames from each port."""
-    ports = {
-        str(rank.ip): rank.port
-        for job in network.jobs
-        for group in job.dp_groups
-        for rank in group.ranks
-        if rank.switch == plan.switch
-    }
+    ports = {int(host.ip): host.port for host in network.hosts if host.switch == plan.switch}
     found: dict[int, dict[int, MulticastGroup]] = {}
     for entry in plan.holdings.table("replication"):
-        port = ports[ip_text(entry["source"])]
+        port = ports[entry["source"]]
         found.setdefault(port, {})[entry["group"]] = plan.holdings.groups[entry["group"]]
     return {port: list(groups.values()) for port, groups in found.items()}
 
