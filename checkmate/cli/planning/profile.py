@@ -12,8 +12,16 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
-from checkmate.cli.planning.model_options import Dtype, IterationTime, Optimizer, ReceiveBuffer, quantity
-from checkmate.cli.planning.pictures import PlotFile, check_picture, draw
+from checkmate.cli.planning.options import (
+    Dtype,
+    IterationTime,
+    Optimizer,
+    PlotFile,
+    ReceiveBuffer,
+    check_picture,
+    draw,
+    quantity,
+)
 from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
 from checkmate.wording import counted
 from topologies.signals import unwinding
