@@ -132,14 +132,11 @@ def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
     if bool(names) == every:
         choice = "either lab names or --all, not both" if every else "lab names or --all"
         raise UsageFault(f"specify {choice}; {labs_up}")
-    missing = [name for name in names if not _exists(name)]
+    up = state.existing()
+    missing = [one for one in names if state.check_name(one) not in up and not namespaces.of_lab(one)]
     if missing and not if_up:
         raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; {labs_up}")
     return names or state.existing()
-
-
-def _exists(name: str) -> bool:
-    return state.check_name(name) in state.existing() or bool(namespaces.of_lab(name))
 
 
 @app.command("list")
