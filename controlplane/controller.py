@@ -22,6 +22,7 @@ from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import SwitchPlan
 from controlplane.reconcile import Update, difference
+from controlplane.tasks import until_first
 
 LOG = logging.getLogger("checkmate")
 RECONNECT_SECONDS = 0.5
@@ -69,7 +70,7 @@ class SwitchController:
         self.codec = Codec.for_switch(switch)
         self.network = network
         self._memory: SwitchMemory | None = None
-        self.plan: SwitchPlan = planning.empty_plan(switch.name)
+        self.plan = SwitchPlan(switch.name, Holdings(), {}, {})
         self.session: SwitchSession | None = None
         self._opened = AsyncExitStack()
         self._checked: tuple[Network, Holdings, SwitchPlan] | None = None
@@ -92,11 +93,7 @@ class SwitchController:
         held = self.held or Holdings()
         if self._checked is not None and self._checked[:2] == (network, held):
             return self._checked[2]
-        plan = (
-            planning.plan_switch(network, self.switch.name, held)
-            if self.switch.name in network.switches
-            else planning.empty_plan(self.switch.name)
-        )
+        plan = planning.plan_switch(network, self.switch.name, held)
         found = planning.excesses(plan, self.switch.target, self.codec.table_sizes())
         if found:
             raise TooMuch("\n".join(map(str, found)))
@@ -212,25 +209,10 @@ class SwitchController:
 
     async def _serve_session(self, session: SwitchSession) -> None:
         self._lost.clear()
-        tasks = [
-            asyncio.create_task(work)
-            for work in (
-                self._answer_queued(session),
-                self._fill_queue(session),
-                session.heartbeat(),
-                self._lost.wait(),
-            )
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not task.cancelled():  # grpc.aio cancels what waits on a channel that is closed
-                    task.result()
-            raise SwitchUnreachable(f"switch {self.switch.name} must be read again")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await until_first(
+            self._answer_queued(session), self._fill_queue(session), session.heartbeat(), self._lost.wait()
+        )
+        raise SwitchUnreachable(f"switch {self.switch.name} must be read again")
 
     async def _fill_queue(self, session: SwitchSession) -> None:
         async for port, frame in session.packets():

@@ -6,10 +6,11 @@ Values are integers of the widths in P4Info.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 FLOOD_GROUP = 1
 """The multicast group that the program floods to (`FLOOD_GROUP` in the P4 source)."""
@@ -122,8 +123,8 @@ class PortRate:
     rate: Rate
 
     @property
-    def key(self) -> int:
-        return self.port
+    def key(self) -> tuple[str, int]:
+        return ("rate", self.port)
 
     @property
     def feature(self) -> str:
@@ -142,7 +143,7 @@ class Holdings:
 
     entries: dict[EntryKey, TableEntry] = field(default_factory=dict)
     groups: dict[int, MulticastGroup] = field(default_factory=dict)
-    rates: dict[int, PortRate] = field(default_factory=dict)
+    rates: dict[tuple[str, int], PortRate] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entities: Iterable[Entity]) -> Holdings:
@@ -150,6 +151,11 @@ class Holdings:
         for entity in entities:
             held.put(entity)
         return held
+
+    def __iter__(self) -> Iterator[Entity]:
+        yield from self.entries.values()
+        yield from self.groups.values()
+        yield from self.rates.values()
 
     def copy(self) -> Holdings:
         """Return the same entities, in dictionaries of their own."""
@@ -168,17 +174,12 @@ class Holdings:
             return self.groups
         return self.rates if isinstance(entity, PortRate) else self.entries
 
-    @property
-    def kinds(self) -> tuple[Mapping[object, Entity], ...]:
-        """The entities of each kind, by key."""
-        return cast(tuple[Mapping[object, Entity], ...], (self.entries, self.groups, self.rates))
-
     def table(self, name: str) -> list[TableEntry]:
         """Return the entries of one table."""
         return [entry for entry in self.entries.values() if entry.table == name]
 
     def __len__(self) -> int:
-        return sum(len(kind) for kind in self.kinds)
+        return len(self.entries) + len(self.groups) + len(self.rates)
 
 
 def mac_number(mac: str) -> int:
@@ -191,16 +192,11 @@ def mac_text(number: int) -> str:
     return ":".join(f"{byte:02x}" for byte in number.to_bytes(6, "big"))
 
 
-def ip_text(number: int) -> str:
-    """Return a 32-bit integer as a dotted quad."""
-    return ".".join(str(byte) for byte in number.to_bytes(4, "big"))
-
-
 def _show(name: str, value: Value) -> str:
     if isinstance(value, tuple):
         return f"{value[0]:#x}&{value[1]:#x}"
     if name == "mac" or name.endswith("_mac"):
         return mac_text(value)
     if name in ("source", "destination", "address") or name.endswith("_ip"):
-        return ip_text(value)
+        return str(IPv4Address(value))
     return str(value)

@@ -5,11 +5,10 @@ Pure. Built once for a set of jobs; each feature asks it for ports.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 
-from checkmate.job.boundaries import Stream, streams
+from checkmate.job.boundaries import Boundary, Stream, boundaries, streams
 from checkmate.job.schema import Attachment, Job, Nic, Rank, Switch
 
 
@@ -19,16 +18,14 @@ class Network:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
         self.switches: dict[str, Switch] = {}
-        self._links: dict[str, dict[int, str]] = {}
-        self._far_ports: dict[tuple[str, int], int] = {}
+        self._links: dict[str, dict[int, Attachment]] = {}
         for job in jobs:
             for switch in job.fabric.switches:
                 self.switches[switch.name] = switch
                 self._links.setdefault(switch.name, {})
             for a, b in job.fabric.links:
-                for near, far in ((a, b), (b, a)):
-                    self._links[near.switch][near.port] = far.switch
-                    self._far_ports[near.switch, near.port] = far.port
+                self._links[a.switch][a.port] = b
+                self._links[b.switch][b.port] = a
 
     @cached_property
     def hosts(self) -> tuple[Rank | Nic, ...]:
@@ -42,13 +39,18 @@ class Network:
         """Every stream of every job."""
         return tuple(stream for job in self.jobs for stream in streams(job))
 
+    @cached_property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """Every boundary of every job."""
+        return tuple(boundary for job in self.jobs for boundary in boundaries(job))
+
     def links(self, switch: str) -> dict[int, str]:
         """Return the switch's link ports, each with the switch at its other end."""
-        return self._links[switch]
+        return {port: far.switch for port, far in self._links[switch].items()}
 
     def far_port(self, switch: str, port: int) -> int:
         """Return the port at the other end of a link port."""
-        return self._far_ports[switch, port]
+        return self._links[switch][port].port
 
     def port_towards(self, switch: str, place: Attachment) -> int | None:
         """Return the port of `switch` that leads to `place`, or `None` if there is none."""
@@ -66,8 +68,9 @@ class Network:
         """Yield the switches on the path after `start`, each with its arrival port; none without a path."""
         here = start
         while here != end and (out := self.port_to_switch(here, end)) is not None:
-            here, port = self._links[here][out], self._far_ports[here, out]
-            yield here, port
+            far = self._links[here][out]
+            here = far.switch
+            yield here, far.port
 
     def stub_ports(self, switch: str, other: str) -> Set[int]:
         """Return the link ports of `switch` at which frames from the stub of `other` may arrive.
@@ -83,36 +86,33 @@ class Network:
             for end in self.switches:
                 for here, port in self._hops(origin, end):
                     found.setdefault((here, origin), set()).add(port)
-            for port, far in self._links[origin].items():
-                found.setdefault((far, origin), set()).add(self._far_ports[origin, port])
+            for far in self._links[origin].values():
+                found.setdefault((far.switch, origin), set()).add(far.port)
         return found
 
     def port_to_switch(self, switch: str, other: str) -> int | None:
         """Return the port of `switch` on a shortest path to `other`: the lowest if there are several."""
-        distance = self._distances(other)
+        distance = self._distances[other]
         if switch not in distance:
             return None
         return min(
-            port for port, far in self._links[switch].items() if distance.get(far) == distance[switch] - 1
+            port for port, far in self.links(switch).items() if distance.get(far) == distance[switch] - 1
         )
 
-    def _distances(self, root: str) -> dict[str, int]:
-        found = self._distance_cache.get(root)
-        if found is None:
-            found = {root: 0}
-            queue = deque([root])
-            while queue:
-                here = queue.popleft()
-                for far in self._links[here].values():
-                    if far not in found:
-                        found[far] = found[here] + 1
-                        queue.append(far)
-            self._distance_cache[root] = found
-        return found
-
     @cached_property
-    def _distance_cache(self) -> dict[str, dict[str, int]]:
-        return {}
+    def _distances(self) -> dict[str, dict[str, int]]:
+        """The number of links to each switch, from the switches that reach it."""
+        return {switch: self._distances_to(switch) for switch in self.switches}
+
+    def _distances_to(self, root: str) -> dict[str, int]:
+        found = {root: 0}
+        queue = [root]
+        for here in queue:  # it grows
+            for far in self.links(here).values():
+                if far not in found:
+                    found[far] = found[here] + 1
+                    queue.append(far)
+        return found
 
     def tree_ports(self, switch: str) -> set[int]:
         """Return the link ports that flooding uses: those of a spanning tree, to prevent broadcast storms.
@@ -120,18 +120,14 @@ class Network:
         The root of each connected component's tree is its alphabetically first switch. Of parallel links,
         the one with the lowest port at the lower end is in the tree.
         """
-        root = min(self._distances(switch))
+        root = min(self._distances[switch])
         ports = set()
-        if switch != root:
-            ports.add(self._parent(switch, root)[0])
-        for child in self._distances(root):
-            if child != root:
-                port, parent = self._parent(child, root)
-                if parent == switch:
-                    ports.add(self._far_ports[child, port])
+        for child in self._distances[root].keys() - {root}:
+            port = self.port_to_switch(child, root)
+            assert port is not None  # `child` reaches `root`
+            parent = self._links[child][port]
+            if child == switch:
+                ports.add(port)
+            elif parent.switch == switch:
+                ports.add(parent.port)
         return ports
-
-    def _parent(self, switch: str, root: str) -> tuple[int, str]:
-        port = self.port_to_switch(switch, root)
-        assert port is not None  # `root` was found from `switch`
-        return port, self._links[switch][port]

@@ -14,9 +14,10 @@ from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.streams import StreamKey
 
-_NODES_OF_CHIPS = {target: chip.multicast_nodes for target, chip in chips.CHIPS.items()}
 GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(chips.TARGETS, chips.GROUPS_MAX)
-NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | _NODES_OF_CHIPS
+NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | {
+    target: chip.multicast_nodes for target, chip in chips.CHIPS.items()
+}
 """Multicast groups and nodes of each target's PRE. A node is a group's copies of one instance."""
 
 
@@ -61,8 +62,11 @@ class Excess:
 def plan_switch(network: Network, switch: str, held: Holdings) -> SwitchPlan:
     """Return the plan of `switch` for the network's jobs, given its entries.
 
-    Ids of boundaries and groups stay as in `held`, and so do the connected streams.
+    Ids of boundaries and groups stay as in `held`, and so do the connected streams. The plan of a switch that
+    no job names is empty.
     """
+    if switch not in network.switches:
+        return SwitchPlan(switch, Holdings(), {}, {})
     boundary_ids = replication.boundary_ids(network, switch, held)
     wanted = Holdings.of(
         [
@@ -96,8 +100,3 @@ def excesses(plan: SwitchPlan, target: str, table_sizes: Mapping[str, int]) -> l
         for what, used in sorted(plan.usage().items())
         if used > held[what]
     ]
-
-
-def empty_plan(switch: str) -> SwitchPlan:
-    """Return the plan of a switch without jobs."""
-    return SwitchPlan(switch, Holdings(), {}, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from controlplane.entities import WRITE_ORDER, Entity, Holdings
 
@@ -40,14 +41,10 @@ class Update:
 
 def difference(held: Holdings, wanted: Holdings) -> list[Update]:
     """Return the updates from `held` to `wanted`, in order."""
-    puts: list[Update] = []
-    drops: list[Update] = []
-    for have, want in zip(held.kinds, wanted.kinds, strict=True):
-        for key, entity in want.items():
-            old = have.get(key)
-            if old != entity:
-                puts.append(Update(old, entity))
-        drops += [Update(entity, None) for key, entity in have.items() if key not in want]
+    have = {entity.key: entity for entity in held}
+    want = {entity.key: entity for entity in wanted}
+    puts = [Update(have.get(key), entity) for key, entity in want.items() if have.get(key) != entity]
+    drops = [Update(entity, None) for key, entity in have.items() if key not in want]
     rank = {feature: place for place, feature in enumerate(WRITE_ORDER)}
     puts.sort(key=lambda update: rank[update.entity.feature])
     drops.sort(key=lambda update: -rank[update.entity.feature])
@@ -60,11 +57,7 @@ def batches(updates: Iterable[Update], size: int) -> list[list[Update]]:
     P4Runtime does not define the order within a batch (specification, section 12.2).
     """
     cut: list[list[Update]] = []
-    kind = None
-    for update in updates:
-        this = (update.entity.feature, update.new is None)
-        if this != kind or len(cut[-1]) >= size:
-            cut.append([])
-            kind = this
-        cut[-1].append(update)
+    for _, run in groupby(updates, key=lambda update: (update.entity.feature, update.new is None)):
+        alike = list(run)
+        cut += [alike[at : at + size] for at in range(0, len(alike), size)]
     return cut

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from checkmate.job.boundaries import boundaries
 from checkmate.job.schema import Job
 from controlplane.controller import Reconciled
 from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Holdings, MulticastGroup, mac_number
@@ -26,7 +25,7 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
     A boundary is identified by its source address, so the ids of the jobs' boundaries are read from
     `boundaries`. The result is empty if no job is left.
     """
-    sources = {int(b.source.ip) for job in network.jobs for b in boundaries(job)}
+    sources = {int(boundary.source.ip) for boundary in network.boundaries}
     ours = {entry["boundary"] for entry in held.table("boundaries") if entry["source"] in sources}
     macs = {mac_number(host.mac) for host in network.hosts}
     addresses = {int(host.ip) for host in network.hosts}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import IPv4Address
+from itertools import count
 
-from checkmate.job.boundaries import Boundary
 from checkmate.job.schema import Attachment, Job
 from controlplane.entities import FIRST_JOB_GROUP, Holdings, MulticastGroup, TableEntry
 from controlplane.network import Network
@@ -52,23 +52,13 @@ def boundary_ids(network: Network, switch: str, held: Holdings) -> dict[tuple[st
     so its address identifies the boundary of an entry.
     """
     known = {entry["source"]: entry["boundary"] for entry in held.table("boundaries")}
-    here = [b for b in _boundaries(network) if b.switch == switch]
-    ids = {(b.job, b.number): known[int(b.source.ip)] for b in here if int(b.source.ip) in known}
     taken = set(known.values())
     free = (number for number in range(BOUNDARY_IDS) if number not in taken)
-    for boundary in here:
-        if (boundary.job, boundary.number) not in ids:
-            ids[(boundary.job, boundary.number)] = next(free)
-    return ids
-
-
-def _boundaries(network: Network) -> Iterator[Boundary]:
-    seen: set[tuple[str, int]] = set()
-    for stream in network.streams:
-        boundary = stream.boundary
-        if (boundary.job, boundary.number) not in seen:
-            seen.add((boundary.job, boundary.number))
-            yield boundary
+    return {
+        (b.job, b.number): known[int(b.source.ip)] if int(b.source.ip) in known else next(free)
+        for b in network.boundaries
+        if b.switch == switch
+    }
 
 
 def group_contents(network: Network, switch: str) -> dict[tuple[str, int, int, int], Replicas]:
@@ -96,18 +86,11 @@ def group_ids(contents: Iterable[Replicas], held: Holdings) -> dict[Replicas, in
     ids = {
         group.replicas: number for number, group in sorted(held.groups.items()) if number >= FIRST_JOB_GROUP
     }
-    taken = set(held.groups)
-    wanted: dict[Replicas, int] = {}
-    number = FIRST_JOB_GROUP
-    for content in sorted(set(contents), key=sorted):
-        if content in ids:
-            wanted[content] = ids[content]
-            continue
-        while number in taken:
-            number += 1
-        wanted[content] = number
-        taken.add(number)
-    return wanted
+    free = (number for number in count(FIRST_JOB_GROUP) if number not in held.groups)
+    return {
+        content: ids[content] if content in ids else next(free)
+        for content in sorted(set(contents), key=sorted)
+    }
 
 
 def entries(
@@ -118,7 +101,7 @@ def entries(
     ids = group_ids(contents.values(), held)
     for content, number in ids.items():
         yield MulticastGroup(number, content)
-    for boundary in _boundaries(network):
+    for boundary in network.boundaries:
         if boundary.switch == switch:
             source, destination = boundary.source, boundary.destination
             number = boundary_id[(boundary.job, boundary.number)]

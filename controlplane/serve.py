@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from checkmate.job.files import JobError
 from checkmate.job.followed import JobFiles
@@ -41,7 +42,7 @@ class Fleet:
             for controller in self.controllers.values():
                 await controller.open(replace=replace)
             for name, controller in self.controllers.items():
-                report = None if progress is None else _named(progress, name)
+                report = None if progress is None else partial(progress, name)
                 done.append(await controller.write(report))
         except ControlError:
             for report_done in done:
@@ -119,10 +120,6 @@ class Fleet:
         self._servers.clear()
         for controller in self.controllers.values():
             await controller.close()
-
-
-def _named(progress: Callable[[str, int, int], None], name: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(name, done, total)
 
 
 def _same_switch(controller: SwitchController, network: Network) -> None:

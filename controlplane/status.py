@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from finsy import P4CounterEntry
 
@@ -129,20 +128,13 @@ def _not_installed(network: Network, here: Collection[str], held: Holdings) -> t
     return tuple(missing)
 
 
-def _key(match: Mapping[str, Any]) -> StreamKey:
-    boundary, channel, shadow_id, replication_id = (
-        int(match[name]) for name in ("boundary", "channel", "shadow_id", "replication_id")
-    )
-    return (boundary, channel, shadow_id, replication_id)
-
-
 async def _direct(session: SwitchSession, table: str) -> dict[tuple[StreamKey, int | None], StreamCount]:
     found = {}
     codec = session.codec
     async for message in session.read_entities([codec.read_direct_counters(table)]):
         counted = codec.decode_direct_counter(message)
         incarnation = counted.match.get("incarnation")
-        found[(_key(counted.match), incarnation)] = StreamCount(counted.packets, counted.bytes)
+        found[(key_of(counted.match), incarnation)] = StreamCount(counted.packets, counted.bytes)
     return found
 
 

@@ -76,8 +76,8 @@ def lose(key: StreamKey) -> TableEntry:
     )
 
 
-def key_of(entry: TableEntry) -> StreamKey:
-    """Return the stream that an entry of `streams` or `lost` belongs to."""
+def key_of(entry: TableEntry | Mapping[str, int]) -> StreamKey:
+    """Return the stream that an entry of `streams` or `lost`, or its match fields, belongs to."""
     return (entry["boundary"], entry["channel"], entry["shadow_id"], entry["replication_id"])
 
 

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from checkmate.job.files import JobError, JobSet, Located
 from checkmate.job.followed import JobFiles
-from checkmate.job.schema import Job
 from checkmate.wording import counted
 
 P = ParamSpec("P")
@@ -57,16 +56,6 @@ def read_files(files: JobFiles) -> JobSet:
     if not found.files:
         raise UsageFault(f"no job file (*.yaml) in {files}")
     return found
-
-
-def jobs_of(arguments: list[Path]) -> list[Job]:
-    """Return the jobs of a command line.
-
-    Raises:
-        UsageFault: if there are no job files.
-        JobError: if any file has a fault; the error lists all faults.
-    """
-    return set_of(arguments).require()
 
 
 def switch_extra() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -72,6 +71,7 @@ def consolidate(
     if every is None:
         _check_free(to, kind)
     from checkmate.consolidate import follow  # noqa: PLC0415 - torch takes a second
+    from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
     with unwinding():
         if every is None:
@@ -79,7 +79,7 @@ def consolidate(
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
-        with stopping() as stopped, _quiet_nodes(loaded, stopped) as nodes:
+        with stopping() as stopped, SnapshotReader(loaded, stopped=stopped) as nodes:
             follow.follow(
                 nodes,
                 to,
@@ -119,14 +119,6 @@ def _nodes(job: Job) -> Iterator[SnapshotReader]:
         task = progress.add_task(f"reading job {job.job}", total=None)
         with SnapshotReader(job, lambda nbytes: progress.advance(task, nbytes)) as nodes:
             yield nodes
-
-
-@contextmanager
-def _quiet_nodes(job: Job, stopped: threading.Event) -> Iterator[SnapshotReader]:
-    from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
-
-    with SnapshotReader(job, stopped=stopped) as nodes:
-        yield nodes
 
 
 def _data(saved: Saved) -> dict[str, object]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
 
-from checkmate.cli import lab_list
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from topologies import lab as labs
 from topologies import picture, state
@@ -38,6 +41,21 @@ Loss = Annotated[str, typer.Option("--loss", help="Loss rate of the training lin
 Jitter = Annotated[
     str, typer.Option("--jitter", help="Maximum random delay of the training links, such as 5ms.")
 ]
+
+
+@dataclass(frozen=True)
+class LabStanding:
+    """A lab of this machine.
+
+    `up` is true if processes run in it, false if it is left over from a killed command, and `None` if only
+    root can determine that.
+    """
+
+    name: str
+    topology: str | None
+    target: str | None
+    up: bool | None
+    job_file: str
 
 
 def _lab(topology: str, target: str, name: str | None, mtu: int, share: str, delay: str) -> labs.Lab:
@@ -114,14 +132,11 @@ def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
     if bool(names) == every:
         choice = "either lab names or --all, not both" if every else "lab names or --all"
         raise UsageFault(f"specify {choice}; {labs_up}")
-    missing = [name for name in names if not _exists(name)]
+    up = state.existing()
+    missing = [one for one in names if state.check_name(one) not in up and not namespaces.of_lab(one)]
     if missing and not if_up:
         raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; {labs_up}")
     return names or state.existing()
-
-
-def _exists(name: str) -> bool:
-    return state.check_name(name) in state.existing() or bool(namespaces.of_lab(name))
 
 
 @app.command("list")
@@ -132,9 +147,58 @@ def list_labs(as_json: AsJson = False) -> None:
     Example: checkmate lab list
     """
     if as_json:
-        print_json(lab_list.data())
+        print_json({"topologies": _titles(), "labs": [asdict(lab) for lab in _standing()]})
     else:
-        lab_list.show(out)
+        _show_labs()
+
+
+def _titles() -> dict[str, str]:
+    """Return the title of each topology that comes with Checkmate, by name."""
+    return {name: describe.load(name).title for name in describe.names()}
+
+
+def _standing() -> list[LabStanding]:
+    """Return every lab that exists on this machine, even in part."""
+    found = []
+    for name in state.existing():
+        record = state.read_record(name)
+        up = bool(namespaces.processes(namespaces.of_lab(name))) if os.geteuid() == 0 else None
+        topology, target = (record.topology, record.target) if record else (None, None)
+        found.append(LabStanding(name, topology, target, up, str(state.job_file(name))))
+    return found
+
+
+def _show_labs() -> None:
+    shipped = _table("topology", "title")
+    for name, title in _titles().items():
+        shipped.add_row(name, title)
+    out.print(shipped)
+    labs = _standing()
+    if not labs:
+        out.print("no lab is up")
+        return
+    table = _table("lab", "topology", "target", "state")
+    for lab in labs:
+        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
+    out.print(table)
+    for lab in labs:  # outside the table, which would wrap lines that users copy
+        out.print(f"job of {lab.name}: {lab.job_file}", soft_wrap=True)
+    for lab in labs:
+        if lab.up is False:
+            out.print(f"to clear up: checkmate lab down {lab.name}", soft_wrap=True)
+
+
+def _state(lab: LabStanding) -> str:
+    if lab.up is None:
+        return "unknown without root"
+    return "up" if lab.up else "left over"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
 
 
 @app.command()

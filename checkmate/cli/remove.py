@@ -7,10 +7,10 @@ import asyncio
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
-    jobs_of,
     out,
     print_json,
     says_errors,
+    set_of,
     switch_extra,
 )
 from checkmate.wording import counted
@@ -28,7 +28,7 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
     """
     switch_extra()
     try:
-        reports = asyncio.run(remove_jobs(jobs_of(jobs)))
+        reports = asyncio.run(remove_jobs(set_of(jobs).require()))
     except AnotherPrimary as error:
         raise AnotherPrimary(
             f"{error}. Stop that `checkmate run` and try again; or remove the job's file from the folder "

@@ -21,6 +21,7 @@ from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable
 from controlplane.serve import Fleet, follow
 from controlplane.status import SwitchStatus, read_status
+from controlplane.tasks import until_first
 
 VIEW_SECONDS = 1.0
 
@@ -60,16 +61,9 @@ async def _run(files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    main = asyncio.create_task(_work(fleet, files, jobs, once=once, load=load, live=live))
-    stop = asyncio.create_task(stopped.wait())
     try:
-        await asyncio.wait({main, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if main.done():
-            main.result()
+        await until_first(_work(fleet, files, jobs, once=once, load=load, live=live), stopped.wait())
     finally:
-        for task in (main, stop):
-            task.cancel()
-        await asyncio.gather(main, stop, return_exceptions=True)
         await fleet.stop()
 
 
@@ -80,18 +74,8 @@ async def _work(
     if once:
         return
     out.print("serving; stop with Ctrl-C")
-    tasks = [asyncio.create_task(fleet.serve()), asyncio.create_task(follow(files, fleet))]
-    if live:
-        tasks.append(asyncio.create_task(_view(fleet)))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    works = [fleet.serve(), follow(files, fleet), *([_view(fleet)] if live else [])]
+    await until_first(*works)
 
 
 async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:

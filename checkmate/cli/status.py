@@ -14,10 +14,10 @@ from checkmate.cli.common import (
     JobArguments,
     UsageFault,
     err,
-    jobs_of,
     out,
     print_json,
     says_errors,
+    set_of,
     switch_extra,
 )
 from checkmate.cli.views import switch_tables
@@ -60,7 +60,7 @@ def status(
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
     switch_extra()
-    loaded = jobs_of(jobs)
+    loaded = set_of(jobs).require()
     found = asyncio.run(_status(loaded, timeout if wait else 0.0))
     data = {status.switch: status.data() for status in found}
     if not as_json:

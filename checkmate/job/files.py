@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkmate.job import checks, conflicts
+from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job import faults as parts
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
 from checkmate.job.tofino import port_checks
-from checkmate.job.yaml_lines import Document, Documents, JobError, Located, read_document
+from checkmate.job.yaml_lines import Document, JobError, Located
 
 __all__ = ["JobError", "JobSet", "Located", "is_fabric", "locate", "read_job", "read_jobs", "read_set"]
+
+ReadYaml = Callable[[Path], Document]
+"""`read_document`, perhaps with a cache, so that a file is parsed once however often it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +75,20 @@ def read_jobs(files: Sequence[Path]) -> list[Job]:
     return read_set(files).require()
 
 
-def read_set(files: Sequence[Path], documents: Documents | None = None) -> JobSet:
+def read_set(files: Sequence[Path], read: ReadYaml | None = None) -> JobSet:
     """Read job files of jobs that share switches: each by itself, then against each other.
 
     A fault in one part of a file hides no fault elsewhere, and none that another job has with the file.
-    Each file is parsed once, fabric files that several jobs name included; `documents` has those that are
-    parsed already.
+    Each file is parsed once, fabric files that several jobs name included; `read` may have parsed some.
     """
-    documents = Documents() if documents is None else documents
+    read = read or cache(yaml_lines.read_document)
     faults: list[Located] = []
     sources: list[_Source] = []
     jobs: list[Job | None] = []
     order: list[Path] = []
     for file in files:
         order.append(file)
-        source, found = _source(file, documents)
+        source, found = _source(file, read)
         faults += found
         if source is None:
             continue
@@ -109,7 +112,7 @@ def read_set(files: Sequence[Path], documents: Documents | None = None) -> JobSe
 
 def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
     """Return a job file, and the line of a path in it."""
-    found = read_document(file).locate(Fault(path, ""))
+    found = yaml_lines.read_document(file).locate(Fault(path, ""))
     return found.file, found.line
 
 
@@ -118,10 +121,10 @@ def is_fabric(data: Any) -> bool:
     return isinstance(data, dict) and "switches" in data and not {"job", "dp_groups"} & data.keys()
 
 
-def _source(file: Path, documents: Documents) -> tuple[_Source | None, list[Located]]:
+def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
     """Read a job file and its fabric. Return what can be read, and the reasons for the rest."""
     try:
-        document = documents.read(file)
+        document = read(file)
     except JobError as error:
         return None, list(error.faults)
     raw = copy.deepcopy(document.data)
@@ -132,7 +135,7 @@ def _source(file: Path, documents: Documents) -> tuple[_Source | None, list[Loca
     faults: list[Located] = []
     if isinstance(raw.get("fabric"), str):
         try:
-            fabric = _fabric_document(document, raw["fabric"], documents)
+            fabric = _fabric_document(document, raw["fabric"], read)
             raw["fabric"] = copy.deepcopy(fabric.data)
         except JobError as error:
             faults = list(error.faults)
@@ -153,12 +156,12 @@ def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None
             tls.update({key: str(base / value) for key, value in tls.items() if isinstance(value, str)})
 
 
-def _fabric_document(document: Document, named: str, documents: Documents) -> Document:
+def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document:
     """Read the fabric file that a job names, relative to the job's folder."""
     if "\0" in named:
         raise JobError([document.locate(Fault(("fabric",), "must be the path of a file"))])
     try:
-        return documents.read(document.file.parent / named)
+        return read(document.file.parent / named)
     except JobError as error:
         if error.faults[0].path == "(file)":
             message = f"the fabric file {named} {error.faults[0].message}"

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
-from checkmate.job.files import JobSet, is_fabric, read_set
-from checkmate.job.yaml_lines import Documents, JobError
+from checkmate.job import yaml_lines
+from checkmate.job.files import JobSet, ReadYaml, is_fabric, read_set
+from checkmate.job.yaml_lines import JobError
 
 SUFFIXES = (".yaml", ".yml")
 Signature = dict[Path, tuple[int, int]]
 
 
-def job_files(arguments: Iterable[Path], documents: Documents | None = None) -> list[Path]:
+def job_files(arguments: Iterable[Path], read: ReadYaml | None = None) -> list[Path]:
     """Return the job files that a command line names: files, and the YAML files of folders, sorted.
 
-    Fabric files in folders are left out. `documents` parses the files of folders, and keeps the result.
+    Fabric files in folders are left out. `read` parses the files of folders.
     """
-    documents = Documents() if documents is None else documents
+    read = read or cache(yaml_lines.read_document)
     files: list[Path] = []
     for argument in arguments:
         if argument.is_dir():
-            files += [file for file in _yaml_files(argument) if not _is_fabric(file, documents)]
+            files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
         else:
             files.append(argument)
     return list({file.resolve(): file for file in files}.values())
@@ -40,9 +42,9 @@ class JobFiles:
 
     def read(self) -> JobSet:
         """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
-        documents, first, before = Documents(), self._seen is None, self._signature()
-        files = job_files(self._arguments, documents)
-        found = read_set([file for file in files if first or file.exists()], documents)
+        read, first, before = cache(yaml_lines.read_document), self._seen is None, self._signature()
+        files = job_files(self._arguments, read)
+        found = read_set([file for file in files if first or file.exists()], read)
         self._read = found.files
         self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
         return found
@@ -72,8 +74,8 @@ def _yaml_files(folder: Path) -> Iterator[Path]:
     yield from (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
 
 
-def _is_fabric(file: Path, documents: Documents) -> bool:
+def _is_fabric(file: Path, read: ReadYaml) -> bool:
     try:
-        return is_fabric(documents.read(file).data)
+        return is_fabric(read(file).data)
     except JobError:
         return False  # reported when it is read as a job

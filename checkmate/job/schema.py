@@ -7,7 +7,7 @@ reads files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -260,6 +260,15 @@ class Job(_Model):
     mgmt_tls: MgmtTls | None = None
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
     shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
+
+    def hosts(self) -> Iterator[tuple[str, Rank | Nic]]:
+        """Yield every rank and shadow NIC, each with the name of its machine, such as `rank 0 of gpt`."""
+        for group in self.dp_groups:
+            for rank in group.ranks:
+                yield f"rank {rank.rank} of {self.job}", rank
+        for node in self.shadow_nodes:
+            for nic in node.nics:
+                yield f"shadow node {node.id} of {self.job}", nic
 
     def shadow_list(self, group: int) -> tuple[int, ...]:
         """Return the ids of the shadow nodes that hold a DP group's shards, in the order of shards."""

@@ -92,25 +92,6 @@ def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
     return Document(file, data, lines)
 
 
-class Documents:
-    """YAML files, each parsed once, however often it is asked for."""
-
-    def __init__(self) -> None:
-        self._found: dict[Path, Document | JobError] = {}
-
-    def read(self, file: Path) -> Document:
-        """Return what `read_document` returned the first time, or raise what it raised."""
-        if file not in self._found:
-            try:
-                self._found[file] = read_document(file)
-            except JobError as error:
-                self._found[file] = error
-        found = self._found[file]
-        if isinstance(found, JobError):
-            raise found
-        return found
-
-
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:
     """Return a document's data, and the line of each path in it."""
     loader = Loader(text)

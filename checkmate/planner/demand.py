@@ -100,11 +100,6 @@ class NodeDemand:
     nics: tuple[NicDemand, ...]
     memory: MemoryDemand
 
-    @property
-    def elements(self) -> int:
-        """Number of elements that it steps per iteration."""
-        return sum(shard.elements for shard in self.shards)
-
 
 @dataclass(frozen=True)
 class Setting:

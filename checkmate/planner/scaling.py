@@ -7,12 +7,13 @@ the step is its share of the elements (paper, section "Optimizer Scaling across 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from checkmate.planner.demand import layout_of
 from checkmate.planner.models.named import Model
@@ -36,7 +37,7 @@ class ProfileError(ValueError):
 class StepTimes:
     """Times of a model's optimizer step on one machine.
 
-    `seconds` has at least one time, by number of threads in ascending order. If `by_layer`, times are sums
+    `seconds` has at least one time, by number of threads. If `by_layer`, times are sums
     over kinds of layers, each measured separately.
     """
 
@@ -46,11 +47,6 @@ class StepTimes:
     elements: int
     seconds: Mapping[int, float]
     by_layer: bool
-
-    @cached_property
-    def amdahl(self) -> tuple[float, float]:
-        """Serial and parallel part of the step, in seconds."""
-        return amdahl(self.seconds)
 
     def on(self, cores: float) -> float:
         """Return the seconds of a step of the whole model on one node.
@@ -68,14 +64,10 @@ class StepTimes:
         """Interpolate between measurements, or extrapolate after the last."""
         most = max(self.seconds)
         if cores > most:
-            fixed, shared = self.amdahl
+            fixed, shared = amdahl(self.seconds)
             return self.seconds[most] * (fixed + shared / cores) / (fixed + shared / most)
-        below = max(n for n in self.seconds if n <= cores)
-        above = min(n for n in self.seconds if n >= cores)
-        if below == above:
-            return self.seconds[below]
-        part = (1 / below - 1 / cores) / (1 / below - 1 / above)
-        return self.seconds[below] + part * (self.seconds[above] - self.seconds[below])
+        shares, times = zip(*sorted((1 / n, took) for n, took in self.seconds.items()), strict=True)
+        return float(np.interp(1 / cores, shares, times))
 
 
 @dataclass(frozen=True)
@@ -182,34 +174,16 @@ def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> l
 def read_profile(file: Path) -> Profile:
     """Read the output of `checkmate profile --json`. Raise `ProfileError` if it is invalid."""
     try:
-        said = json.loads(file.read_text())
-        steps = tuple(_step_times(step) for step in said["steps"])
-        received = {int(nics): float(rate) for nics, rate in said["receive_bytes_per_s"].items()}
-        found = Profile(int(said["cores"]), received, steps)
+        found = TypeAdapter(Profile).validate_json(file.read_bytes())
     except OSError as error:
         raise ProfileError(f"{file} cannot be read: {error.strerror}") from None
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
+    except ValidationError:
         found = None
     wrong = "" if found is None else _wrong(found)
     if found is None or wrong:
         why = f" ({wrong})" if wrong else ""
         raise ProfileError(f"{file} is not a profile{why}; create one: checkmate profile --json > {file}")
     return found
-
-
-def _step_times(said: Mapping[str, Any]) -> StepTimes:
-    return StepTimes(
-        str(said["model"]),
-        str(said["optimizer"]),
-        str(said["dtype"]),
-        int(said["elements"]),
-        {int(threads): float(took) for threads, took in sorted(said["seconds"].items(), key=_first)},
-        bool(said["by_layer"]),
-    )
-
-
-def _first(item: tuple[str, float]) -> int:
-    return int(item[0])
 
 
 def _wrong(found: Profile) -> str:

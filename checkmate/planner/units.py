@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 HOUR_S: Final = 3600.0
@@ -21,13 +22,6 @@ _TIME_S: Final = {
 _SHOWN: Final = ("us", "ms", "s", "min", "h", "d")
 _PREFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BYTES: Final = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
-_BYTES_A_SECOND: Final = {f"{unit}/s": size for unit, size in _BYTES.items()}
-_BITS_A_SECOND: Final = {
-    f"{prefix}{unit}": size for prefix, size in _PREFIXES.items() for unit in ("bit/s", "bps") if prefix
-}
-_FLOPS: Final = {f"{prefix}FLOPS": size for prefix, size in _PREFIXES.items() if prefix}
-_AMOUNT: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_PRICE: Final = {"": 1.0, "$": 1.0, "$/h": 1.0, "$/GPU-hour": 1.0, "$/node-hour": 1.0}
 _PER_HOUR: Final = {
     "": 1.0, "/h": 1.0, "/d": 1 / 24, "/w": 1 / (7 * 24), "/y": 1 / (365 * 24),
     "/hour": 1.0, "/day": 1 / 24, "/week": 1 / (7 * 24), "/year": 1 / (365 * 24),
@@ -53,11 +47,6 @@ def seconds(value: object) -> float:
     return _quantity(value, _TIME_S, "a time such as 10ms, 1.2s, 30min, 6h or 54d")
 
 
-def price_per_hour(value: object) -> float:
-    """Parse dollars per hour of one GPU or node: `11.06`, `$11.06` or `11.06 $/h`."""
-    return _quantity(value, _PRICE, "dollars per hour such as 11.06")
-
-
 def failures_per_hour(value: object) -> float:
     """Parse failures per hour of one GPU or node: `2e-5`, `0.17/y`, `1/week`, `419 in 54d on 16384`."""
     right = "failures per hour of one GPU or node such as 2e-5, 0.17/y or '419 in 54d on 16384'"
@@ -78,31 +67,6 @@ def count(value: object) -> int:
     if number != int(number):
         raise UnitError(f"must be {right}, not {_shown(value)}")
     return int(number)
-
-
-def amount(value: object) -> float:
-    """Parse a large number: `405e9` or `405B`; K, M, B and T are powers of 1,000."""
-    return _quantity(value, _AMOUNT, "a number such as 405e9 or 405B")
-
-
-def bytes_per_second(value: object) -> float:
-    """Parse a bandwidth such as `2TB/s`; prefixes are powers of 1,000."""
-    return _quantity(value, _BYTES_A_SECOND, "bytes per second such as 2TB/s or 500GB/s")
-
-
-def bits_per_second(value: object) -> float:
-    """Parse a line rate such as `100Gbit/s`; prefixes are powers of 1,000."""
-    return _quantity(value, _BITS_A_SECOND, "a line rate such as 100Gbit/s")
-
-
-def nbytes(value: object) -> float:
-    """Parse a size of memory such as `128GB`; prefixes are powers of 1,000."""
-    return _quantity(value, _BYTES, "a size such as 128GB")
-
-
-def flops(value: object) -> float:
-    """Parse floating-point operations per second, such as `400TFLOPS`."""
-    return _quantity(value, _FLOPS, "operations per second such as 400TFLOPS")
 
 
 def show_seconds(value_s: float) -> str:
@@ -168,3 +132,39 @@ def _shown(value: object) -> str:
 
 def _float(text: str) -> float:
     return float(text.replace(",", ""))
+
+
+price_per_hour: Final = partial(
+    _quantity,
+    units={"": 1.0, "$": 1.0, "$/h": 1.0, "$/GPU-hour": 1.0, "$/node-hour": 1.0},
+    right="dollars per hour such as 11.06",
+)
+"""Parse dollars per hour of one GPU or node: `11.06`, `$11.06` or `11.06 $/h`."""
+amount: Final = partial(
+    _quantity,
+    units={"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12},
+    right="a number such as 405e9 or 405B",
+)
+"""Parse a large number: `405e9` or `405B`; K, M, B and T are powers of 1,000."""
+bytes_per_second: Final = partial(
+    _quantity,
+    units={f"{unit}/s": size for unit, size in _BYTES.items()},
+    right="bytes per second such as 2TB/s or 500GB/s",
+)
+"""Parse a bandwidth such as `2TB/s`; prefixes are powers of 1,000."""
+bits_per_second: Final = partial(
+    _quantity,
+    units={
+        f"{prefix}{unit}": size for prefix, size in _PREFIXES.items() for unit in ("bit/s", "bps") if prefix
+    },
+    right="a line rate such as 100Gbit/s",
+)
+"""Parse a line rate such as `100Gbit/s`; prefixes are powers of 1,000."""
+nbytes: Final = partial(_quantity, units=_BYTES, right="a size such as 128GB")
+"""Parse a size of memory such as `128GB`; prefixes are powers of 1,000."""
+flops: Final = partial(
+    _quantity,
+    units={f"{prefix}FLOPS": size for prefix, size in _PREFIXES.items() if prefix},
+    right="operations per second such as 400TFLOPS",
+)
+"""Parse floating-point operations per second, such as `400TFLOPS`."""

@@ -67,13 +67,11 @@ class View:
     def of(
         cls, network: Network, switch: str, boundary_ids: Mapping[tuple[str, int], int], connected: Connected
     ) -> View:
-        nics = {}
-        for job in network.jobs:
-            for node in job.shadow_nodes:
-                for nic in node.nics:
-                    port = network.arrival_port(switch, nic)
-                    if port is not None:
-                        nics[nic.ip] = (nic, port)
+        nics = {
+            nic.ip: (nic, port)
+            for nic in network.hosts
+            if isinstance(nic, Nic) and (port := network.arrival_port(switch, nic)) is not None
+        }
         return cls(network, switch, boundary_ids, connected, nics)
 
     def knows(self, segment: Segment, port: int) -> bool:

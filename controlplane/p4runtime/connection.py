@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -138,14 +137,9 @@ class SwitchConnection:
 def _credentials(tls: Tls | None) -> GRPCCredentialsTLS | None:
     if tls is None:
         return None
-    for file in (tls.ca, tls.cert, tls.key):
-        _readable(file)
-    return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)
-
-
-def _readable(file: Path | None) -> None:
-    if file is not None:
+    for file in filter(None, (tls.ca, tls.cert, tls.key)):
         try:
             file.read_bytes()
         except OSError as error:
             raise SwitchUnreachable(f"can't read the TLS file {file}: {error.strerror}") from None
+    return GRPCCredentialsTLS(cacert=tls.ca, cert=tls.cert, private_key=tls.key)

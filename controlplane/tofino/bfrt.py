@@ -37,31 +37,28 @@ def script(switch: Switch, peers: dict[int, tuple[str, ...]], plan: PfcPlan) -> 
     chip = {"tofino": "tf1", "tofino2": "tf2"}[switch.target]
     return "\n".join(
         [
-            *_head(switch),
-            *_constants(switch, plan),
+            *_head(switch, plan),
             *_ports(ports, peers),
             *_replication(),
             *_buffer(plan, chip),
-            *_watchdog(chip),
+            *_watchdog(plan, chip),
         ]
     )
 
 
-def _head(switch: Switch) -> Iterable[str]:
-    yield f"# Settings that P4Runtime lacks, for {switch.name} ({switch.target}): ports, replication, PFC."
-    yield "# Made by `checkmate plan --bfrt`. On the switch, once its program is loaded:"
-    yield f"#     $SDE/run_bfshell.sh -b $PWD/{switch.name}.py"
-    yield "# Running it again changes nothing. Existing ports keep their speed and FEC."
-    yield ""
+def _head(switch: Switch, plan: PfcPlan) -> Iterable[str]:
+    yield f"""\
+# Settings that P4Runtime lacks, for {switch.name} ({switch.target}): ports, replication, PFC.
+# Made by `checkmate plan --bfrt`. On the switch, once its program is loaded:
+#     $SDE/run_bfshell.sh -b $PWD/{switch.name}.py
+# Running it again changes nothing. Existing ports keep their speed and FEC.
 
-
-def _constants(switch: Switch, plan: PfcPlan) -> Iterable[str]:
-    yield f"CPU_PORT = {switch.packet_port}  # the port that the program is compiled for"
-    yield f"PRIORITY = {plan.priority}  # of all training traffic (IEEE 802.1Q)"
-    yield f"FRAME = {switch.mtu + ETHERNET}  # the longest, in bytes"
-    yield f"THRESHOLD = {plan.threshold}  # cells of a port's frames above which its peer is paused"
-    yield f"HYSTERESIS = {plan.hysteresis}  # cells below the threshold at which the peer may continue"
-    yield ""
+CPU_PORT = {switch.packet_port}  # the port that the program is compiled for
+PRIORITY = {plan.priority}  # of all training traffic (IEEE 802.1Q)
+FRAME = {switch.mtu + ETHERNET}  # the longest, in bytes
+THRESHOLD = {plan.threshold}  # cells of a port's frames above which its peer is paused
+HYSTERESIS = {plan.hysteresis}  # cells below the threshold at which the peer may continue
+"""
 
 
 def _row(*values: object) -> str:
@@ -98,15 +95,16 @@ bfrt.pre.prune.entry(MULTICAST_L2_XID=0, DEV_PORT=[]).push()
 
 
 def _buffer(plan: PfcPlan, chip: str) -> Iterable[str]:
-    yield "# The buffer, in cells. The program sets neither iCoS nor queue: all frames have iCoS 0, queue 0."
-    yield f"TM = bfrt.{chip}.tm"
-    yield f'TM.pool.cfg.mod(pool="IG_APP_POOL_1", size_cells={plan.ingress_pool})'
-    yield f'TM.pool.cfg.mod(pool="IG_SKID_POOL", size_cells={plan.skid_pool})'
-    yield f'TM.pool.cfg.mod(pool="EG_APP_POOL_1", size_cells={plan.egress_pool})'
-    yield f'TM.pool.app_pfc.mod(pool="IG_APP_POOL_1", cos=0, pfc_limit_cells={plan.ingress_pool})'
-    yield ""
-    yield "# Ports at which training traffic arrives: device port, pipe, PPG, headroom in cells."
-    yield "SENDERS = ["
+    yield f"""\
+# The buffer, in cells. The program sets neither iCoS nor queue: all frames have iCoS 0, queue 0.
+TM = bfrt.{chip}.tm
+TM.pool.cfg.mod(pool="IG_APP_POOL_1", size_cells={plan.ingress_pool})
+TM.pool.cfg.mod(pool="IG_SKID_POOL", size_cells={plan.skid_pool})
+TM.pool.cfg.mod(pool="EG_APP_POOL_1", size_cells={plan.egress_pool})
+TM.pool.app_pfc.mod(pool="IG_APP_POOL_1", cos=0, pfc_limit_cells={plan.ingress_pool})
+
+# Ports at which training traffic arrives: device port, pipe, PPG, headroom in cells.
+SENDERS = ["""
     used = dict.fromkeys(range(chips.PIPES), 0)
     for sender in plan.senders:
         pipe = chips.pipe_of(sender.port.device_port)
@@ -157,13 +155,12 @@ for device_port, pipe, cells, shadow in QUEUES:
         pipe=pipe,
     )
 """
-    seconds = f"{plan.watchdog / 1000:g}"
-    yield f"WATCHDOG = {seconds}  # seconds for which a shadow node may pause without taking a frame"
-    yield f"RESTORE = {plan.restore / 1000:g}  # seconds until it may pause again"
 
 
-def _watchdog(chip: str) -> Iterable[str]:
+def _watchdog(plan: PfcPlan, chip: str) -> Iterable[str]:
     yield f"""\
+WATCHDOG = {plan.watchdog / 1000:g}  # seconds for which a shadow node may pause without taking a frame
+RESTORE = {plan.restore / 1000:g}  # seconds until it may pause again
 
 
 def watchdog(rounds=None, TM=TM, PORT=bfrt.port, QUEUES=QUEUES, PLACES=PLACES, BIT=1 << PRIORITY,

@@ -14,7 +14,6 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,6 @@ def _for_stratum(program: PackedProgram) -> bytes:
 
 def stratum_message() -> Any:
     """Return an empty `BfPipelineConfig`."""
-    return _stratum_class()()
-
-
-@cache
-def _stratum_class() -> Any:
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(
         name="checkmate/bf_pipeline_config.proto", package="checkmate.tofino", syntax="proto3"
@@ -161,4 +155,4 @@ def _stratum_class() -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     found = pool.FindMessageTypeByName("checkmate.tofino.BfPipelineConfig")
-    return message_factory.GetMessageClass(found)
+    return message_factory.GetMessageClass(found)()

@@ -24,19 +24,13 @@ def host_commands(jobs: Sequence[Job]) -> Iterator[HostCommands]:
     """Yield the commands for every rank and shadow NIC that is attached to a Tofino."""
     for job in jobs:
         switches = {switch.name: switch for switch in job.fabric.switches if switch.is_tofino}
-        for group in job.dp_groups:
-            for rank in group.ranks:
-                if rank.switch in switches:
-                    yield _host(f"rank {rank.rank} of {job.job}", rank, switches[rank.switch], job)
-        for node in job.shadow_nodes:
-            for nic in node.nics:
-                if nic.switch in switches:
-                    name = f"shadow node {node.id} of {job.job}"
-                    yield _host(name, nic, switches[nic.switch], job, stuck=True)
+        for name, host in job.hosts():
+            if host.switch in switches:
+                yield _host(name, host, switches[host.switch], job)
 
 
-def _host(name: str, place: Rank | Nic, switch: Switch, job: Job, *, stuck: bool = False) -> HostCommands:
-    """Return a host's commands; with `stuck`, its NIC stops pausing if the host stops reading."""
+def _host(name: str, place: Rank | Nic, switch: Switch, job: Job) -> HostCommands:
+    """Return a host's commands. A shadow NIC stops pausing if its host stops reading."""
     priority = job.tag.priority
     commands = [
         f"DEV=$(ip -o -4 address show to {place.ip}/32 | awk '{{print $2}}')",
@@ -45,7 +39,7 @@ def _host(name: str, place: Rank | Nic, switch: Switch, job: Job, *, stuck: bool
         f'dcb app replace dev "$DEV" dscp-prio 0:{priority} {job.tag.dscp_bit}:{priority}',
         f'dcb pfc set dev "$DEV" prio-pfc all:off {priority}:on',
     ]
-    if stuck:
+    if isinstance(place, Nic):
         commands.append(f'ethtool --set-tunable "$DEV" pfc-prevention-tout {switch.pfc.watchdog}')
     return HostCommands(
         name, str(place.ip), switch.name, port_settings(switch, place.port).name, tuple(commands)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from checkmate.job.schema import Job, Switch
+from checkmate.job.schema import Job, Nic, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import PortSettings, port_settings
 from controlplane.entities import MulticastGroup
@@ -132,21 +132,12 @@ def pfc_plan(network: Network, switch: Switch, plan: SwitchPlan, priority: int) 
 
 def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]], set[int]]:
     """Return the names of each used port's peers, and the ports that lead to a shadow NIC."""
-    found: dict[int, tuple[str, ...]] = {}
-    shadows = set()
-    for port, far in network.links(switch).items():
-        found[port] = (f"switch {far}",)
-    for job in network.jobs:
-        for group in job.dp_groups:
-            for rank in group.ranks:
-                if rank.switch == switch:
-                    found[rank.port] = (f"rank {rank.rank} of {job.job}",)
-        for node in job.shadow_nodes:
-            for nic in node.nics:
-                if nic.switch == switch:
-                    found[nic.port] = (f"shadow node {node.id} of {job.job}",)
-                    shadows.add(nic.port)
-    return found, shadows
+    found: dict[int, tuple[str, ...]] = {
+        port: (f"switch {far}",) for port, far in network.links(switch).items()
+    }
+    here = [(name, host) for job in network.jobs for name, host in job.hosts() if host.switch == switch]
+    found |= {host.port: (name,) for name, host in here}
+    return found, {host.port for _, host in here if isinstance(host, Nic)}
 
 
 def copies_by_port(network: Network, plan: SwitchPlan) -> dict[int, list[MulticastGroup]]:

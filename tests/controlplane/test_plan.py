@@ -292,4 +292,4 @@ def test_entities_print_as_a_person_reads_them() -> None:
 
 
 def _all(held: Holdings) -> list[Entity]:
-    return [entity for kind in held.kinds for entity in kind.values()]
+    return list(held)

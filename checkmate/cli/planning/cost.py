@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
-from checkmate.cli.planning.pictures import PlotFile, check_picture, draw
+from checkmate.cli.planning.options import PlotFile, check_picture, draw
 
 if TYPE_CHECKING:
     from checkmate.planner.cost.inputs import CostInputs

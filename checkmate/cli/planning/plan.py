@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -12,14 +13,14 @@ from checkmate.cli.common import (
     AsJson,
     JobArguments,
     UsageFault,
+    err,
     out,
     print_json,
     says_errors,
     set_of,
     switch_extra,
 )
-from checkmate.cli.planning import capacity as capacities
-from checkmate.cli.planning import model_options, tofino
+from checkmate.cli.planning import options, tofino
 from checkmate.job.files import JobSet, Located, locate
 from checkmate.job.schema import Job
 from controlplane import plan as planning
@@ -68,18 +69,18 @@ def plan(
     pfc: tofino.PfcFlag = False,
     bfrt: tofino.BfrtFlag = False,
     switch: tofino.SwitchName = None,
-    capacity: capacities.CapacityFlag = False,
-    models: capacities.ModelNames = None,
-    optimizer: model_options.Optimizer = "adamw",
-    dtype: model_options.Dtype = None,
-    iteration_time: model_options.IterationTime = None,
-    link_rate: capacities.LinkRate = "100Gbit/s",
-    nic_rate: capacities.NicRate = None,
-    node_memory: capacities.NodeMemory = None,
-    profile: capacities.ProfileFile = None,
-    cores: capacities.Cores = None,
-    receive_buffer: model_options.ReceiveBuffer = 64,
-    details: capacities.Details = False,
+    capacity: options.CapacityFlag = False,
+    models: options.ModelNames = None,
+    optimizer: options.Optimizer = "adamw",
+    dtype: options.Dtype = None,
+    iteration_time: options.IterationTime = None,
+    link_rate: options.LinkRate = "100Gbit/s",
+    nic_rate: options.NicRate = None,
+    node_memory: options.NodeMemory = None,
+    profile: options.ProfileFile = None,
+    cores: options.Cores = None,
+    receive_buffer: options.ReceiveBuffer = 64,
+    details: options.Details = False,
 ) -> None:
     """Print what `run` would install on each switch, and check it against the switch's limits.
 
@@ -98,26 +99,30 @@ def plan(
     """
     switch_extra()
     _check_options(context)
-    wanted = capacities.CapacityOptions(
-        models or (),
-        optimizer,
-        dtype,
-        iteration_time,
-        link_rate,
-        nic_rate,
-        node_memory,
-        profile,
-        cores,
-        receive_buffer,
-        details,
-    )
     if capacity:
-        capacities.show(set_of(jobs), wanted, as_json=as_json)
+        with err.status("planning", spinner="line"):
+            from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
+
+        show(
+            set_of(jobs),
+            models=models or (),
+            optimizer=optimizer,
+            dtype=dtype,
+            iteration_time=iteration_time,
+            link_rate=link_rate,
+            nic_rate=nic_rate,
+            node_memory=node_memory,
+            profile=profile,
+            cores=cores,
+            receive_buffer=receive_buffer,
+            details=details,
+            as_json=as_json,
+        )
         return
     found = set_of(jobs)
     loaded, plans = checked_plan(found)
     if pfc or bfrt:
-        tofino.show(found, loaded, plans, tofino.TofinoOptions(pfc, bfrt, switch), as_json=as_json)
+        tofino.show(found, loaded, plans, bfrt=bfrt, only=switch, as_json=as_json)
         return
     targets = _targets(loaded)
     if as_json:
@@ -141,13 +146,15 @@ def _check_options(context: typer.Context) -> None:
     if len(asked) > 1:
         raise UsageFault(f"{given[asked[0]]} and {given[asked[1]]} exclude each other; use one of them")
     for name, option in given.items():
-        if name in capacities.OPTIONS and "capacity" not in given:
+        if name in options.CAPACITY_OPTIONS and "capacity" not in given:
             raise UsageFault(f"{option} needs --capacity")
     if "switch" in given and not {"pfc", "bfrt"} & given.keys():
         raise UsageFault("--switch needs --pfc or --bfrt")
 
 
-def _limits(target: str) -> dict[str, int]:
+@cache
+def table_limits(target: str) -> Mapping[str, int]:
+    """Return a target's capacity for each kind of entity. Raise `NotCompiled` if it has no P4Info."""
     return planning.limits(target, Codec.for_target(target).table_sizes())
 
 
@@ -156,7 +163,7 @@ def _table(plan: SwitchPlan, target: str) -> Table:
     table.add_column("what")
     for column in ("used", "holds", "share"):
         table.add_column(column, justify="right")
-    limits = _limits(target)
+    limits = table_limits(target)
     for what, used in sorted(plan.usage().items()):
         table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")
     return table
@@ -166,7 +173,7 @@ def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
     return {
         "target": target,
         "usage": plan.usage(),
-        "limits": _limits(target),
+        "limits": table_limits(target),
         "groups": [_group(group) for group in plan.holdings.groups.values()],
         "entries": [_entry(entry) for entry in plan.holdings.entries.values()],
         "streams": [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +11,16 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
-from checkmate.cli.planning.model_options import Dtype, IterationTime, Optimizer, ReceiveBuffer, quantity
-from checkmate.cli.planning.pictures import PlotFile, check_picture, draw
+from checkmate.cli.planning.options import (
+    Dtype,
+    IterationTime,
+    Optimizer,
+    PlotFile,
+    ReceiveBuffer,
+    check_picture,
+    draw,
+    quantity,
+)
 from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
 from checkmate.wording import counted
 from topologies.signals import unwinding
@@ -143,7 +150,13 @@ def _measure(
     received: dict[int, float] = {}
     for model in models:  # raises early for models that cannot be stepped
         step.samples_of(model, optimizer, room or machine.memory_available())
-    with _progress() as progress:
+    columns = (
+        SpinnerColumn("line"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("receiving", total=len(receive.NICS) + len(models) * len(threads))
         for nics in receive.NICS:
             progress.update(task, description=f"receiving, {counted(nics, 'NIC')}")
@@ -163,18 +176,6 @@ def _measure(
                 )
             )
     return Profile(machine.cores(), received, tuple(steps)), receive.may_force()
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = (
-        SpinnerColumn("line"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        yield progress
 
 
 def _sized(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -29,28 +29,26 @@ SwitchName = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class TofinoOptions:
-    """The options of `plan` that concern Tofino."""
-
-    pfc: bool
-    bfrt: bool
-    switch: str | None
-
-
 def show(
     found: JobSet,
     jobs: Sequence[Job],
     plans: Mapping[str, SwitchPlan],
-    wanted: TofinoOptions,
     *,
+    bfrt: bool,
+    only: str | None,
     as_json: bool,
 ) -> None:
-    """Print the settings. Raise `JobError`, with the arithmetic, if the switch has too little memory."""
+    """Print the settings for PFC, or with `bfrt` a script.
+
+    Raises `JobError`, with the arithmetic, if a switch has too little memory.
+    """
     network = Network(jobs)
-    planned = _planned(found, network, plans, _names(network, wanted.switch))
-    if wanted.bfrt:
-        scripts = {name: _script(network, plan) for name, plan in planned.items()}
+    planned = _planned(found, network, plans, _names(network, only))
+    if bfrt:
+        scripts = {
+            name: script(network.switches[name], peers_of(network, name)[0], plan)
+            for name, plan in planned.items()
+        }
         if as_json:
             print_json({name: {"script": text} for name, text in scripts.items()})
             return
@@ -72,16 +70,14 @@ def _names(network: Network, only: str | None) -> list[str]:
     tofinos = [name for name, switch in network.switches.items() if switch.is_tofino]
     if only is not None:
         if only not in tofinos:
-            raise UsageFault(f"no Tofino {only!r} among the jobs' switches; Tofinos: {_listed(tofinos)}")
+            raise UsageFault(
+                f"no Tofino {only!r} among the jobs' switches; Tofinos: {', '.join(tofinos) or 'none'}"
+            )
         return [only]
     if not tofinos:
         targets = [f"{name} ({switch.target})" for name, switch in network.switches.items()]
-        raise UsageFault(f"--pfc and --bfrt are for Tofinos, but the jobs' switches are {_listed(targets)}")
+        raise UsageFault(f"--pfc and --bfrt are for Tofinos, but the jobs' switches are {', '.join(targets)}")
     return tofinos
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _planned(
@@ -95,22 +91,17 @@ def _planned(
     ]
     done = {}
     for name in names:
-        users = [(file, job) for file, job in found.sound if name in _switches(job)]
+        users = [
+            (file, job)
+            for file, job in found.sound
+            if any(switch.name == name for switch in job.fabric.switches)
+        ]
         try:
             done[name] = pfc_plan(network, network.switches[name], plans[name], users[0][1].tag.priority)
         except NoRoom as error:
             faults += [Located(*locate(file, ("fabric",)), "fabric", str(error)) for file, _ in users]
     found.require(faults)
     return done
-
-
-def _switches(job: Job) -> set[str]:
-    return {switch.name for switch in job.fabric.switches}
-
-
-def _script(network: Network, plan: PfcPlan) -> str:
-    peers, _ = peers_of(network, plan.switch)
-    return script(network.switches[plan.switch], peers, plan)
 
 
 def _data(plan: PfcPlan) -> dict[str, object]:

@@ -34,10 +34,6 @@ class PortSettings:
     fec: str
     cable: float
 
-    @property
-    def bits_per_second(self) -> int:
-        return int(self.speed.removesuffix("G")) * 10**9
-
 
 def names(front_panel: str | None, ports: Mapping[str, PanelPort]) -> dict[str, int]:
     """Return device ports by front-panel name: the board's map, overridden by the switch's `ports`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from checkmate.job.schema import Job, ShadowNode
+from checkmate.job.schema import Job
 from checkmate.wire.tag import SHADOW_IDS_MAX
 from checkmate.wording import counted
 
@@ -57,8 +57,3 @@ def serving(job: Job, node: int, groups: int) -> Job:
         others = nodes or tuple(n.id for n in job.shadow_nodes if n.id != node)
         made.append(group.model_copy(update={"shadow_nodes": others or (node,)}))
     return job.model_copy(update={"dp_groups": tuple(made)})
-
-
-def place(job: Job, node: int) -> tuple[int, ShadowNode]:
-    """Return a shadow node, and its index in the job's list."""
-    return next((i, one) for i, one in enumerate(job.shadow_nodes) if one.id == node)

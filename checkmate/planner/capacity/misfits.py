@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Final, Protocol, TypeVar
 
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
-from checkmate.planner.capacity.changes import fewest_more_nodes, place, serving, with_nic
+from checkmate.planner.capacity.changes import fewest_more_nodes, serving, with_nic
 from checkmate.planner.capacity.plan import Capacity, SwitchUse
 from checkmate.planner.demand import Demand, NicDemand, NodeDemand
 from checkmate.planner.units import show_enough
@@ -139,7 +140,8 @@ def _held(
         of = [thing for thing in things(other.demand) if node in (None, thing.node)]
         return all(load(other, thing) <= most for thing in of)
 
-    path: tuple[str | int, ...] = ("shadow_nodes", place(found.demand.job, worst.node)[0])
+    nodes = [node.id for node in found.demand.job.shadow_nodes]
+    path: tuple[str | int, ...] = ("shadow_nodes", nodes.index(worst.node))
     kind, where = "node", f"node {worst.node}"
     if isinstance(worst, NicDemand):
         path, kind, where = (*path, "nics", worst.nic), "NIC", f"NIC {worst.node}.{worst.nic}"
@@ -166,7 +168,7 @@ def _line(found: Capacity) -> Check:
         found = []
         groups = sum(nic.node in job.shadow_list(group) for group in range(len(job.dp_groups)))
         jobs = {"": job}
-        if len(place(job, nic.node)[1].nics) == 1:
+        if len(job.node(nic.node).nics) == 1:
             jobs["a second NIC"] = with_nic(job, nic.node)
         for added, with_added in jobs.items():
             for fewer in range(groups - bool(not added), 0, -1):
@@ -179,7 +181,7 @@ def _line(found: Capacity) -> Check:
     def peak(_: Capacity, nic: NicDemand) -> float:
         return max(nic.peak_bits_per_s)
 
-    return _held(found, PEAK, line, "bit/s", _nics, peak, wrong, changes)
+    return _held(found, PEAK, line, "bit/s", attrgetter("nics"), peak, wrong, changes)
 
 
 def _receiving(found: Capacity) -> Check | None:
@@ -192,13 +194,13 @@ def _receiving(found: Capacity) -> Check | None:
         return f"takes {took} of an iteration of {iteration:g} s"
 
     def changes(nic: NicDemand, fits: _Fits) -> list[str]:
-        alone = len(place(job, nic.node)[1].nics) == 1
+        alone = len(job.node(nic.node).nics) == 1
         second = ["a second NIC"] if alone and fits(with_nic(job, nic.node)) else []
         rate = f"NICs and nodes that receive {show_enough(8 * nic.nbytes / iteration / 1e9)} Gbit/s each"
         return [*second, *fewest_more_nodes(job, nic.node, fits), rate]
 
     seconds = Capacity.receive_seconds
-    return _held(found, "receiving an iteration", iteration, "s", _nics, seconds, wrong, changes)
+    return _held(found, "receiving an iteration", iteration, "s", attrgetter("nics"), seconds, wrong, changes)
 
 
 def _stepping(found: Capacity) -> Check | None:
@@ -221,7 +223,7 @@ def _stepping(found: Capacity) -> Check | None:
         faster = f"faster cores: neither {SHADOW_IDS_MAX} nodes of {cores} nor {CORES_MOST} cores suffice"
         return changes or [faster]
 
-    return _held(found, "the optimizer's step", iteration, "s", _nodes, seconds, wrong, changes)
+    return _held(found, "the optimizer's step", iteration, "s", attrgetter("nodes"), seconds, wrong, changes)
 
 
 def _memory(found: Capacity) -> Check | None:
@@ -241,15 +243,7 @@ def _memory(found: Capacity) -> Check | None:
     def total(_: Capacity, node: NodeDemand) -> float:
         return node.memory.total
 
-    return _held(found, "memory", there, "bytes", _nodes, total, wrong, changes)
-
-
-def _nics(demand: Demand) -> Sequence[NicDemand]:
-    return demand.nics
-
-
-def _nodes(demand: Demand) -> Sequence[NodeDemand]:
-    return demand.nodes
+    return _held(found, "memory", there, "bytes", attrgetter("nodes"), total, wrong, changes)
 
 
 def _or(changes: Sequence[str]) -> str:

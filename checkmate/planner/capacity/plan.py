@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 from checkmate.planner.demand import Demand, NicDemand, NodeDemand
@@ -53,16 +52,6 @@ class Capacity:
     demand: Demand
     limits: Limits
     switches: tuple[SwitchUse, ...]
-
-    @cached_property
-    def streams(self) -> int:
-        """Number of TCP connections between shadow nodes and stubs."""
-        return len(self.demand.streams)
-
-    @cached_property
-    def shadow_nics(self) -> int:
-        """Number of shadow NICs in use; each needs a switch port."""
-        return len(self.demand.nics)
 
     @property
     def ports_of_the_rule(self) -> int:

@@ -100,16 +100,16 @@ def details(found: Capacity) -> Iterator[Table]:
 
 
 def _counts(found: Capacity) -> dict[str, int]:
-    job = found.demand.job
+    job, nics = found.demand.job, len(found.demand.nics)
     return {
         "dp_groups": len(job.dp_groups),
         "replicas": job.replicas,
         "channels": job.channels,
-        "streams": found.streams,
+        "streams": len(found.demand.streams),
         "multicast_groups": sum(use.used.get("multicast groups", 0) for use in found.switches),
-        "shadow_nics": found.shadow_nics,
-        "switch_ports": found.shadow_nics,
-        "transceivers": TRANSCEIVERS * found.shadow_nics,
+        "shadow_nics": nics,
+        "switch_ports": nics,
+        "transceivers": TRANSCEIVERS * nics,
         "ports_of_the_rule": found.ports_of_the_rule,
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +32,10 @@ class InputError(JobError):
 
 def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
     """Read inputs from YAML, overridden by options. Raise `InputError` with all faults."""
-    document = _read_yaml(file) if file else None
+    try:
+        document = read_document(file, "gpus: and stall:") if file else None
+    except JobError as error:
+        raise InputError(error.faults) from None
     given: dict[str, Any] = {**(document.data if document else {}), **flags}
     for key, instead in _INSTEAD.items():
         if key in flags:  # overrides the file
@@ -55,16 +57,6 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
     if faults or not inputs:
         raise InputError([_located(fault, document, flags) for fault in faults])
     return inputs
-
-
-def _read_yaml(file: Path) -> Document:
-    try:
-        return read_document(file)
-    except JobError as error:
-        (fault,) = error.faults
-        if fault.path == "(top level)":
-            fault = replace(fault, message="must be a mapping of keys such as gpus: and stall:")
-        raise InputError([fault]) from None
 
 
 def _alternatives(given: Mapping[str, Any]) -> Iterator[Fault]:

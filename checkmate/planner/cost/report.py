@@ -11,7 +11,6 @@ import numpy as np
 from checkmate.planner.cost import failures, model
 from checkmate.planner.cost.failures import Spread
 from checkmate.planner.cost.inputs import CostInputs
-from checkmate.planner.cost.model import Waste
 
 PERCENTILES: Final = (5, 50, 95)
 
@@ -60,111 +59,89 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Report:
-    """The complete result. `saved_*` compare Checkmate with optimal conventional checkpoints."""
+    """The complete result. `yours` has the user's checkpoint interval, if one is given."""
 
-    gpus: int
-    failures_per_gpu_hour: float
-    duration_s: float
-    iteration_s: float
-    stall_s: float
-    dollars_per_gpu_hour: float
-    dollars_per_node_hour: float
-    shadow_nodes: int
-    dp_groups: int
-    replicas: int
-    restart_s: float
-    failures_per_node_hour: float
-    seeding_s: float
-    disk_every_s: float
-    assumed: tuple[str, ...]
-    """Keys of assumed values, as in the YAML."""
-    failures: float
-    best_interval_iterations: float
-    schemes: tuple[Scheme, ...]
-    saved_gpu_hours: float
-    saved_dollars: float
-    yours_saved_gpu_hours: float | None
-    yours_saved_dollars: float | None
-    """The same for the user's interval, or `None`."""
-    break_even_stall_s: float
-    extra_ports: int
-    extra_ports_share: float
+    inputs: CostInputs
+    best: Scheme
+    yours: Scheme | None
+    checkmate: Scheme
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes, in the order of the table."""
+        return tuple(scheme for scheme in (self.best, self.yours, self.checkmate) if scheme)
+
+    def saved(self, scheme: Scheme) -> tuple[float, float]:
+        """Return the GPU-hours and dollars that Checkmate saves against another scheme."""
+        ours = self.checkmate
+        return scheme.wasted_gpu_hours - ours.wasted_gpu_hours, scheme.dollars - ours.dollars
 
     def data(self) -> dict[str, object]:
-        """Return the report as data, for `--json`."""
-        return asdict(self)
+        """Return the report as data, for `--json`. `assumed` has keys as in the YAML."""
+        inputs, training = self.inputs, self.inputs.training
+        saved_gpu_hours, saved_dollars = self.saved(self.best)
+        yours_saved = self.saved(self.yours) if self.yours else (None, None)
+        return {
+            "gpus": inputs.gpus,
+            "failures_per_gpu_hour": inputs.failure_rate,
+            "duration_s": inputs.duration,
+            "iteration_s": inputs.iteration_s,
+            "stall_s": inputs.stall_s,
+            "dollars_per_gpu_hour": inputs.price,
+            "dollars_per_node_hour": inputs.node_price,
+            "shadow_nodes": inputs.node_count,
+            "dp_groups": inputs.group_count,
+            "replicas": inputs.replicas,
+            "restart_s": inputs.restart,
+            "failures_per_node_hour": inputs.node_failure_rate,
+            "seeding_s": inputs.seeding,
+            "disk_every_s": inputs.disk_every,
+            "assumed": inputs.assumed,
+            "failures": training.failures,
+            "best_interval_iterations": model.best_interval_iterations(training, inputs.stall_s),
+            "schemes": [asdict(scheme) for scheme in self.schemes],
+            "saved_gpu_hours": saved_gpu_hours,
+            "saved_dollars": saved_dollars,
+            "yours_saved_gpu_hours": yours_saved[0],
+            "yours_saved_dollars": yours_saved[1],
+            "break_even_stall_s": model.break_even_stall_s(training, inputs.prices, inputs.node_count),
+            "extra_ports": model.extra_ports(inputs.group_count, inputs.replicas),
+            "extra_ports_share": model.extra_ports_share(inputs.group_count, inputs.gpus, inputs.replicas),
+        }
 
 
 def report(inputs: CostInputs) -> Report:
     """Compute the report. Raise `failures.NeverDone` if the simulation cannot run."""
-    training, stall_s = inputs.training, inputs.stall_s
-    best_every = model.best_every_iterations(training, stall_s)
-    schemes = [_conventional(inputs, "conventional, best", best_every)]
-    if inputs.every_iterations is not None:
-        schemes.append(_conventional(inputs, "conventional, yours", inputs.every_iterations))
-    yours = schemes[1] if len(schemes) > 1 else None
-    checkmate = _checkmate(inputs)
-    return Report(
-        gpus=training.gpus,
-        failures_per_gpu_hour=training.failures_per_gpu_hour,
-        duration_s=inputs.duration,
-        iteration_s=training.iteration_s,
-        stall_s=stall_s,
-        dollars_per_gpu_hour=inputs.price,
-        dollars_per_node_hour=inputs.node_price,
-        shadow_nodes=inputs.node_count,
-        dp_groups=inputs.group_count,
-        replicas=inputs.replicas,
-        restart_s=inputs.restart,
-        failures_per_node_hour=inputs.node_failure_rate,
-        seeding_s=inputs.seeding,
-        disk_every_s=inputs.disk_every,
-        assumed=inputs.assumed,
-        failures=training.failures,
-        best_interval_iterations=model.best_interval_iterations(training, stall_s),
-        schemes=(*schemes, checkmate),
-        saved_gpu_hours=schemes[0].wasted_gpu_hours - checkmate.wasted_gpu_hours,
-        saved_dollars=schemes[0].dollars - checkmate.dollars,
-        yours_saved_gpu_hours=yours.wasted_gpu_hours - checkmate.wasted_gpu_hours if yours else None,
-        yours_saved_dollars=yours.dollars - checkmate.dollars if yours else None,
-        break_even_stall_s=model.break_even_stall_s(training, inputs.prices, inputs.node_count),
-        extra_ports=model.extra_ports(inputs.group_count, inputs.replicas),
-        extra_ports_share=model.extra_ports_share(inputs.group_count, training.gpus, inputs.replicas),
-    )
+    best_every = model.best_every_iterations(inputs.training, inputs.stall_s)
+    best = _conventional(inputs, "conventional, best", best_every)
+    every = inputs.every_iterations
+    yours = None if every is None else _conventional(inputs, "conventional, yours", every)
+    return Report(inputs, best, yours, _checkmate(inputs))
 
 
-def _conventional(inputs: CostInputs, name: str, every_iterations: int) -> Scheme:
-    waste = model.conventional_waste(inputs.training, inputs.stall_s, every_iterations)
-    simulated = None
+def _conventional(inputs: CostInputs, name: str, every: int) -> Scheme:
+    spread = None
     if inputs.runs:
         spread = failures.simulate_conventional(
-            inputs.training, inputs.stall_s, every_iterations, inputs.restart, inputs.runs, inputs.seed
+            inputs.training, inputs.stall_s, every, inputs.restart, inputs.runs, inputs.seed
         )
-        simulated = _simulated(inputs, spread, node_dollars=0.0)
-    return _scheme(inputs, name, every_iterations, inputs.stall_s, waste, 0.0, simulated)
+    return _scheme(inputs, name, every, inputs.stall_s, 0.0, spread)
 
 
 def _checkmate(inputs: CostInputs) -> Scheme:
-    training = inputs.training
-    node_hours = model.node_hours(training.duration_hours, inputs.node_count)
-    simulated = None
+    spread = None
     if inputs.runs:
         spread = failures.simulate_checkmate(
-            training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
+            inputs.training, inputs.shadow, inputs.restart, inputs.runs, inputs.seed
         )
-        simulated = _simulated(inputs, spread, node_hours * inputs.node_price)
-    return _scheme(inputs, "Checkmate", 1, 0.0, model.checkmate_waste(training), node_hours, simulated)
+    node_hours = model.node_hours(inputs.training.duration_hours, inputs.node_count)
+    return _scheme(inputs, "Checkmate", 1, 0.0, node_hours, spread)
 
 
 def _scheme(
-    inputs: CostInputs,
-    name: str,
-    every: int,
-    stall_s: float,
-    waste: Waste,
-    node_hours: float,
-    simulated: Simulated | None,
+    inputs: CostInputs, name: str, every: int, stall_s: float, node_hours: float, spread: Spread | None
 ) -> Scheme:
+    waste = model.conventional_waste(inputs.training, stall_s, every)
     gpu_dollars, node_dollars = model.dollars(waste, inputs.prices, node_hours)
     return Scheme(
         name=name,
@@ -178,7 +155,7 @@ def _scheme(
         node_hours=node_hours,
         node_dollars=node_dollars,
         dollars=gpu_dollars + node_dollars,
-        simulated=simulated,
+        simulated=_simulated(inputs, spread, node_dollars) if spread else None,
     )
 
 

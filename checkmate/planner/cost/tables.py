@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from checkmate.planner.cost import model
+from checkmate.planner.cost.inputs import CostInputs
 from checkmate.planner.cost.report import Report, Scheme, Simulated
 from checkmate.planner.units import show_dollars, show_seconds
 from checkmate.wording import counted
@@ -16,28 +18,32 @@ def values(report: Report) -> Table:
     table = Table("inputs", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("")
-    for key, shown in _values(report):
-        mark = "[yellow]assumed[/yellow]" if key in report.assumed else "given"
+    for key, shown in _values(report.inputs):
+        mark = "[yellow]assumed[/yellow]" if key in report.inputs.assumed else "given"
         table.add_row(key.replace("_", "-"), shown, mark)
     return table
 
 
-def _values(report: Report) -> Iterator[tuple[str, str]]:
-    yield "gpus", f"{report.gpus:,}"
-    yield "failure_rate", f"{report.failures_per_gpu_hour:.3g} per GPU-hour"
-    yield "duration", show_seconds(report.duration_s)
-    yield "iteration", show_seconds(report.iteration_s)
-    yield "stall", show_seconds(report.stall_s)
-    yield "price", f"${report.dollars_per_gpu_hour:,.2f} per GPU-hour"
-    yield "node_price", f"${report.dollars_per_node_hour:,.2f} per node-hour"
-    yield "shadow_nodes", f"{report.shadow_nodes:,}"
-    yield "dp_groups", f"{report.dp_groups:,}"
-    yield "replicas", f"{report.replicas:,}"
-    if all(scheme.simulated for scheme in report.schemes):
-        yield "node_failure_rate", f"{report.failures_per_node_hour:.3g} per node-hour"
-        yield "seeding", show_seconds(report.seeding_s)
-        yield "disk_every", show_seconds(report.disk_every_s)
-        yield "restart", show_seconds(report.restart_s)
+def _values(inputs: CostInputs) -> list[tuple[str, str]]:
+    shown = [
+        ("gpus", f"{inputs.gpus:,}"),
+        ("failure_rate", f"{inputs.failure_rate:.3g} per GPU-hour"),
+        ("duration", show_seconds(inputs.duration)),
+        ("iteration", show_seconds(inputs.iteration_s)),
+        ("stall", show_seconds(inputs.stall_s)),
+        ("price", f"${inputs.price:,.2f} per GPU-hour"),
+        ("node_price", f"${inputs.node_price:,.2f} per node-hour"),
+        ("shadow_nodes", f"{inputs.node_count:,}"),
+        ("dp_groups", f"{inputs.group_count:,}"),
+        ("replicas", f"{inputs.replicas:,}"),
+    ]
+    simulated = [
+        ("node_failure_rate", f"{inputs.node_failure_rate:.3g} per node-hour"),
+        ("seeding", show_seconds(inputs.seeding)),
+        ("disk_every", show_seconds(inputs.disk_every)),
+        ("restart", show_seconds(inputs.restart)),
+    ]
+    return [*shown, *(simulated if inputs.runs else [])]
 
 
 def schemes(report: Report) -> Table:
@@ -45,15 +51,17 @@ def schemes(report: Report) -> Table:
     table = Table("over the run")
     for scheme in report.schemes:
         table.add_column(scheme.name.replace(", ", ",\n"), justify="right")
-    for what, *cells in zip(*map(_rows, report.schemes), strict=True):
-        table.add_row(what[0], what[1], *(cell[1] for cell in cells))
-    simulated = [(scheme.simulated, scheme) for scheme in report.schemes]
-    runs = [_simulated_rows(found, scheme) for found, scheme in simulated if found]
-    if runs:
+    _add(table, [_rows(scheme) for scheme in report.schemes])
+    if runs := [_simulated_rows(scheme.simulated, scheme) for scheme in report.schemes if scheme.simulated]:
         table.add_section()
-        for what, *cells in zip(*runs, strict=True):
-            table.add_row(what[0], what[1], *(cell[1] for cell in cells))
+        _add(table, runs)
     return table
+
+
+def _add(table: Table, columns: list[list[tuple[str, str]]]) -> None:
+    """Add rows of which each column has the label and its own cell."""
+    for row in zip(*columns, strict=True):
+        table.add_row(row[0][0], *(cell for _, cell in row))
 
 
 def _rows(scheme: Scheme) -> list[tuple[str, str]]:
@@ -83,19 +91,23 @@ def _simulated_rows(found: Simulated, scheme: Scheme) -> list[tuple[str, str]]:
 
 def sentences(report: Report) -> Iterator[str]:
     """Yield conclusions from the closed form."""
-    yield f"{report.failures:,.1f} failures are expected in {show_seconds(report.duration_s)}."
-    saved = _saved(report.saved_gpu_hours, report.saved_dollars)
+    inputs, training = report.inputs, report.inputs.training
+    yield f"{training.failures:,.1f} failures are expected in {show_seconds(inputs.duration)}."
+    stall_s = model.break_even_stall_s(training, inputs.prices, inputs.node_count)
     yield (
-        f"Compared with conventional checkpoints at the best interval, Checkmate {saved}. "
-        f"It costs less if a checkpoint stalls for more than {show_seconds(report.break_even_stall_s)}."
+        "Compared with conventional checkpoints at the best interval, Checkmate "
+        f"{_saved(*report.saved(report.best))}. "
+        f"It costs less if a checkpoint stalls for more than {show_seconds(stall_s)}."
     )
-    if report.yours_saved_gpu_hours is not None and report.yours_saved_dollars is not None:
-        every = counted(report.schemes[1].every_iterations, "iteration")
-        saved = _saved(report.yours_saved_gpu_hours, report.yours_saved_dollars)
+    if report.yours:
+        every = counted(report.yours.every_iterations, "iteration")
+        saved = _saved(*report.saved(report.yours))
         yield f"Compared with yours, a checkpoint every {every}, Checkmate {saved}."
+    share = model.extra_ports_share(inputs.group_count, inputs.gpus, inputs.replicas)
     yield (
-        f"It needs {counted(report.shadow_nodes, 'shadow node')}, {report.extra_ports:,} switch ports "
-        f"and as many NICs, with transceivers: {report.extra_ports_share:.2%} of the cluster's."
+        f"It needs {counted(inputs.node_count, 'shadow node')}, "
+        f"{model.extra_ports(inputs.group_count, inputs.replicas):,} switch ports "
+        f"and as many NICs, with transceivers: {share:.2%} of the cluster's."
     )
 
 

@@ -1,159 +1,114 @@
-"""The parameters of four architectures: names, shapes and registration order, without a forward pass.
+"""The parameters of four architectures: names and shapes in registration order.
 
-On the meta device they need no memory. Names and order are those of torchvision (ResNet, ViT) and
-transformers (GPT, LLaMA), because the bucket layout depends on the order. They are defined here because
-torchvision's wheels require one specific build of torch, and transformers depends on an HTTP client and
-tokenizers. If these are installed, their models can be used as well: `--model torchvision.models:resnet18`.
+Names and order are those of torchvision (ResNet, ViT) and transformers (GPT, LLaMA), because the bucket
+layout depends on the order. They are listed here because torchvision's wheels require one specific build of
+torch, and transformers depends on an HTTP client and tokenizers. If these are installed, their models can be
+used as well: `--model torchvision.models:resnet18`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
-from torch import nn
-
+Shaped = tuple[str, tuple[int, ...]]
+"""A parameter's name and shape."""
 GPT_WORDS = 50257
 """Vocabulary of GPT-2 and GPT-3 (Brown et al. 2020, section 2.1)."""
+CLASSES = 1000
+"""Classes of ResNet and ViT (ImageNet)."""
 
 
-class Bottleneck(nn.Module):
-    """ResNet's block of three convolutions (He et al. 2016, figure 5, right)."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(4 * width)
-        if inputs != 4 * width:
-            shortcut = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False)
-            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(4 * width))
+def _biased(name: str, *shape: int, width: int) -> Iterator[Shaped]:
+    """Yield a module's weight, and its bias of `width` elements."""
+    yield f"{name}.weight", shape
+    yield f"{name}.bias", (width,)
 
 
-class ResNet(nn.Module):
-    """ResNet of bottlenecks for 1,000 classes; `blocks` in each of its four stages (He et al., table 1)."""
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        inputs = 64
-        for stage, count in enumerate(blocks):
-            width = 64 << stage
-            made = []
-            for block in range(count):
-                made.append(Bottleneck(inputs, width, 2 if stage and not block else 1))
-                inputs = 4 * width
-            self.add_module(f"layer{stage + 1}", nn.Sequential(*made))
-        self.fc = nn.Linear(inputs, 1000)
+def _linear(name: str, inputs: int, outputs: int) -> Iterator[Shaped]:
+    yield from _biased(name, outputs, inputs, width=outputs)
 
 
-class EncoderBlock(nn.Module):
-    """ViT's layer (Dosovitskiy et al. 2021, figure 1, right)."""
-
-    def __init__(self, width: int, heads: int, mlp: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.self_attention = nn.MultiheadAttention(width, heads)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, mlp), nn.GELU(), nn.Dropout(), nn.Linear(mlp, width), nn.Dropout()
-        )
+def _norm(name: str, width: int) -> Iterator[Shaped]:
+    yield from _biased(name, width, width=width)
 
 
-class Encoder(nn.Module):
-    """ViT's encoder: a position for each patch and one for the class token."""
-
-    def __init__(self, positions: int, layers: int, width: int, heads: int, mlp: int) -> None:
-        super().__init__()
-        self.pos_embedding = nn.Parameter(torch.empty(1, positions, width))
-        blocks = [(f"encoder_layer_{i}", EncoderBlock(width, heads, mlp)) for i in range(layers)]
-        self.layers = nn.Sequential(OrderedDict(blocks))
-        self.ln = nn.LayerNorm(width)
-
-
-class VisionTransformer(nn.Module):
-    """ViT for square images of `image` pixels and 1,000 classes."""
-
-    def __init__(self, *, image: int, patch: int, layers: int, width: int, heads: int, mlp: int) -> None:
-        super().__init__()
-        self.class_token = nn.Parameter(torch.empty(1, 1, width))
-        self.conv_proj = nn.Conv2d(3, width, patch, patch)
-        self.encoder = Encoder((image // patch) ** 2 + 1, layers, width, heads, mlp)
-        self.heads = nn.Sequential(OrderedDict(head=nn.Linear(width, 1000)))
+def resnet(blocks: Sequence[int]) -> Iterator[Shaped]:
+    """Yield a ResNet's parameters; `blocks` in each of its four stages (He et al. 2016, table 1)."""
+    yield "conv1.weight", (64, 3, 7, 7)
+    yield from _norm("bn1", 64)
+    inputs = 64
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            yield from _bottleneck(f"layer{stage + 1}.{block}", inputs, 64 << stage)
+            inputs = 4 * (64 << stage)
+    yield from _linear("fc", inputs, CLASSES)
 
 
-class Projection(nn.Module):
-    """A linear layer with the weight's shape as in GPT-2: inputs x outputs."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-
-class GptBlock(nn.Module):
-    """GPT-2's layer (Radford et al. 2019, section 2.3), and GPT-3's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = nn.Module()
-        self.attn.c_attn = Projection(width, 3 * width)
-        self.attn.c_proj = Projection(width, width)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Module()
-        self.mlp.c_fc = Projection(width, 4 * width)
-        self.mlp.c_proj = Projection(4 * width, width)
+def _bottleneck(name: str, inputs: int, width: int) -> Iterator[Shaped]:
+    """Yield the parameters of a block of three convolutions (He et al. 2016, figure 5, right)."""
+    yield f"{name}.conv1.weight", (width, inputs, 1, 1)
+    yield from _norm(f"{name}.bn1", width)
+    yield f"{name}.conv2.weight", (width, width, 3, 3)
+    yield from _norm(f"{name}.bn2", width)
+    yield f"{name}.conv3.weight", (4 * width, width, 1, 1)
+    yield from _norm(f"{name}.bn3", 4 * width)
+    if inputs != 4 * width:
+        yield f"{name}.downsample.0.weight", (4 * width, inputs, 1, 1)
+        yield from _norm(f"{name}.downsample.1", 4 * width)
 
 
-class GptArchitecture(nn.Module):
-    """GPT-2 or GPT-3. The output projection shares the word embedding's parameter."""
-
-    def __init__(self, *, layers: int, width: int, context: int) -> None:
-        super().__init__()
-        self.transformer = nn.Module()
-        self.transformer.wte = nn.Embedding(GPT_WORDS, width)
-        self.transformer.wpe = nn.Embedding(context, width)
-        self.transformer.h = nn.ModuleList(GptBlock(width) for _ in range(layers))
-        self.transformer.ln_f = nn.LayerNorm(width)
-
-
-class LlamaBlock(nn.Module):
-    """LLaMA's layer (Touvron et al. 2023): grouped-query attention, gated MLP, no biases."""
-
-    def __init__(self, width: int, mlp: int, keys: int) -> None:
-        super().__init__()
-        self.self_attn = nn.Module()
-        for name, inputs, outputs in (
-            ("q_proj", width, width),
-            ("k_proj", width, keys),
-            ("v_proj", width, keys),
-            ("o_proj", width, width),
-        ):
-            self.self_attn.add_module(name, nn.Linear(inputs, outputs, bias=False))
-        self.mlp = nn.Module()
-        for name, inputs, outputs in (
-            ("gate_proj", width, mlp),
-            ("up_proj", width, mlp),
-            ("down_proj", mlp, width),
-        ):
-            self.mlp.add_module(name, nn.Linear(inputs, outputs, bias=False))
-        self.input_layernorm = nn.RMSNorm(width)
-        self.post_attention_layernorm = nn.RMSNorm(width)
+def vit(*, image: int, patch: int, layers: int, width: int, mlp: int) -> Iterator[Shaped]:
+    """Yield the parameters of a ViT for square images of `image` pixels (Dosovitskiy et al. 2021)."""
+    yield "class_token", (1, 1, width)
+    yield from _biased("conv_proj", width, 3, patch, patch, width=width)
+    yield "encoder.pos_embedding", (1, (image // patch) ** 2 + 1, width)  # patches, and the class token
+    for layer in range(layers):
+        name = f"encoder.layers.encoder_layer_{layer}"
+        yield from _norm(f"{name}.ln_1", width)
+        yield f"{name}.self_attention.in_proj_weight", (3 * width, width)
+        yield f"{name}.self_attention.in_proj_bias", (3 * width,)
+        yield from _linear(f"{name}.self_attention.out_proj", width, width)
+        yield from _norm(f"{name}.ln_2", width)
+        yield from _linear(f"{name}.mlp.0", width, mlp)
+        yield from _linear(f"{name}.mlp.3", mlp, width)
+    yield from _norm("encoder.ln", width)
+    yield from _linear("heads.head", width, CLASSES)
 
 
-class Llama(nn.Module):
-    """LLaMA 2 or 3. `keys` is the width of keys and of values: head size times groups."""
+def gpt(*, layers: int, width: int, context: int) -> Iterator[Shaped]:
+    """Yield the parameters of GPT-2 or GPT-3 (Radford et al. 2019, section 2.3).
 
-    def __init__(self, *, words: int, layers: int, width: int, mlp: int, keys: int) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(words, width)
-        self.model.layers = nn.ModuleList(LlamaBlock(width, mlp, keys) for _ in range(layers))
-        self.model.norm = nn.RMSNorm(width)
-        self.lm_head = nn.Linear(width, words, bias=False)
+    The output projection shares the word embedding's. Projections are stored as inputs x outputs.
+    """
+    yield "transformer.wte.weight", (GPT_WORDS, width)
+    yield "transformer.wpe.weight", (context, width)
+    for layer in range(layers):
+        name = f"transformer.h.{layer}"
+        yield from _norm(f"{name}.ln_1", width)
+        yield from _biased(f"{name}.attn.c_attn", width, 3 * width, width=3 * width)
+        yield from _biased(f"{name}.attn.c_proj", width, width, width=width)
+        yield from _norm(f"{name}.ln_2", width)
+        yield from _biased(f"{name}.mlp.c_fc", width, 4 * width, width=4 * width)
+        yield from _biased(f"{name}.mlp.c_proj", 4 * width, width, width=width)
+    yield from _norm("transformer.ln_f", width)
+
+
+def llama(*, words: int, layers: int, width: int, mlp: int, keys: int) -> Iterator[Shaped]:
+    """Yield the parameters of LLaMA 2 or 3 (Touvron et al. 2023): grouped-query attention, no biases.
+
+    `keys` is the width of keys and of values: head size times groups.
+    """
+    yield "model.embed_tokens.weight", (words, width)
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        yield f"{name}.self_attn.q_proj.weight", (width, width)
+        yield f"{name}.self_attn.k_proj.weight", (keys, width)
+        yield f"{name}.self_attn.v_proj.weight", (keys, width)
+        yield f"{name}.self_attn.o_proj.weight", (width, width)
+        yield f"{name}.mlp.gate_proj.weight", (mlp, width)
+        yield f"{name}.mlp.up_proj.weight", (mlp, width)
+        yield f"{name}.mlp.down_proj.weight", (width, mlp)
+        yield f"{name}.input_layernorm.weight", (width,)
+        yield f"{name}.post_attention_layernorm.weight", (width,)
+    yield "model.norm.weight", (width,)
+    yield "lm_head.weight", (words, width)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from checkmate.planner.models.architectures import GptArchitecture, Llama, ResNet, VisionTransformer
+from checkmate.planner.models.architectures import Shaped, gpt, llama, resnet, vit
 from checkmate.wire.layout import ITEMSIZES, Parameter
 
 _LAYER = re.compile(r"(?:[^.]*_)?\d+")
@@ -36,7 +36,7 @@ class NamedModel:
     """A model of the paper. `parameters` is their number, as published in `source`."""
 
     name: str
-    build: Callable[[], nn.Module]
+    shapes: Callable[[], Iterator[Shaped]]
     dtype: str
     parameters: int
     source: str
@@ -44,56 +44,56 @@ class NamedModel:
 
 NAMED: Final = (
     NamedModel(
-        "ResNet50", partial(ResNet, (3, 4, 6, 3)), "float32", 25_557_032, "torchvision, ResNet50_Weights"
+        "ResNet50", partial(resnet, (3, 4, 6, 3)), "float32", 25_557_032, "torchvision, ResNet50_Weights"
     ),
     NamedModel(
-        "ResNet152", partial(ResNet, (3, 8, 36, 3)), "float32", 60_192_808, "torchvision, ResNet152_Weights"
+        "ResNet152", partial(resnet, (3, 8, 36, 3)), "float32", 60_192_808, "torchvision, ResNet152_Weights"
     ),
     NamedModel(
         "ViT-H-14",
-        partial(VisionTransformer, image=518, patch=14, layers=32, width=1280, heads=16, mlp=5120),
+        partial(vit, image=518, patch=14, layers=32, width=1280, mlp=5120),
         "float32",
         633_470_440,
         "torchvision, ViT_H_14_Weights.IMAGENET1K_SWAG_E2E_V1: images of 518 pixels, the paper's 633.5M",
     ),
     NamedModel(
         "GPT2-1.5B",
-        partial(GptArchitecture, layers=48, width=1600, context=1024),
+        partial(gpt, layers=48, width=1600, context=1024),
         "bfloat16",
         1_557_611_200,
         "transformers, gpt2-xl; Radford et al. 2019, table 2",
     ),
     NamedModel(
         "GPT3-XL",
-        partial(GptArchitecture, layers=24, width=2048, context=2048),
+        partial(gpt, layers=24, width=2048, context=2048),
         "bfloat16",
         1_315_723_264,
         "Brown et al. 2020, table 2.1: 1.3B; 24 layers of 2,048, context 2,048",
     ),
     NamedModel(
         "GPT3-6.7B",
-        partial(GptArchitecture, layers=32, width=4096, context=2048),
+        partial(gpt, layers=32, width=4096, context=2048),
         "bfloat16",
         6_658_404_352,
         "Brown et al. 2020, table 2.1: 6.7B; 32 layers of 4,096, context 2,048",
     ),
     NamedModel(
         "LLaMA2-7B",
-        partial(Llama, words=32_000, layers=32, width=4096, mlp=11_008, keys=4096),
+        partial(llama, words=32_000, layers=32, width=4096, mlp=11_008, keys=4096),
         "bfloat16",
         6_738_415_616,
         "transformers, Llama-2-7b's config.json",
     ),
     NamedModel(
         "LLaMA2-13B",
-        partial(Llama, words=32_000, layers=40, width=5120, mlp=13_824, keys=5120),
+        partial(llama, words=32_000, layers=40, width=5120, mlp=13_824, keys=5120),
         "bfloat16",
         13_015_864_320,
         "transformers, Llama-2-13b's config.json",
     ),
     NamedModel(
         "LLaMA3-8B",
-        partial(Llama, words=128_256, layers=32, width=4096, mlp=14_336, keys=1024),
+        partial(llama, words=128_256, layers=32, width=4096, mlp=14_336, keys=1024),
         "bfloat16",
         8_030_261_248,
         "transformers, Meta-Llama-3-8B's config.json; Llama 3 report, table 3",
@@ -138,38 +138,30 @@ def load_model(name: str, dtype: str | None = None) -> Model:
     if dtype is not None and dtype not in ITEMSIZES:
         raise ModelError(f"no type {dtype} for gradients; supported: {', '.join(ITEMSIZES)}")
     known = _BY_NAME.get(name.lower())
-    said = dtype
     if known is not None:
-        found, said, name = _on_meta(known.build), dtype or known.dtype, known.name
-    elif ":" in name:
-        found = _from_function(name)
-    else:
+        said = dtype or known.dtype
+        return Model(known.name, tuple(Parameter(one, shape, said) for one, shape in known.shapes()))
+    if ":" not in name:
         names = ", ".join(model.name for model in NAMED)
         raise ModelError(f"no model {name}; use {names}, or module:function")
+    found = _from_function(name)
     for unknown, weights in found.named_parameters():
         if is_lazy(weights):
             raise ModelError(
                 f"{name}: {unknown} has no shape before the first batch; use a module with explicit sizes "
                 "instead of a lazy one"
             )
-    parameters = parameters_of(found)
-    if said is not None:
-        parameters = tuple(replace(parameter, dtype=said) for parameter in parameters)
+    parameters = tuple(
+        Parameter(one, tuple(p.shape), dtype or str(p.dtype).removeprefix("torch."))
+        for one, p in found.named_parameters()
+        if p.requires_grad
+    )
     if not any(parameter.elements for parameter in parameters):
         raise ModelError(f"{name} has no parameter that needs a gradient")
     for parameter in parameters:
         if parameter.dtype not in ITEMSIZES:
             raise ModelError(f"{name}: {parameter.name} has type {parameter.dtype}; add --dtype")
     return Model(name, parameters)
-
-
-def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
-    """Return the parameters of a module that need gradients, each once, in registration order."""
-    return tuple(
-        Parameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    )
 
 
 def layers_of(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
@@ -217,17 +209,13 @@ def _from_function(name: str) -> nn.Module:
     if not callable(target):
         raise ModelError(f"model {name}: {path} is not a function; it must return an nn.Module")
     try:
-        found = _on_meta(target)
+        with torch.device("meta"):
+            found = target()
     except (Exception, SystemExit) as error:
         raise ModelError(f"model {name}: {path}() failed: {_said(error)}") from error
     if not isinstance(found, nn.Module):
         raise ModelError(f"model {name}: {path}() returned a {type(found).__name__}, not an nn.Module")
     return found
-
-
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 def _said(error: BaseException) -> str:
