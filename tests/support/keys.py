@@ -13,6 +13,15 @@ from checkmate.keys.roles import Role, role_folder
 from testbed.jobs import job_data
 
 NOW = dt.datetime.now(dt.UTC)
+FILES = {
+    "authority/ca.pem",
+    "authority/ca.key",
+    *(f"{role}/{name}" for role in Role for name in ("ca.pem", "cert.pem", "key.pem")),
+    "controller/hello.key",
+    "shadow/hello.key",
+    "trainer/ring.key",
+}
+"""All files of a job's keys, by path relative to its folder."""
 
 
 def served_job(name: str = "gpt", *hosts: str) -> Job:
@@ -40,3 +49,11 @@ def role_keys(job: Job, keys: Path, role: Role, now: dt.datetime = NOW) -> RoleK
 def contents(folder: Path) -> dict[str, bytes]:
     """Return all files in a folder and its folders, by relative path."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def check_whole(job: Job, keys: Path) -> None:
+    """Check that every role can read its keys, and that nothing else is there."""
+    assert {path.name for path in keys.iterdir()} == {job.job}
+    assert contents(keys / job.job).keys() == FILES
+    for role in Role:
+        read_keys(keys / job.job / role, job.job, role, now=NOW)
