@@ -155,6 +155,12 @@ class Groups(TaggedTest):
             },
         )
 
+    def test_no_group(self) -> None:
+        """a segment that an entry replicates to group 0 is forwarded"""
+        self.put(replicate(BOUNDARY, 0, 0, group=0))
+        frame = TAGGED.frame()
+        self.check((TRAINER_PORT, frame), {PEER_PORT: frame})
+
     def test_same_port(self) -> None:
         """a training copy and two shadow copies that leave by one port, such as a link"""
         first, second = Shadow(0, isn=1), Shadow(1, isn=2)
