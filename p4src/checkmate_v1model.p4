@@ -109,7 +109,7 @@ control checkmate_egress(inout headers_t hdr, inout local_t local, inout standar
                     remember();
                     streams.apply(hdr, local.meta);
                 }
-            } else {
+            } else if (local.meta.ingress_port != CPU_PORT) {
                 local.meta.egress_port = standard.egress_port;
                 never_back.apply(local.meta);
             }

@@ -26,7 +26,8 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
     names = {each.preamble.id: each.preamble.name for each in info.tables}
     names |= {each.preamble.id: each.preamble.name for each in info.actions}
     in_tables = {ref.id for table in info.tables for ref in table.action_refs}
-    counters = {each.preamble.id: each.preamble.name for each in info.direct_counters}
+    direct = {each.preamble.id: each.preamble.name for each in info.direct_counters}
+    direct |= {each.preamble.id: each.preamble.name for each in info.direct_meters}
     return {
         "tables": {
             (table.preamble.name, table.preamble.alias): (
@@ -37,7 +38,7 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
                 ],
                 [(names[ref.id], ref.scope) for ref in table.action_refs],
                 names.get(table.const_default_action_id),
-                sorted(counters[each] for each in table.direct_resource_ids),
+                sorted(direct[each] for each in table.direct_resource_ids),
                 table.is_const_table,
             )
             for table in info.tables
@@ -52,12 +53,17 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
         "counters": {
             (each.preamble.name, each.preamble.alias): (each.spec.unit, each.size) for each in info.counters
         },
+        "meters": {
+            (each.preamble.name, each.preamble.alias): (each.spec.unit, each.spec.type, each.size)
+            for each in info.meters
+        },
         "direct counters": {
-            (each.preamble.name, each.preamble.alias): (
-                each.spec.unit,
-                names[each.direct_table_id],
-            )
+            (each.preamble.name, each.preamble.alias): (each.spec.unit, names[each.direct_table_id])
             for each in info.direct_counters
+        },
+        "direct meters": {
+            (each.preamble.name, each.preamble.alias): (each.spec.unit, names[each.direct_table_id])
+            for each in info.direct_meters
         },
         "controller headers": {
             each.preamble.name: [(m.id, m.name, m.bitwidth) for m in each.metadata]
@@ -73,6 +79,8 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
                 "actions",
                 "counters",
                 "direct_counters",
+                "meters",
+                "direct_meters",
                 "controller_packet_metadata",
                 "externs",
             )
@@ -83,7 +91,7 @@ def shape(info: p4i.P4Info) -> dict[str, Any]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_both_p4infos_say_the_same(target: str) -> None:
     expected, found = shape(read("bmv2")), shape(read(target))
-    assert len(expected["tables"]) == 8
+    assert len(expected["tables"]) == 13
     for part, content in expected.items():
         assert found[part] == content, part
     # A Tofino has port metadata, which this program skips.
