@@ -109,7 +109,8 @@ def _fetching(job: Job, stack: ExitStack) -> Timed:
 def _compared(name: str, secure: Timed, plain: Timed) -> Figure:
     for warm in (secure, plain):
         warm()
-    with_keys, without = [], []
+    with_keys: list[float] = []
+    without: list[float] = []
     for pair in range(PAIRS):
         for one, times in ((secure, with_keys), (plain, without))[:: -1 if pair % 2 else 1]:
             times.append(one())
