@@ -31,6 +31,7 @@ SUITES = {
     "shadow_receive": "shadow.receive",
     "shadow_step": "shadow.step",
     "shadow_memory": "shadow.memory",
+    "tls": "shadow.tls",
     "iteration": "training.iteration",
     "batches": "shadow.batches",
     "recovery": "training.recovery",

@@ -15,10 +15,12 @@ import yaml
 from rich.progress import track
 
 from checkmate.job.schema import Job
+from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from testbed.copies import Copies
+from testbed.jobs import keys_of
 from testbed.small_training import SmallTraining
 
 SHAPES: Final = ((1024, 2048),) * 12
@@ -40,7 +42,8 @@ def followed(job: Job) -> tuple[Forgetful, int, list[int]]:
     Returns:
         The training, and the process's resident bytes without state and after each step.
     """
-    with node(job), open_channel(job, 0) as channel, contextlib.ExitStack() as stack:
+    keys = keys_of(job, Role.READER)
+    with node(job), open_channel(job, 0, keys) as channel, contextlib.ExitStack() as stack:
         stub = ShadowStub(channel)
         empty = status(stub, job).memory_bytes
         copies = Copies(job)
@@ -66,6 +69,7 @@ def node(job: Job) -> Iterator[None]:
         file = Path(folder, "job.yaml")
         file.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_none=True)))
         command = [sys.executable, "-m", "checkmate.cli.entry", "shadow", str(file), "--id", "0", "--no-view"]
+        command += ["--insecure"] if job.keys is None else []
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             assert process.stdout

@@ -6,6 +6,9 @@ import itertools
 from typing import Any
 
 from checkmate.job.schema import Job
+from checkmate.keys.access import access
+from checkmate.keys.folder import RoleKeys
+from checkmate.keys.roles import Role
 
 
 def mac(kind: int, number: int) -> str:
@@ -105,3 +108,8 @@ def tofino_job_data(
 
 def job(name: str = "demo", **kwargs: Any) -> Job:
     return Job.model_validate(job_data(name, **kwargs))
+
+
+def keys_of(job: Job, role: Role) -> RoleKeys | None:
+    """Return a role's keys; `None` for a job without a folder of keys, which is insecure."""
+    return access(job, role, insecure=job.keys is None).keys

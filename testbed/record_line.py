@@ -9,8 +9,9 @@ import ssl
 import threading
 
 from checkmate.job.schema import Job
+from checkmate.keys.contexts import client_context
+from checkmate.keys.folder import RoleKeys
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import client_context
 from checkmate.rpc.frames import ANSWER, GREETING, Unpacker, pack
 
 WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -19,15 +20,15 @@ WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 class RecordLine:
     """Connection that sends parts and collects replies; `refused` is the reason if the node ended it."""
 
-    def __init__(self, job: Job, node: int) -> None:
+    def __init__(self, job: Job, node: int, keys: RoleKeys | None = None) -> None:
         self.replies: list[pb.RecordReply] = []
         self.refused = ""
         self.ended = threading.Event()
         self._taken = 0
         address = job.node(node).records_at
         self._socket = socket.create_connection(address, 10)
-        if job.mgmt_tls is not None:
-            self._socket = client_context(job.mgmt_tls).wrap_socket(self._socket, server_hostname=address[0])
+        if keys is not None:
+            self._socket = client_context(keys).wrap_socket(self._socket, server_hostname=address[0])
         self._socket.setblocking(False)
         self._turn = threading.Lock()  # two threads cannot use one TLS connection at a time
         self._send_all(GREETING)

@@ -13,6 +13,7 @@ import torch
 
 from checkmate import state
 from checkmate.job.schema import Job
+from checkmate.keys.roles import Role
 from checkmate.optim import supported
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
@@ -21,6 +22,7 @@ from checkmate.training.record.windows import Slices, to_message
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import StreamLayout, stream_layout
 from testbed.copies import Copies, StreamKey
+from testbed.jobs import keys_of
 from testbed.record_line import RecordLine
 
 SHAPES = ((64, 32), (32,), (40, 64), (40,), (3, 40), (3,))
@@ -29,7 +31,7 @@ RUN = "first"
 
 def status(job: Job, node: int) -> pb.NodeStatus:
     """Return a shadow node's status."""
-    with open_channel(job, node) as channel:
+    with open_channel(job, node, keys_of(job, Role.READER)) as channel:
         return ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=10)
 
 
@@ -50,6 +52,7 @@ class SmallTraining:
         seed: int = 1,
     ) -> None:
         self.job, self.copies, self.group = job, copies, group
+        self.keys = keys_of(job, Role.TRAINER)
         self.ranks = len(job.dp_groups[group].ranks)
         generator = torch.Generator().manual_seed(seed)
         weights = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -90,7 +93,7 @@ class SmallTraining:
         }
 
     def _channel(self, node: int) -> grpc.Channel:
-        return open_channel(self.job, node)
+        return open_channel(self.job, node, self.keys)
 
     def holders(self, shard: int) -> list[int]:
         return [self.job.holder(self.group, shard, i + 1).id for i in range(self.job.replicas)]
@@ -106,7 +109,7 @@ class SmallTraining:
                 setattr(request, name, value)
             found += self.stubs[node].Begin(request, timeout=10).warnings
             for position in range(self.ranks):
-                self.lines[node, position] = RecordLine(self.job, node)
+                self.lines[node, position] = RecordLine(self.job, node, self.keys)
         return found
 
     def begin_request(self, *, keep: bool = False, run: str = RUN) -> pb.BeginRequest:

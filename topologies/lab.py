@@ -7,6 +7,7 @@ with Lab(load("single_tor"), target="softswitch") as lab:
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import os
 import subprocess
 import sys
@@ -14,6 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
+from checkmate.job.files import read_job
+from checkmate.keys.access import INSECURE
+from checkmate.keys.making import make_keys
+from checkmate.keys.roles import keys_beside
 from topologies import state, switches
 from topologies.describe import job_files
 from topologies.describe.job_files import Target
@@ -173,6 +178,7 @@ class Lab:
             cgroup.mkdir(exist_ok=True)
             command = ["/bin/sh", "-c", _INTO_CGROUP, f"{cgroup}/cgroup.procs", *command]
         ours = {**processes.environment(), "CHECKMATE_JOB": str(self.job_file)}
+        ours.pop(INSECURE, None)  # a lab has keys
         with namespaces.entered(self.namespace(node)), processes.pinned(cpus):
             return subprocess.Popen(
                 command,
@@ -234,6 +240,7 @@ class Lab:
         fabric = job_files.fabric(self.topology, self.target)
         self.directory.joinpath(job_files.FABRIC_FILE).write_text(job_files.as_yaml(fabric, title))
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
+        make_keys([(read_job(self.job_file), keys_beside(self.job_file))], dt.datetime.now(dt.UTC))
 
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""

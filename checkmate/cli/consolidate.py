@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from checkmate.cli.common import AsJson, JobArgument, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import AsJson, Insecure, JobArgument, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
@@ -55,11 +56,13 @@ def consolidate(
         int,
         typer.Option("--keep", min=1, help="With --every: checkpoints to keep, beside each run's last."),
     ] = 3,
+    insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the newest iteration that the shadow nodes hold, in a format that plain PyTorch loads.
 
-    Only reads from the nodes, during training or after it, and never stops training. A checkpoint is written
+    Only reads from the nodes, during training or after it, and never stops training. Needs the folder of
+    keys of role reader. A checkpoint is written
     completely or not at all. With --every it continues until Ctrl-C and retries after every failure; it
     reports when no checkpoint is available, when one is available again, and each one that cannot be written.
     Exit status 8 if no iteration is complete within --timeout; the message lists the missing parts. Exit
@@ -75,11 +78,11 @@ def consolidate(
 
     with unwinding():
         if every is None:
-            with _nodes(loaded) as nodes:
+            with _nodes(loaded, insecure) as nodes:
                 saved = follow.take(nodes, to, kind.value, timeout, _warning)
             print_json(_data(saved)) if as_json else _say(saved)
             return
-        with stopping() as stopped, SnapshotReader(loaded, stopped=stopped) as nodes:
+        with stopping() as stopped, SnapshotReader(loaded, stopped=stopped, insecure=insecure) as nodes:
             follow.follow(
                 nodes,
                 to,
@@ -105,7 +108,7 @@ def _check_free(to: Path, kind: FormatChoice) -> None:
 
 
 @contextmanager
-def _nodes(job: Job) -> Iterator[SnapshotReader]:
+def _nodes(job: Job, insecure: bool) -> Iterator[SnapshotReader]:
     """Open a reader of the job's nodes that shows progress on a terminal."""
     from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
@@ -117,7 +120,8 @@ def _nodes(job: Job) -> Iterator[SnapshotReader]:
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(f"reading job {job.job}", total=None)
-        with SnapshotReader(job, lambda nbytes: progress.advance(task, nbytes)) as nodes:
+        advance = partial(progress.advance, task)
+        with SnapshotReader(job, advance, insecure=insecure) as nodes:
             yield nodes
 
 

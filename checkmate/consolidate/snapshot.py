@@ -15,6 +15,8 @@ from typing import Final
 
 from checkmate import state
 from checkmate.job.schema import Job
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role
 from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.offers import LAB_HINT, Source, find_source
 from checkmate.nodes.reader import Reading, ShardState, States, read_shards
@@ -65,16 +67,14 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots from a job's shadow nodes. It is a context manager.
-
-    Its methods raise `TlsError` if the job's TLS files can't be used.
-    """
+    """Reads snapshots from a job's shadow nodes. It is a context manager."""
 
     def __init__(
         self,
         job: Job,
         progress: Callable[[int], None] = lambda nbytes: None,
         stopped: threading.Event | None = None,
+        insecure: bool = False,
     ) -> None:
         """Create it, without connecting.
 
@@ -82,11 +82,15 @@ class SnapshotReader:
             job: The job.
             progress: Called with numbers of bytes as they arrive, from several threads.
             stopped: Set it to end attempts early.
+            insecure: Read without keys and TLS.
+
+        Raises:
+            KeysError: The keys of role reader are missing or can't be used.
         """
         self.job = job
         self._stopped = stopped or threading.Event()
         self._progress = progress
-        self._stubs = Stubs(job)
+        self._stubs = Stubs(job, access(job, Role.READER, insecure=insecure).keys)
 
     def __enter__(self) -> SnapshotReader:
         return self

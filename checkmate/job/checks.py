@@ -25,10 +25,17 @@ PORTS_MOST: Final = 65535
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 _JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for valid keys"}
 
+_REPLACED: Final[Mapping[Path, str]] = {
+    ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate validate --init FILE`, and copy the "
+    "folders that it prints (docs/security.md)"
+}
+"""What has taken the place of keys of older job files."""
+
 
 def structure(raw: Any) -> tuple[Job | None, list[Fault]]:
     """Validate a job file's structure. Return the job, or all its faults."""
-    return validated(Job, raw, _JOB_WORDS)
+    job, faults = validated(Job, raw, _JOB_WORDS)
+    return job, [Fault(fault.path, _REPLACED.get(fault.path, fault.message)) for fault in faults]
 
 
 def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | None, list[Fault]]:

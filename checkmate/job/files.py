@@ -148,13 +148,12 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> No
     """Resolve the names of keys and TLS files against the folder of the file that contains them."""
     fabric = raw.get("fabric")
     switches = fabric.get("switches") if isinstance(fabric, dict) else None
-    named = [(raw.get("mgmt_tls"), folder)]
     for switch in switches if isinstance(switches, list) else []:
-        named.append((switch.get("tls") if isinstance(switch, dict) else None, fabric_folder))
-    for tls, base in named:
+        tls = switch.get("tls") if isinstance(switch, dict) else None
         if isinstance(tls, dict):
-            tls.update({key: str(base / value) for key, value in tls.items() if isinstance(value, str)})
-    if isinstance(keys := raw.get("keys", "keys"), str):
+            files = {key: str(fabric_folder / value) for key, value in tls.items() if isinstance(value, str)}
+            tls.update(files)
+    if isinstance(keys := raw.get("keys") or "keys", str):
         raw["keys"] = str(folder / keys)
 
 

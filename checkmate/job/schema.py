@@ -136,14 +136,6 @@ class Tls(_Model):
         return self
 
 
-class MgmtTls(_Model):
-    """PEM files for mutual TLS between trainers and shadow nodes."""
-
-    ca: Path
-    cert: Path
-    key: Path
-
-
 class PanelPort(_Model):
     """Settings of a port of a Tofino's front panel that differ from its board or switch."""
 
@@ -257,7 +249,6 @@ class Job(_Model):
     tag: TagSettings = TagSettings()
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
-    mgmt_tls: MgmtTls | None = None
     keys: Path | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]

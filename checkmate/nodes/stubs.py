@@ -12,8 +12,11 @@ from typing import Final, TypeVar
 import grpc
 
 from checkmate.job.schema import Job
-from checkmate.rpc.channels import client_context, open_channel
+from checkmate.keys.contexts import client_context
+from checkmate.keys.folder import RoleKeys
+from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.rpc.tls_faults import tls_fault
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -24,7 +27,11 @@ ANSWER_SECONDS: Final = 5.0
 UNREACHABLE: Final = "can't be reached"
 """The beginning of the reason if a node's address refuses connections or has no route."""
 
-_REFUSALS: Final = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+_REFUSALS: Final = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 """A shadow node's own refusals, with a message."""
 _PLAIN: Final = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
@@ -39,8 +46,10 @@ _ROOT: Final = re.compile(
 class Stubs:
     """A job's shadow nodes as gRPC stubs, with one channel per node. It is a context manager."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, keys: RoleKeys | None) -> None:
+        """Create it, without connecting. `keys`: those of this process; `None` for no TLS."""
         self.job = job
+        self._keys = keys
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
         self._closed = False
@@ -54,15 +63,13 @@ class Stubs:
     def to(self, node: int) -> ShadowStub:
         """Return the stub of a node. It connects at the first call.
 
-        Raises:
-            TlsError: One of the job's TLS files can't be used.
-            ValueError: The stubs are closed (gRPC raises the same for calls).
+        Raises `ValueError` if the stubs are closed (gRPC raises the same for calls).
         """
         with self._lock:
             if node not in self._channels:
                 if self._closed:
                     raise ValueError("the stubs are closed")
-                self._channels[node] = open_channel(self.job, node)
+                self._channels[node] = open_channel(self.job, node, self._keys)
             return ShadowStub(self._channels[node])
 
     def ask(
@@ -93,8 +100,8 @@ class Stubs:
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS context for step records, if the job has TLS; `TlsError` if its files can't be used."""
-        return None if self.job.mgmt_tls is None else client_context(self.job.mgmt_tls)
+        """The TLS context for step records, if there are keys. Raises `KeysError` if TLS refuses them."""
+        return None if self._keys is None else client_context(self._keys)
 
     def close(self) -> None:
         """Close all channels, for good."""
@@ -107,7 +114,7 @@ class Stubs:
 def reason(error: Exception) -> str:
     """Return what went wrong with a node, in one line that follows the node's name."""
     if not isinstance(error, grpc.Call):
-        return str(error) or type(error).__name__
+        return tls_fault(str(error)) or str(error) or type(error).__name__
     code, detail = error.code(), str(error.details() or "").partition("\n")[0]
     if code in _REFUSALS and detail:
         return detail
@@ -119,5 +126,5 @@ def reason(error: Exception) -> str:
 def unreached(detail: str) -> str:
     """Return the reason in gRPC's message about a connection, e.g. ` (Connection refused)`."""
     found = _ROOT.search(detail)
-    why = found["why"] if found else detail
+    why = tls_fault(detail) or (found["why"] if found else detail)
     return f" ({why})" if why else ""

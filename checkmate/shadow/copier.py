@@ -33,7 +33,7 @@ class Copier:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._stubs = Stubs(node.job)
+        self._stubs = Stubs(node.job, node.access.keys)
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
 
     def start(self) -> None:

@@ -2,6 +2,10 @@
 
 Receive buffers are as large as those of streams, and outlive trainers. A node that was stopped therefore
 reads everything that was sent to it meanwhile.
+
+A connection has a few seconds for its TLS handshake and greeting. The number of connections is bounded: those
+that have not greeted yet, and those that have, so that strangers cannot displace trainers. A trainer whose
+connection was closed connects again, and sends again what was not answered.
 """
 
 from __future__ import annotations
@@ -9,15 +13,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import ssl
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from checkmate.keys.callers import CallerRefused
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.frames import GREETING, FrameError, Unpacker, pack
+from checkmate.shadow.admission import RecordsGate, StrangerLog
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.receive.inlet import waiting
 from checkmate.state import StateError
@@ -25,6 +33,13 @@ from checkmate.wire import tcp
 
 log = logging.getLogger("checkmate")
 
+GREETING_SECONDS: Final = 5.0
+"""How long a connection may take for its greeting, after the TLS handshake."""
+NEWCOMERS: Final = 64
+"""Connections that have not greeted yet."""
+CONNECTIONS: Final = 256
+"""Connections that have greeted, unless specified otherwise."""
+_LINGER_SECONDS: Final = 1.0
 _READ_BYTES: Final = 1 << 18
 _VANISHED_SECONDS: Final = 15
 _AGAIN_SECONDS: Final = 0.1
@@ -33,14 +48,43 @@ Take = Callable[[pb.RecordPart, bool], pb.RecordReply | None]
 """Processes a part and returns the reply, if one is wanted. Raises `CallRefused` or `StateError`."""
 
 
+@dataclass(eq=False)
+class _Connection:
+    """An accepted connection. `heard`: when something came last."""
+
+    sock: socket.socket
+    host: str
+    admitted: bool
+    """Whether its records count as unread; with TLS, once its caller is known."""
+    greeted: bool = False
+    closing: bool = False
+    heard: float = field(default_factory=time.monotonic)
+
+    def hang_up(self) -> None:
+        """End it; its thread notices."""
+        self.closing = True
+        with contextlib.suppress(OSError):  # broken or closed
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # without TLS's part, which its thread uses
+
+
 class Inbox:
     """A server of step records between `start` and `stop`."""
 
-    def __init__(self, listener: socket.socket, take: Take, tls: ssl.SSLContext | None = None) -> None:
-        """Take over `listener`, which `stop` closes."""
-        self._listener, self._take, self._tls = listener, take, tls
+    def __init__(
+        self, listener: socket.socket, take: Take, gate: RecordsGate | None = None, most: int = CONNECTIONS
+    ) -> None:
+        """Take over `listener`, which `stop` closes.
+
+        Args:
+            listener: A listening socket.
+            take: Called with each part, and whether a reply is wanted.
+            gate: Admits connections; `None` to admit everybody, without TLS.
+            most: The number of connections that have greeted, above which the quietest is closed.
+        """
+        self._listener, self._take, self._gate, self._most = listener, take, gate, most
         self._stopping = threading.Event()
-        self._served: dict[socket.socket, threading.Thread] = {}
+        self._served: dict[_Connection, threading.Thread] = {}
+        self._strangers = StrangerLog()
         self._thread = threading.Thread(target=self._accept_forever, name="records", daemon=True)
 
     def start(self) -> None:
@@ -55,15 +99,14 @@ class Inbox:
         self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
         if self._thread.ident is not None:
             self._thread.join()
-        for sock, thread in list(self._served.items()):
-            with contextlib.suppress(OSError):  # broken or closed
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # without TLS's part, which its thread uses
+        for connection, thread in list(self._served.items()):
+            connection.hang_up()
             thread.join()
         self._listener.close()
 
     def unread(self) -> int:
         """Return the number of bytes that wait to be read."""
-        return sum(waiting(sock) for sock in list(self._served))
+        return sum(waiting(connection.sock) for connection in list(self._served) if connection.admitted)
 
     def _accept_forever(self) -> None:
         while not self._stopping.is_set():
@@ -76,42 +119,70 @@ class Inbox:
             sock, address = self._listener.accept()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tcp.notice_vanished(sock, _VANISHED_SECONDS)
-            if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            if self._gate is not None:
+                sock = self._gate.wrap(sock)
         except (OSError, ValueError) as error:  # closed already, or too many open files
             if sock is not None:
                 sock.close()
             elif self._stopping.wait(_AGAIN_SECONDS):
                 return
-            log.warning("cannot accept a connection for step records: %s", error)
+            self._strangers.line(f"cannot accept a connection for step records: {error}")
             return
-        name = f"records of {address[0]}"
-        self._served[sock] = threading.Thread(
-            target=self._serve, args=(sock, address[0]), name=name, daemon=True
+        if not self._make_room():
+            sock.close()
+            return
+        connection = _Connection(sock, str(address[0]), admitted=self._gate is None)
+        name = f"records of {connection.host}"
+        self._served[connection] = threading.Thread(
+            target=self._serve, args=(connection,), name=name, daemon=True
         )
-        self._served[sock].start()
+        self._served[connection].start()
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _make_room(self) -> bool:
+        """Close what is over the limits. Return whether there is room for one more."""
+        served = list(self._served)
+        new = [one for one in served if not one.greeted and not one.closing]
+        old = [one for one in served if one.greeted and not one.closing]
+        if len(new) >= NEWCOMERS:  # the oldest of the host that has most of them
+            ((host, _),) = Counter(one.host for one in new).most_common(1)
+            next(one for one in new if one.host == host).hang_up()
+            self._strangers.line(f"step records: {len(new)} connections without a greeting, most from {host}")
+        if len(old) > self._most:
+            quietest = min(old, key=lambda one: one.heard)
+            quietest.hang_up()
+            self._strangers.line(f"step records: {len(old)} connections; closed one from {quietest.host}")
+        return len(served) < 2 * (NEWCOMERS + self._most)  # threads that end count, too
+
+    def _serve(self, connection: _Connection) -> None:
         """Answer one rank until the connection ends."""
         why = ""
         try:
-            self._answer_all(sock)
+            if self._gate is not None:
+                self._gate.admit(connection.sock, connection.host)
+                connection.admitted = True
+            self._answer_all(connection)
+        except CallerRefused as error:
+            why = str(error)
+            _refuse(connection.sock, why)
         except (OSError, FrameError, DecodeError) as error:
             why = str(error) or type(error).__name__
         except Exception as error:  # our own bug
             log.exception("taking step records")
             why = repr(error)
         if why and not self._stopping.is_set():
-            log.info("step records from %s: %s", peer, why)
-        del self._served[sock]
-        sock.close()
+            self._strangers.line(f"step records from {connection.host}: {why}")
+        del self._served[connection]
+        connection.sock.close()
 
-    def _answer_all(self, sock: socket.socket) -> None:
+    def _answer_all(self, connection: _Connection) -> None:
         """Take parts until the trainer closes the connection, or one is refused.
 
         Nothing is sent while data waits to be read, because the trainer may have ended.
         """
-        unpacker, replies, newest = Unpacker(GREETING), bytearray(), -1
+        sock, replies, newest = connection.sock, bytearray(), -1
+        unpacker, left = Unpacker(GREETING), len(GREETING)
+        deadline = time.monotonic() + GREETING_SECONDS
+        sock.settimeout(GREETING_SECONDS)
         while not self._stopping.is_set() and (data := sock.recv(_READ_BYTES)):
             for frame in unpacker.feed(data):
                 reply: pb.RecordReply | None = pb.RecordReply(iteration=newest)
@@ -126,6 +197,21 @@ class Inbox:
                     newest = max(newest, part.iteration)
                 if reply is not None and frame.wants_answer:
                     replies += pack(reply.SerializeToString())
+            connection.heard, left = time.monotonic(), left - len(data)
+            connection.greeted = left <= 0
+            sock.settimeout(None if connection.greeted else max(deadline - connection.heard, 0.001))
             if replies and not waiting(sock):
                 sock.sendall(replies)
                 replies.clear()
+
+
+def _refuse(sock: socket.socket, why: str) -> None:
+    """Send the reason for a refusal, and wait a little for the trainer to read it and close."""
+    with contextlib.suppress(OSError):  # the trainer has left
+        sock.sendall(pack(pb.RecordReply(iteration=-1, refused=why).SerializeToString()))
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:  # closing with unread data would discard the reason
+            sock.settimeout(left)
+            if not sock.recv(_READ_BYTES):
+                return

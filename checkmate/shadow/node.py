@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from checkmate.job.schema import Job
+from checkmate.keys.access import Access
 from checkmate.shadow import memory
 from checkmate.shadow.clock import AwakeClock
 from checkmate.shadow.hold import Hold
@@ -48,12 +49,13 @@ class Node:
         self,
         job: Job,
         node_id: int,
+        access: Access,
         *,
         receive_buffer: int = RECEIVE_BUFFER,
         grace: float = GRACE,
         threads: int | None = None,
     ) -> None:
-        self.job, self.id = job, node_id
+        self.job, self.id, self.access = job, node_id, access
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
         self.changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ class Peers:
         self._threads = [
             threading.Thread(
                 target=self._tell_forever,
-                args=(other, open_channel(node.job, other)),
+                args=(other, open_channel(node.job, other, node.access.keys)),
                 name=f"peer {other}",
                 daemon=True,
             )

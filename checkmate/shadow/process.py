@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from functools import partial
+from typing import Final
 
-from checkmate.job.schema import Job
-from checkmate.rpc.channels import server_context
+from checkmate.job.schema import Job, split_address
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role
 from checkmate.shadow import memory
+from checkmate.shadow.admission import RecordsGate
 from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.copier import Copier
 from checkmate.shadow.inbox import Inbox
@@ -16,6 +19,8 @@ from checkmate.shadow.node import GRACE, Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER, check_host, tcp_memory_shortfall
 from checkmate.shadow.service import Server, check_address, records_listener
+
+_SPARE_CONNECTIONS: Final = 16
 
 log = logging.getLogger("checkmate")
 
@@ -31,6 +36,7 @@ class Serving:
         receive_buffer: int = RECEIVE_BUFFER,
         grace: float = GRACE,
         threads: int | None = None,
+        insecure: bool = False,
     ) -> None:
         """Prepare a node, which runs from `__enter__` on.
 
@@ -40,12 +46,16 @@ class Serving:
             receive_buffer: bytes of each stream's socket buffer.
             grace: seconds until missing bytes of a stream count as lost.
             threads: threads of a step; by default one per core.
+            insecure: serve everybody, without keys and TLS.
 
         Raises:
             StreamError: if this machine lacks the NICs' addresses or the right to such buffers.
             ServeError: if an address cannot be used.
-            TlsError: if TLS files are faulty.
+            KeysError: if the node's keys are missing or can't be used.
         """
+        at = job.node(node_id)
+        hosts = dict.fromkeys((split_address(at.mgmt)[0], at.records_at[0]))
+        allowed = access(job, Role.SHADOW, insecure=insecure, hosts=hosts)
         check_address(job, node_id)
         check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
@@ -53,14 +63,16 @@ class Serving:
         with ExitStack() as undo:
             listener = records_listener(job, node_id, receive_buffer)
             undo.callback(listener.close)
-            tls = server_context(job.mgmt_tls) if job.mgmt_tls is not None else None
-            self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
+            gate = RecordsGate(job, allowed.keys) if allowed.keys is not None else None
+            self.node = Node(
+                job, node_id, allowed, receive_buffer=receive_buffer, grace=grace, threads=threads
+            )
             undo.callback(self.node.close)
             connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one buffer
             if shortfall := tcp_memory_shortfall(connections, receive_buffer):
                 log.warning("%s", shortfall)
                 self.node.state.troubles.append(shortfall)
-            self._inbox = Inbox(listener, partial(record, self.node), tls)
+            self._inbox = Inbox(listener, partial(record, self.node), gate, _connections(job))
             self.node.also_unread.append(self._inbox.unread)
             self._peers = Peers(self.node)
             self._copier = Copier(self.node)
@@ -81,3 +93,8 @@ class Serving:
         self.node.close()
         self._copier.stop()
         self._server.__exit__()
+
+
+def _connections(job: Job) -> int:
+    """Return the most connections for step records: two of each rank, because an old one may linger."""
+    return 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS

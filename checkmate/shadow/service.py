@@ -13,9 +13,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from checkmate.job.schema import Job, split_address
+from checkmate.keys.contexts import server_credentials
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
-from checkmate.rpc.channels import OPTIONS, server_credentials
+from checkmate.rpc.channels import OPTIONS
+from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, fence, transfer
 from checkmate.shadow.calls.status import node_status
 from checkmate.shadow.logic.group import CallRefused
@@ -165,7 +167,7 @@ def _named(job: Job, node_id: int) -> str:
 
 
 class Server:
-    """The gRPC server at a node's `mgmt` address, with TLS if the job has it. A context manager."""
+    """The gRPC server at a node's `mgmt` address, with TLS if the node has keys. A context manager."""
 
     def __init__(self, node: Node, peers: Peers) -> None:
         """Bind the address. Raise `ServeError` if that fails."""
@@ -173,17 +175,18 @@ class Server:
         ranks = sum(len(group.ranks) for group in job.dp_groups)
         workers = 2 * ranks + 2 * len(job.shadow_nodes) + 16  # seeds, fetches, commits
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="rpc")
-        self._server = grpc.server(self._pool, options=OPTIONS)
+        keys = node.access.keys
+        checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
+        self._server = grpc.server(self._pool, interceptors=checks, options=OPTIONS)
         rpc.add_ShadowServicer_to_server(ShadowService(node, peers), self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         address = job.node(node.id).mgmt
-        credentials = server_credentials(job.mgmt_tls) if job.mgmt_tls is not None else None
         try:
-            if credentials is None:
+            if keys is None:
                 self._server.add_insecure_port(address)
             else:
-                self._server.add_secure_port(address, credentials)
+                self._server.add_secure_port(address, server_credentials(keys))
         except RuntimeError as error:  # taken since `check_address`
             raise ServeError(f"{_named(job, node.id)} can't be used: {error}") from None
 

@@ -83,7 +83,7 @@ def protect(
         LayoutError: A parameter is not dense in memory.
         StateError: Some state (scheduler, scaler, `extra`, a buffer) can't be stored.
         RestoreError: Rank 0 could not plan the start of training.
-        TlsError: The job's TLS files can't be used.
+        KeysError: The keys of role trainer are missing or can't be used.
         TaggerUnavailable: A boundary rank can't tag its segments, e.g. for lack of a capability.
         RingError: The ring could not be connected.
     """
@@ -100,7 +100,7 @@ def protect(
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
     with ExitStack() as undo:
-        stubs = undo.enter_context(Stubs(place.job))
+        stubs = undo.enter_context(Stubs(place.job, place.keys()))
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)

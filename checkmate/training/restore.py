@@ -91,13 +91,14 @@ def restore(
         RestoreError: No complete state is available to resume from, or it does not fit the script.
         SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
             or a model of this process is protected already.
+        KeysError: The keys of role trainer are missing or can't be used.
         RefusedError: `scheduler` or `scaler` is something else.
     """
     place = membership.join(ddp)
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)
-    with Stubs(place.job) as stubs:
+    with Stubs(place.job, place.keys()) as stubs:
         start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)
     standing.start = start
     return Restored(start.next_iteration, extra)

@@ -220,13 +220,11 @@ def test_tls_files_are_named_from_the_jobs_folder(tmp_path: Path) -> None:
     assert tls.ca == tmp_path / "ca.pem"
 
 
-def test_tls_files_of_the_management_network_are_all_needed(tmp_path: Path) -> None:
-    data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem"}}
-    assert "is missing" in faults(write(tmp_path, data))["mgmt_tls.key"]
-    data["mgmt_tls"]["key"] = "host.key"
-    tls = read_job(write(tmp_path, data)).mgmt_tls
-    assert tls is not None
-    assert (tls.ca, tls.key) == (tmp_path / "ca.pem", tmp_path / "host.key")
+def test_an_older_job_file_is_told_what_has_replaced_its_tls_files(tmp_path: Path) -> None:
+    data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem", "key": "host.key"}}
+    found = faults(write(tmp_path, data))
+    assert set(found) == {"mgmt_tls"}
+    assert "replaced by keys: remove it, run `checkmate validate --init FILE`" in found["mgmt_tls"]
 
 
 def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class ReaderPlace:
         for _ in range(2):
             self.training.iterate()
         self.world.stepped(1)
-        self.stubs = stack.enter_context(Stubs(self.world.job))
+        self.stubs = stack.enter_context(Stubs(self.world.job, None))
         self.bytes = 0
 
     def reading(self, seconds: float = 10.0, step_seconds: float | None = None) -> Reading:

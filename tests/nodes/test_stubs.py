@@ -62,7 +62,7 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
         described["mgmt"] = address
     request = pb.StatusRequest(job="demo")
     try:
-        with Stubs(Job.model_validate(data)) as stubs:
+        with Stubs(Job.model_validate(data), None) as stubs:
             stubs.ask([0, 1], lambda stub: stub.Status, request)  # to connect
             begun = time.monotonic()
             answers = stubs.ask(range(4), lambda stub: stub.Status, request)

@@ -39,7 +39,7 @@ def test_the_command_serves_until_it_is_told_to_end(
     assert process.line() == f"ready: shadow node 0 of job {job.job}; stop with Ctrl-C\n"
     said = status(job, 0)
     assert (said.node, said.holds_nothing, said.fenced) == (0, True, False)
-    with open_channel(job, 0) as channel:
+    with open_channel(job, 0, None) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         answer = health.Check(health_pb2.HealthCheckRequest(service="checkmate.v1.Shadow"), timeout=5)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -1,26 +1,20 @@
-"""Shadow nodes as services: refused calls, and TLS."""
+"""Shadow nodes as services: refused calls."""
 
 from __future__ import annotations
 
-import socket
-import ssl
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
-import trustme
 
 from checkmate import state
-from checkmate.job.schema import Job, MgmtTls
+from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.channels import OPTIONS, TlsError, open_channel, server_context
+from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.shadow.inbox import Inbox
 from checkmate.shadow.process import Serving
 from checkmate.shadow.receive.connect import StreamError
 from checkmate.shadow.service import ServeError
@@ -29,7 +23,6 @@ from testbed.copies import Copies, local_job
 from testbed.record_line import RecordLine
 from testbed.small_training import RUN, SmallTraining, status
 from tests.support.labs.end_hosts import needs_buffers
-from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
 
@@ -89,7 +82,7 @@ def request_of(of: Job, **other: Any) -> pb.BeginRequest:
 )
 def test_a_begin_that_does_not_fit_is_refused(other: dict[str, Any], message: str) -> None:
     job = local_job(nodes=1)
-    with Serving(job, 0), open_channel(job, 0) as channel:
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
         with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
             ShadowStub(channel).Begin(request_of(job, **other), timeout=5)
         assert not status(job, 0).holds
@@ -109,7 +102,7 @@ def said_of(job: Job, part: pb.RecordPart) -> pb.RecordReply:
 
 def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
     job = local_job(nodes=1)
-    with Serving(job, 0), open_channel(job, 0) as channel:
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
         calls: list[Callable[[], object]] = [
             lambda: list(stub.Fetch(pb.FetchRequest(job=job.job), timeout=5)),
@@ -129,7 +122,7 @@ def test_calls_that_come_too_early_are_refused_and_changes_nothing() -> None:
 def test_seeds_and_records_of_another_run_are_refused() -> None:
     """An incarnation wraps after 256 starts: data from then belongs to another run, and is refused."""
     job = local_job(nodes=1)
-    with Serving(job, 0), open_channel(job, 0) as channel:
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
         stub.Begin(request_of(job, incarnation=7, run="now"), timeout=5)
         for run in ("then", ""):
@@ -147,7 +140,7 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
 def test_seeds_and_records_of_another_start_are_refused() -> None:
     """A run continues over restarts: after 256 of them both its name and the incarnation are the same."""
     job = local_job(nodes=1)
-    with Serving(job, 0), open_channel(job, 0) as channel:
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
         stub.Begin(request_of(job, incarnation=7, run="one", start=b"now"), timeout=5)
         header = pb.SeedHeader(job=job.job, incarnation=7, run="one", shard=pb.Shard(), iteration=-1)
@@ -168,7 +161,7 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
 
 def test_trainers_with_other_software_are_warned() -> None:
     job = local_job(nodes=1)
-    with Serving(job, 0), open_channel(job, 0) as channel:
+    with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
         request = request_of(job, torch="1.0", capability="ABACUS", device="cuda")
         warnings = stub.Begin(request, timeout=5).warnings
@@ -195,77 +188,3 @@ def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() 
         with pytest.raises(grpc.RpcError, match="wrong checksum"):
             training.stubs[0].Seed(iter(wrong), timeout=5)
         assert status(job, 0).holds_nothing
-
-
-def certificates(folder: Path, name: str, ips: list[str]) -> dict[str, str]:
-    """Create the files of an authority, and a host's certificate."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(str(folder / f"{name}-ca.pem"))
-    host = authority.issue_cert(*ips)
-    host.private_key_pem.write_to_path(str(folder / f"{name}.key"))
-    for blob in host.cert_chain_pems:
-        blob.write_to_path(str(folder / f"{name}.pem"), append=True)
-    return {
-        part: str(folder / f"{name}{end}")
-        for part, end in (("ca", "-ca.pem"), ("cert", ".pem"), ("key", ".key"))
-    }
-
-
-def test_tls_lets_in_who_shows_a_certificate_of_the_jobs_authority(tmp_path: Path) -> None:
-    plain = local_job(nodes=2)
-    ips = [node.mgmt.rpartition(":")[0] for node in plain.shadow_nodes]
-    data = plain.model_dump(mode="json", exclude_none=True)
-    job = Job.model_validate({**data, "mgmt_tls": certificates(tmp_path, "host", ips)})
-    stranger = Job.model_validate({**data, "mgmt_tls": certificates(tmp_path, "stranger", ips)})
-    with ExitStack() as stack:
-        copies = Copies(job)
-        stack.callback(copies.close)
-        for node in (0, 1):
-            stack.enter_context(Serving(job, node))
-        training = SmallTraining(job, copies)
-        stack.callback(training.close)
-        training.begin([0, 1])
-        training.seed_all()
-        wait_until(lambda: all(status(job, n).holds[0].live for n in (0, 1)), "live")
-        training.iterate()
-        wait_until(lambda: all(status(job, n).holds[0].stepped == 0 for n in (0, 1)), "committed over TLS")
-        for other in (stranger, plain):
-            with refused(grpc.StatusCode.UNAVAILABLE):
-                status(other, 0)
-        bare = grpc.ssl_channel_credentials(Path(job.mgmt_tls.ca).read_bytes() if job.mgmt_tls else b"")
-        channel = stack.enter_context(grpc.secure_channel(job.node(0).mgmt, bare, options=OPTIONS))
-        with refused(grpc.StatusCode.UNAVAILABLE):
-            ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=5)
-        with pytest.raises(ssl.SSLError):
-            RecordLine(stranger, 0)
-
-
-@pytest.mark.parametrize("sent", [b"", b"neither TLS nor a greeting"])
-def test_a_connection_that_is_reset_before_it_is_accepted_leaves_the_others_alone(
-    tmp_path: Path, sent: bytes
-) -> None:
-    tls = MgmtTls.model_validate(certificates(tmp_path, "host", ["127.0.3.1"]))
-    listener = socket.create_server(("127.0.3.1", 0))
-    inbox = Inbox(listener, lambda part, _: pb.RecordReply(iteration=part.iteration), server_context(tls))
-    address = listener.getsockname()
-    with socket.create_connection(address) as sock:
-        sock.sendall(sent)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    inbox.start()
-    try:
-        data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
-        data["shadow_nodes"][0]["records"] = f"127.0.3.1:{address[1]}"
-        line = RecordLine(Job.model_validate({**data, "mgmt_tls": tls.model_dump(mode="json")}), 0)
-        assert line.answer(pb.RecordPart(iteration=3)).iteration == 3
-        line.close()
-    finally:
-        inbox.stop()
-
-
-def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    data = local_job(nodes=1).model_dump(mode="json", exclude_none=True)
-    files = certificates(tmp_path, "host", ["127.0.3.1"])
-    Path(files["key"]).unlink()
-    job = Job.model_validate({**data, "mgmt_tls": files})
-    with pytest.raises(TlsError, match="cannot read the TLS file .*host.key: No such file"):
-        Serving(job, 0)

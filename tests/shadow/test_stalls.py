@@ -32,7 +32,7 @@ SECONDS = 30.0
 
 def planned(job: Job) -> RestartPlan:
     """Return the iteration from which a restart resumes."""
-    stubs = Stubs(job)
+    stubs = Stubs(job, None)
     try:
         return fence.plan_restore(job, stubs, SECONDS)
     finally:

@@ -46,6 +46,12 @@ def role_keys(job: Job, keys: Path, role: Role, now: dt.datetime = NOW) -> RoleK
     return read_keys(role_folder(keys, job.job, role), job.job, role, now=now)
 
 
+def secured(job: Job, folder: Path) -> Job:
+    """Make a job's keys in a folder, and return the job with that folder."""
+    made(job, folder)
+    return job.model_copy(update={"keys": folder})
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Return all files in a folder and its folders, by relative path."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

@@ -86,7 +86,7 @@ def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
     reply = pb.CopyReply()
     for wanted in request.wanted:
         try:
-            with open_channel(node.job, wanted.node) as channel:
+            with open_channel(node.job, wanted.node, node.access.keys) as channel:
                 asked = pb.PartsRequest(job=request.job, parts=wanted.parts)
                 for part in ShadowStub(channel).Parts(asked, timeout=_COPY_SECONDS):
                     record(node, part, answer=False)

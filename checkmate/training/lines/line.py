@@ -154,7 +154,7 @@ class Line:
             except grpc.FutureCancelledError:
                 return  # closed
             except (OSError, FrameError, DecodeError) as error:
-                why = str(error)
+                why = reason(error)
             if not why:
                 return
             pause = min(2 * pause, _LONGEST_PAUSE) if self._complaint else _FIRST_PAUSE

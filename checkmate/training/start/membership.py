@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job, ShadowNode
+from checkmate.keys.access import access
+from checkmate.keys.folder import RoleKeys
+from checkmate.keys.roles import Role
 from checkmate.training.record.buffers import synchronised
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import side_of
@@ -71,6 +74,10 @@ class Membership:
     def nodes(self) -> list[ShadowNode]:
         """Shadow nodes of its group."""
         return [self.job.node(number) for number in dict.fromkeys(self.job.shadow_list(self.group))]
+
+    def keys(self) -> RoleKeys | None:
+        """Return the keys of role trainer; `None` with CHECKMATE_INSECURE=1. May raise `KeysError`."""
+        return access(self.job, Role.TRAINER).keys
 
     def holders(self, shard: int) -> list[ShadowNode]:
         """Return the shadow nodes that hold a shard of its group."""

@@ -39,7 +39,7 @@ def job(served: list[RecordingNode]) -> Job:
 
 @pytest.fixture
 def stubs(job: Job) -> Iterator[Stubs]:
-    opened = Stubs(job)
+    opened = Stubs(job, None)
     yield opened
     opened.close()
 
@@ -57,7 +57,7 @@ def test_nothing_is_held() -> None:
     with ExitStack() as stack:
         for number in range(2):
             stack.enter_context(Serving(job, number, receive_buffer=1 << 16))
-        stubs = Stubs(job)
+        stubs = Stubs(job, None)
         stack.callback(stubs.close)
         plan = fence.plan_restore(job, stubs, TIMEOUT)
         another = fence.plan_restore(job, stubs, TIMEOUT)
@@ -162,7 +162,7 @@ def test_a_restart_that_failed_is_no_beginning_the_next_time() -> None:
         training = here.started()
         training.iterate()
         here.stepped(0)
-        stubs = Stubs(here.job)
+        stubs = Stubs(here.job, None)
         stack.callback(stubs.close)
         node = here.nodes[0].node
         fenced(here, training)
@@ -211,7 +211,7 @@ def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job
     other = local_job(ranks=2, nodes=1)
     theirs = other.model_copy(update={"job": "another"})
     with Serving(theirs, 0, receive_buffer=1 << 16):
-        stubs = Stubs(other)
+        stubs = Stubs(other, None)
         plan = fence.plan_restore(other, stubs, 1.0)
         stubs.close()
     assert plan.kind == "none"

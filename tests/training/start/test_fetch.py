@@ -35,7 +35,7 @@ def fetched(said: Sequence[str], *, iterations: int = 2) -> Fetched:
         here.stepped(iterations - 1)
         fenced(here, training)
         settle(here, training, iterations - 1)
-        stubs = Stubs(here.job)
+        stubs = Stubs(here.job, None)
         stack.callback(stubs.close)
         wanted = {Asked(here.job.job, RUN, iterations - 1, 0, shard): [shard] for shard in range(2)}
         return fetch(wanted, training.layout, stubs, 0, 10.0)

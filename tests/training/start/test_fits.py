@@ -186,6 +186,6 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
     theirs = Watched(other.ddp, other.optimizer, ExponentialLR(other.optimizer, 0.9))
     start = Start(RestartPlan("nodes", 1, "run", 2, {}), 3)
     with pytest.raises(InstallError, match="is a StepLR"):
-        restore._from_nodes(PLACE, theirs, Stubs(PLACE.job), start, 1.0)
+        restore._from_nodes(PLACE, theirs, Stubs(PLACE.job, None), start, 1.0)
     assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
     assert not other.optimizer.state

@@ -44,7 +44,7 @@ def hold(shard: int, stepped: int, *, live: bool = True) -> pb.HoldStatus:
 def waited(place: Membership, seconds: float) -> tuple[str, float]:
     """Return what is missing at the end, and how long that took."""
     start = time.monotonic()
-    with Stubs(place.job) as stubs:
+    with Stubs(place.job, None) as stubs:
         return await_stepped(place, stubs, INCARNATION, 5, start + seconds), time.monotonic() - start
 
 

@@ -1,0 +1,158 @@
+"""Admission of callers: role and host of each RPC, and of each connection for step records."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from ipaddress import ip_address
+from typing import Any, Final
+
+import grpc
+
+from checkmate.job.schema import Job
+from checkmate.keys.callers import STEP_RECORDS, CallerRefused, caller_role, check_call
+from checkmate.keys.contexts import host_of_call, server_context, uris_of_call, uris_of_socket
+from checkmate.keys.folder import RoleKeys
+from checkmate.keys.roles import Role, node_hosts
+from checkmate.rpc.channels import HANDSHAKE_SECONDS
+
+log = logging.getLogger("checkmate")
+
+LINE_MOST: Final = 300
+"""Characters of a log line about a stranger."""
+_LINES_AT_ONCE: Final = 10
+_SERVICE: Final = "/checkmate.v1.Shadow"
+
+_KINDS: Final = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+"""Attribute and maker of a handler, by whether request and response are streams."""
+
+
+class StrangerLog:
+    """Log lines that strangers cause: a few at once, then at most one a second, each of bounded length."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._full = 0.0  # when as many lines as at the beginning may be logged again
+        self._left_out = 0
+
+    def line(self, text: str) -> None:
+        """Log a line, or count it for the next one."""
+        with self._lock:
+            now = time.monotonic()
+            if self._full > now + _LINES_AT_ONCE - 1:
+                self._left_out += 1
+                return
+            self._full, left_out = max(self._full, now) + 1.0, self._left_out
+            self._left_out = 0
+        more = f" (and {left_out} more since the last such line)" if left_out else ""
+        log.info("%s%s", text[:LINE_MOST], more)
+
+
+class CallerCheck(grpc.ServerInterceptor):
+    """Refuses each RPC of the node's service that its caller's role may not make."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._log = StrangerLog()
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the RPC's handler, which first checks the caller."""
+        handler = continuation(handler_call_details)
+        service, _, rpc = str(handler_call_details.method).rpartition("/")
+        if handler is None or service != _SERVICE:
+            return handler
+        kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
+        call = getattr(handler, kind)
+
+        @wraps(call)
+        def checked(request: Any, context: grpc.ServicerContext) -> Any:
+            self._check(rpc, context)
+            return call(request, context)
+
+        made: grpc.RpcMethodHandler[Any, Any] = make(
+            checked,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+        return made
+
+    def _check(self, rpc: str, context: grpc.ServicerContext) -> None:
+        host = host_of_call(context.peer())
+        try:
+            check_caller(rpc, uris_of_call(context.auth_context()), host, self._job)
+        except CallerRefused as error:
+            self._log.line(f"refused a call from {host}: {error}")
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+
+
+class RecordsGate:
+    """TLS of connections for step records, and the check of who has opened them."""
+
+    def __init__(self, job: Job, keys: RoleKeys) -> None:
+        """Create it. Raise `KeysError` if TLS refuses the keys."""
+        self._job = job
+        self._context = server_context(keys)
+
+    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+        """Return a TLS connection that has not begun its handshake. Raise `OSError` if `sock` is broken."""
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def admit(self, sock: socket.socket, host: str) -> None:
+        """Complete the handshake and check the caller.
+
+        Raises:
+            OSError: It is not TLS, or has no certificate of the job's authority, or takes too long.
+            CallerRefused: Its role may not send step records.
+        """
+        assert isinstance(sock, ssl.SSLSocket)
+        sock.settimeout(HANDSHAKE_SECONDS)
+        sock.do_handshake()
+        check_caller(STEP_RECORDS, uris_of_socket(sock.getpeercert()), host, self._job)
+
+
+def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job) -> None:
+    """Raise `CallerRefused` unless a certificate's role may make a call from a host.
+
+    Args:
+        rpc: The RPC's name, or `STEP_RECORDS`.
+        uris: The URIs in the caller's certificate.
+        host: The caller's IP address.
+        job: The job of this shadow node.
+    """
+    role = caller_role(uris, job)
+    check_call(rpc, role, host, job, _resolved(job) if role is Role.SHADOW else {})
+
+
+def _resolved(job: Job) -> Mapping[str, list[str]]:
+    """Return the present addresses of those shadow nodes' hosts that are DNS names."""
+    return {host: _addresses(host) for host in node_hosts(job) if not _is_address(host)}
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []  # its node is refused until the name can be resolved
+    return [str(place[0]) for *_, place in found]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
