@@ -147,7 +147,8 @@ def test_capacity_is_checked_where_another_file_is_faulty(tmp_path: Path) -> Non
     done = CliRunner().invoke(app, ["validate", str(tmp_path), "--json"])
     faults = json.loads(done.stdout)["faults"]
     assert [(Path(fault["file"]).name, fault["path"]) for fault in faults] == [
-        ("large.yaml", "dp_groups"),
+        ("large.yaml", "dp_groups"),  # boundaries
+        ("large.yaml", "dp_groups"),  # incarnations
         ("wrong.yaml", "fabric"),
         ("wrong.yaml", "dp_groups"),
         ("wrong.yaml", "shadow_nodes"),
@@ -174,8 +175,13 @@ def test_more_than_a_table_holds_is_bad_input(tmp_path: Path) -> None:
     for command in ("validate", "plan"):
         done = CliRunner().invoke(app, [command, str(file), "--json"])
         assert done.exit_code == 2
-        (fault,) = json.loads(done.stdout)["faults"]
-        assert file.read_text().splitlines()[fault["line"] - 1].startswith("dp_groups")
+        faults = json.loads(done.stdout)["faults"]
+        assert [fault["message"].split(" entries")[0][-14:] for fault in faults] == [
+            "280 boundaries",
+            "0 incarnations",
+        ]
+        for fault in faults:
+            assert file.read_text().splitlines()[fault["line"] - 1].startswith("dp_groups")
 
 
 def test_a_folder_without_jobs_is_refused(tmp_path: Path) -> None:
@@ -197,7 +203,8 @@ def test_plan_for_people_says_what_is_used_and_held(job_file: Path) -> None:
     code, output = invoke("plan", job_file, "--entries")
     assert code == 0
     assert "tor0 (softswitch)" in output
-    assert "replication[source=10.0.0.1 destination=10.0.0.2 shadow_id=0 channel=0]" in output
+    assert "boundaries[port=1 source=10.0.0.1 destination=10.0.0.2] -> enter(boundary=0)" in output
+    assert "replication[boundary=0 shadow_id=0 channel=0]" in output
 
 
 def test_an_unreachable_switch_ends_with_3(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
