@@ -140,7 +140,7 @@ def _verify(emitter: Emitter, checksum: Json) -> None:
         result = calculation(emitter, checksum["calculation"], checksum)
         with emitter.block(f"if ({result.code}) != ({emitter.load(target).code}):"):
             _set(emitter, "checksum_error", number(1))
-            emitter.trace("checksum_error", field=repr(".".join(target)))
+            emitter.trace("checksum_error", field=emitter.text(".".join(target)))
 
 
 def _holds(emitter: Emitter, checksum: Json) -> str:
@@ -166,7 +166,7 @@ def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
     call = "".join(f", {name}" for name in parameters)
     group = e.load(["standard_metadata", "mcast_grp"]).code
     spec = e.load(["standard_metadata", "egress_spec"]).code
-    output = e.bind("Output", Output)
+    output = e.bind("output", Output)
     with e.block(f"if {group}:"):
         _set(e, "instance_type", number(REPLICATION))
         e.line("_outputs = []")
@@ -194,7 +194,7 @@ def _forward(emitter: Emitter, parameters: Iterable[str]) -> None:
 
 def _trace_drop(emitter: Emitter, where: str) -> None:
     reason = f"egress_spec is the drop port at the end of {where}"
-    emitter.trace("drop", where=repr(where), reason=repr(reason))
+    emitter.trace("drop", where=emitter.text(where), reason=emitter.text(reason))
 
 
 # Egress
@@ -252,7 +252,7 @@ def _emit_header(e: Emitter, header: str) -> None:
     original = f"frame[{at if known is None else known}:{end}]"
     if written:
         e.layout(header)
-        pack = f"{e.bind(f'{header}_pack', layout.packer().pack)}({', '.join(c.name for c in layout.chunks)})"
+        pack = f"{e.bind('pack', layout.packer().pack, header)}({', '.join(c.name for c in layout.chunks)})"
         original = f"{pack} if {e.flag(header, 'dirty')} else {original}" if offsets else pack
     with e.block(f"if {e.flag(header, 'valid')}:"):
         e.line(f"_parts.append({original})")

@@ -104,7 +104,7 @@ class ControlEmitter:
     def _condition(self, name: str, node: Json) -> None:
         e = self.emitter
         test = e.condition(node["expression"], node).code
-        e.trace("condition", source=repr(fragment(node)), where=repr(where(node)), result=f"bool({test})")
+        e.trace("condition", source=e.text(fragment(node)), where=e.text(where(node)), result=f"bool({test})")
         with e.block(f"if {test}:"):
             self._follow(name, node["true_next"])
         if self.looped or node["false_next"] != self.graph.joins[name]:
@@ -114,7 +114,7 @@ class ControlEmitter:
     def _hidden(self, name: str, table: Json) -> None:
         """Emit the only action of a table that p4c generated for statements."""
         action = self.emitter.config.actions[table["default_entry"]["action_id"]]
-        self.emitter.trace("statements", where=repr(where(action) or where(table)))
+        self.emitter.trace("statements", where=self.emitter.text(where(action) or where(table)))
         self._constant_default(table, action)
         self._follow(name, after_action(table, action["name"], hit=False))
 
@@ -146,7 +146,7 @@ class ControlEmitter:
         e = self.emitter
         with e.block("if entry is None:"):
             self._trace_miss(json, table)
-            e.line(f"entry = {e.bind(f'{table.name}_table', table)}.default")
+            e.line(f"entry = {e.bind('table', table, table.name)}.default")
         with e.block("else:", optional=True):
             self._hit(json, table)
         with e.block("if entry is not None:"):
@@ -160,17 +160,22 @@ class ControlEmitter:
             e.line("_count = entry.count")
             e.line("_count.packets += 1")
             e.line("_count.bytes += size")
-        if json.get("direct_meters"):
+        if json.get("direct_meters") is not None:
             emit_meter(e, json["direct_meters"], "entry.meter")
-        e.trace("hit", table=repr(table.name), key=self._shown(json, table), priority="entry.priority")
+        e.trace(
+            "hit",
+            table=self.emitter.text(table.name),
+            key=self._shown(json, table),
+            priority="entry.priority",
+        )
 
     def _trace_miss(self, json: Json, table: Table) -> None:
-        self.emitter.trace("miss", table=repr(table.name), key=self._shown(json, table))
+        self.emitter.trace("miss", table=self.emitter.text(table.name), key=self._shown(json, table))
 
     def _shown(self, json: Json, table: Table) -> str:
         """Return the source of a packet's key as a dictionary, for the trace."""
         fields = zip(table.fields, json["key"], strict=True)
-        items = (f"{field.name!r}: {self._key(key['target']).code}" for field, key in fields)
+        items = (f"{self.emitter.text(field.name)}: {self._key(key['target']).code}" for field, key in fields)
         return f"{{{', '.join(items)}}}"
 
     def _lookup(self, json: Json, table: Table) -> None:
@@ -178,7 +183,7 @@ class ControlEmitter:
         e = self.emitter
         parts = [self._key(key["target"]).code for key in json["key"]]
         key = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
-        get = e.bind(f"{table.name}_get", table.index.get)
+        get = e.bind("get", table.index.get, table.name)
         if table.exact:
             e.line(f"entry = {get}({key})")
             return
@@ -186,7 +191,7 @@ class ControlEmitter:
         missing = e.bind("missing", MISSING)
         e.line(f"entry = {get}(_key, {missing})")
         with e.block(f"if entry is {missing}:"):
-            e.line(f"entry = {e.bind(f'{table.name}_lookup', table.lookup)}(_key)")
+            e.line(f"entry = {e.bind('lookup', table.lookup, table.name)}(_key)")
 
     def _key(self, reference: list[str]) -> Value:
         """Return a key field's value, which is 0 if its header is invalid."""
@@ -219,11 +224,13 @@ class ControlEmitter:
         """Emit the code for a miss."""
         if table.const_default and table.initial_default is not None:
             action = self.emitter.config.actions[json["default_entry"]["action_id"]]
-            self.emitter.trace("action", action=repr(action["name"]), params="{}", default="True")
+            self.emitter.trace(
+                "action", action=self.emitter.text(action["name"]), params="{}", default="True"
+            )
             self._constant_default(json, action)
             self._follow(name, after_action(json, action["name"], hit=False))
             return
-        self.emitter.line(f"entry = {self.emitter.bind(f'{table.name}_table', table)}.default")
+        self.emitter.line(f"entry = {self.emitter.bind('table', table, table.name)}.default")
         with self.emitter.block("if entry is not None:"):
             self._dispatch(name, self._choices(json, table, hit=False))
         after = json["next_tables"].get("__MISS__", json["base_default_next"])
@@ -246,7 +253,7 @@ class ControlEmitter:
             e.line("_action = entry.action")
             keyword = "if"
             for choice in choices:
-                with e.block(f"{keyword} _action == {choice.id}:  # {choice.action['name']}"):
+                with e.block(f"{keyword} _action == {choice.id}:"):
                     self._run(name, choice, together)
                 keyword = "elif"
         if together:
@@ -255,13 +262,14 @@ class ControlEmitter:
     def _run(self, name: str, choice: Choice, together: bool) -> None:
         """Emit one action, with the nodes after it unless they are the same for all actions."""
         e = self.emitter
-        names = [e.plan.names.of("arg", p["name"]) for p in choice.action["runtime_data"]]
+        names = [e.plan.names.of("arg", str(n)) for n in range(len(choice.action["runtime_data"]))]
         parameters = zip(names, choice.action["runtime_data"], strict=True)
         e.arguments = [variable(n, p["bitwidth"]) for n, p in parameters]
         if names and choice.action["primitives"]:
             e.line(f"{', '.join(names)}, = entry.params")
-        params = f"dict(zip({[p['name'] for p in choice.action['runtime_data']]}, entry.params))"
-        e.trace("action", action=repr(choice.action["name"]), params=params, default="entry.is_default")
+        known = e.bind("names", [p["name"] for p in choice.action["runtime_data"]], choice.action["name"])
+        params = f"dict(zip({known}, entry.params))"
+        e.trace("action", action=e.text(choice.action["name"]), params=params, default="entry.is_default")
         emit_action(e, choice.action["primitives"], choice.action)
         if not together:
             self._follow(name, choice.next)

@@ -124,13 +124,20 @@ class Emitter:
         """Add an event to the trace, given the source of its fields; only in the traced variant."""
         if self.traced:
             fields = "".join(f", {name}={code}" for name, code in what.items())
-            self.line(f"trace.add({event!r}{fields})")
+            self.line(f"trace.add({self.text(event)}{fields})")
 
-    def bind(self, name: str, value: Any) -> str:
-        """Make a run-time object available to the code; return its name there."""
-        name = self.plan.names.of("bound", name)
+    def bind(self, kind: str, value: Any, *words: str) -> str:
+        """Make a run-time object available to the code; return its identifier there.
+
+        `kind` and `words` tell it apart from all others.
+        """
+        name = self.plan.names.of(kind, *words)
         self.environment[name] = value
         return name
+
+    def text(self, *texts: str) -> str:
+        """Return the identifier of a text, or of a tuple of texts."""
+        return self.bind("text", texts[0] if len(texts) == 1 else texts, *texts)
 
     # Variables
 
@@ -151,7 +158,7 @@ class Emitter:
 
     def flag(self, header: str, what: str) -> str:
         """Return a header's variable `valid`, `dirty` (differs from the frame) or `at` (where it starts)."""
-        return self.declare(self.plan.names.of("flag", header, what))
+        return self.declare(self.plan.names.of(what, self.config.headers[header].name))
 
     def mark_written(self, header: str) -> None:
         """Note that a header's bytes are no longer the frame's."""
@@ -236,8 +243,7 @@ class Emitter:
         )
 
     def _metadata(self, header: str, name: str) -> str:
-        words = (name,) if header == "scalars" else (header, name)
-        return self.plan.names.of("metadata", *words)
+        return self.plan.names.of("metadata", header, name)
 
     # Expressions
 
@@ -285,7 +291,7 @@ def parse_hex(text: str) -> int:
 VALUES: dict[str, Any] = {
     "field": lambda emitter, what, _: emitter.load(what),
     "hexstr": lambda _emitter, what, _: number(parse_hex(what)),
-    "bool": lambda _emitter, what, _: truth(str(what)),
+    "bool": lambda _emitter, what, _: truth("True" if what else "False"),
     "expression": _expression,
     "local": _argument,
     "runtime_data": _argument,

@@ -121,7 +121,7 @@ def calculation(emitter: Emitter, name: str, *at: Json) -> Value:
     if payload:
         data = f"{data} + frame[at:]"
         emitter.declare("at")
-    return Value(f"{emitter.bind(what['algo'], function)}({data})", 0, (1 << width) - 1)
+    return Value(f"{emitter.bind('hash', function, what['algo'])}({data})", 0, (1 << width) - 1)
 
 
 def _runs(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[_Run]:

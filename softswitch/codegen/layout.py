@@ -1,4 +1,4 @@
-"""Names in the generated code, and the layout of headers in its local variables.
+"""Identifiers in the generated code, and the layout of headers in its local variables.
 
 A header's bytes are split into chunks of 1, 2, 4 or 8 bytes, one variable each. One `struct` call reads them,
 and another writes them. A field that shares a chunk or spans several is extracted by shifts and masks. Runs
@@ -7,29 +7,11 @@ of fields that the program does not use stay together as bytes.
 
 from __future__ import annotations
 
-import keyword
-import re
 from dataclasses import dataclass
 from struct import Struct
 
 from softswitch.codegen.values import OPERATORS, Value, chain, fit, number, variable
 from softswitch.program.bmv2 import Header
-
-# Names used by generated code; so are all names with a leading underscore.
-RESERVED = {
-    "at",
-    "changed",
-    "copy_port",
-    "egress",
-    "entry",
-    "frame",
-    "packet_size",
-    "port",
-    "process",
-    "size",
-    "trace",
-}
-BUILTINS = {"bool", "bytes", "dict", "int", "len", "memoryview", "min", "range", "str", "zip"}
 
 SCRATCH = "_w"
 """Variable for a value that is written to several chunks."""
@@ -38,28 +20,14 @@ _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Names:
-    """Unique, readable Python names for the names of the P4 program."""
+    """Identifiers by number, so that no name of the P4 program reaches the generated code."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[str, ...], str] = {}
-        self._taken: set[str] = RESERVED | BUILTINS
 
-    def of(self, space: str, *words: str) -> str:
-        """Return the name for these words; it is the same for the same words in the same space."""
-        if (space, *words) not in self._given:
-            self._given[space, *words] = self._fresh("_".join(words))
-        return self._given[space, *words]
-
-    def _fresh(self, text: str) -> str:
-        plain = re.sub(r"_+", "_", re.sub(r"\W", "_", text, flags=re.ASCII)).strip("_") or "value"
-        if plain[0].isdigit() or keyword.iskeyword(plain):
-            plain = f"x_{plain}"
-        name, number = plain, 1
-        while name in self._taken:
-            number += 1
-            name = f"{plain}_{number}"
-        self._taken.add(name)
-        return name
+    def of(self, kind: str, *words: str) -> str:
+        """Return the identifier for these words; it is the same for the same words of the same kind."""
+        return self._given.setdefault((kind, *words), f"{kind}_{len(self._given) + 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +142,10 @@ def plan(header: Header, touched: set[str], names: Names) -> HeaderLayout:
     for start, end, members in runs:
         if not touched.intersection(members):
             first = chunks.pop().start if chunks and chunks[-1].raw else start
-            chunks.append(
-                HeaderChunk(names.of("chunk", header.name, f"bytes_{first // 8}"), first, end, raw=True)
-            )
+            chunks.append(HeaderChunk(names.of("raw", header.name, str(first)), first, end, raw=True))
             continue
-        pieces = _pieces(start, end)
-        for number_, (low, high) in enumerate(pieces):
-            name = members[0] if len(members) == 1 else f"{members[0]}_to_{members[-1]}"
-            suffix = f"_{number_}" if len(pieces) > 1 else ""
-            chunks.append(HeaderChunk(names.of("chunk", header.name, name + suffix), low, high, raw=False))
+        for low, high in _pieces(start, end):
+            chunks.append(HeaderChunk(names.of("chunk", header.name, str(low)), low, high, raw=False))
     return HeaderLayout(header, tuple(chunks), spans)
 
 

@@ -58,7 +58,7 @@ class ParserBase:
         if self.emitter.known("standard_metadata", "parser_error"):
             self.emitter.store(["standard_metadata", "parser_error"], error)
         name = self.emitter.config.errors.get(error.constant or 0, error.code)
-        self.emitter.trace("parser_error", error=repr(name))
+        self.emitter.trace("parser_error", error=self.emitter.text(name))
 
     def need(self, place: ParserPlace, count: int | str) -> None:
         """Emit a stop with `PacketTooShort` unless there are `count` more bytes."""
@@ -80,7 +80,9 @@ class ParserBase:
         if size == 1:
             whole = variable(f"frame[{place.plus(first)}]", BYTE)
         elif size in (2, 4, 8):
-            reader = self.emitter.bind(f"read_{size}", Struct({2: "!H", 4: "!I", 8: "!Q"}[size]).unpack_from)
+            reader = self.emitter.bind(
+                "read", Struct({2: "!H", 4: "!I", 8: "!Q"}[size]).unpack_from, str(size)
+            )
             whole = variable(f"{reader}(frame, {place.plus(first)})[0]", size * BYTE)
         else:
             whole = variable(
@@ -107,7 +109,7 @@ def _extract(p: ParserBase, place: ParserPlace, parameters: list[Json], op: Json
     p.need(place, layout.size)
     live = [chunk for chunk in layout.chunks if e.live(chunk.name)]
     if live:
-        reader = e.bind(f"{header}_unpack", layout.unpacker(live).unpack_from)
+        reader = e.bind("unpack", layout.unpacker(live).unpack_from, header)
         e.line(f"{', '.join(chunk.name for chunk in live)}, = {reader}(frame, {place.code})")
     e.assign(e.flag(header, "valid"), "1")
     e.assign(e.flag(header, "at"), place.code)

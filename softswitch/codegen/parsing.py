@@ -67,7 +67,7 @@ class ParserEmitter(ParserBase):
 
     def _state(self, name: str, place: ParserPlace) -> None:
         state = self.states[name]
-        self.emitter.trace("state", name=repr(name))
+        self.emitter.trace("state", name=self.emitter.text(name))
         for op in state["parser_ops"]:
             if op["op"] not in OPS:
                 self.emitter.config.problem(f"parser operation {op['op']} is not supported", op, state)

@@ -145,18 +145,20 @@ def _mark_to_drop(emitter: Emitter, parameters: list[Json], _: Json) -> None:
 
 def _count(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     name = parameters[0]["value"]
-    cells = emitter.links.counters.get(name, [])
-    with _indexed(emitter, "counter_" + name, cells, parameters[1], at) as cell:
+    cells = emitter.links.counters[name]
+    with _indexed(emitter, "counter", name, cells, parameters[1], at) as cell:
         emitter.line(f"_count = {cell}")
         emitter.line("_count.packets += 1")
         emitter.line("_count.bytes += size")
 
 
 @contextmanager
-def _indexed(emitter: Emitter, name: str, cells: list[Any], index: Json, at: Json) -> Iterator[str]:
+def _indexed(
+    emitter: Emitter, kind: str, name: str, cells: list[Any], index: Json, at: Json
+) -> Iterator[str]:
     """Yield the source of an array's cell, in a block that is skipped if the index is out of bounds."""
     where_ = emitter.value(index, at)
-    array = emitter.bind(name, cells)
+    array = emitter.bind(kind, cells, name)
     if where_.within(0, len(cells) - 1):
         yield f"{array}[{where_.code}]"
         return
@@ -166,14 +168,14 @@ def _indexed(emitter: Emitter, name: str, cells: list[Any], index: Json, at: Jso
 
 def emit_meter(emitter: Emitter, name: str, cell: str, target: list[str] | None = None) -> None:
     """Set a field, of a direct meter its own, to the color of the packet in a meter's cell."""
-    array = next(array for array in emitter.config.raw["meter_arrays"] if array["name"] == name)
+    array = emitter.config.array("meter_arrays", name)
     target = target or array["result_target"]
     amount = "size" if array["type"] == "bytes" else "1"
     now = emitter.bind("now", emitter.links.clock)
     emitter.line(f"_meter = {cell}")
     color = f"_meter.color({amount}, {now}()) if _meter is not None else {GREEN}"
     emitter.store(target, Value(color, GREEN, RED, "if"))
-    emitter.trace("meter", name=repr(name), color=emitter.load(target).code)
+    emitter.trace("meter", name=emitter.text(name), color=emitter.load(target).code)
 
 
 def _execute_meter(emitter: Emitter, parameters: list[Json], at: Json) -> None:
@@ -181,8 +183,8 @@ def _execute_meter(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     if target["type"] != "field":
         emitter.config.problem(f"metering into a {target['type']} is not supported", at)
         return
-    cells = emitter.links.meters.get(name["value"], [])
-    with _indexed(emitter, "meter_" + name["value"], cells, index, at) as cell:
+    cells = emitter.links.meters[name["value"]]
+    with _indexed(emitter, "meter", name["value"], cells, index, at) as cell:
         emit_meter(emitter, name["value"], cell, target["value"])
 
 
@@ -191,22 +193,21 @@ def _register_read(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     if target["type"] != "field":
         emitter.config.problem(f"reading a register into a {target['type']} is not supported", at)
         return
-    cells = emitter.links.registers.get(name["value"], [])
-    with _indexed(emitter, "register_" + name["value"], cells, index, at) as cell:
+    cells = emitter.links.registers[name["value"]]
+    with _indexed(emitter, "register", name["value"], cells, index, at) as cell:
         emitter.store(target["value"], variable(cell, _register_width(emitter, name["value"])))
 
 
 def _register_write(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     name, index, source = parameters
-    cells = emitter.links.registers.get(name["value"], [])
+    cells = emitter.links.registers[name["value"]]
     value = fit(emitter.value(source, at), _register_width(emitter, name["value"]))
-    with _indexed(emitter, "register_" + name["value"], cells, index, at) as cell:
+    with _indexed(emitter, "register", name["value"], cells, index, at) as cell:
         emitter.line(f"{cell} = {value.code}")
 
 
 def _register_width(emitter: Emitter, name: str) -> int:
-    arrays = emitter.config.raw["register_arrays"]
-    return int(next(array["bitwidth"] for array in arrays if array["name"] == name))
+    return int(emitter.config.array("register_arrays", name)["bitwidth"])
 
 
 def _hash(emitter: Emitter, parameters: list[Json], at: Json) -> None:
@@ -224,8 +225,15 @@ def _hash(emitter: Emitter, parameters: list[Json], at: Json) -> None:
 def _log_msg(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     text, *rest = parameters
     items = rest[0]["value"] if rest else []
-    filled = "".join(f".replace('{{}}', str({emitter.value(item, at).code}), 1)" for item in items)
-    emitter.trace("log", text=f"{text['value']!r}{filled}")
+    values = "".join(f"{paren(emitter.value(item, at))}, " for item in items)
+    emitter.trace("log", text=f"{emitter.bind('filled', _filled)}({emitter.text(text['value'])}, ({values}))")
+
+
+def _filled(text: str, values: tuple[object, ...]) -> str:
+    """Return a message with a value in place of each `{}`."""
+    for value in values:
+        text = text.replace("{}", str(value), 1)
+    return text
 
 
 PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {

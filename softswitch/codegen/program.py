@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 from finsy.proto import p4i
 
+from softswitch.codegen import vocabulary
 from softswitch.codegen.codegen import Output, generate
 from softswitch.codegen.emitter import ProgramPlan
 from softswitch.codegen.linking import UnsupportedProgramError, link
@@ -63,12 +65,13 @@ def load(config_json: bytes, p4info: p4i.P4Info, clock: Clock = time.monotonic_n
         ValueError: JSON and P4Info do not belong together, or the JSON is invalid.
     """
     config = bmv2.read(config_json)
-    links = link(config, p4info, clock)
-    check_actions(config)
-    plan = ProgramPlan.of(config, links)
-    if any(not header.metadata and header.name not in plan.layouts for header in config.headers.values()):
-        raise UnsupportedProgramError(config.problems)
-    return Program(p4info, plan)
+    with bmv2.consistent():
+        links = link(config, p4info, clock)
+        check_actions(config)
+        plan = ProgramPlan.of(config, links)
+        if any(not header.metadata and header.name not in plan.layouts for header in config.headers.values()):
+            raise UnsupportedProgramError(config.problems)
+        return Program(p4info, plan)
 
 
 def _compile(plan: ProgramPlan, traced: bool) -> tuple[str, Process]:
@@ -76,6 +79,8 @@ def _compile(plan: ProgramPlan, traced: bool) -> tuple[str, Process]:
     if plan.config.problems:
         raise UnsupportedProgramError(plan.config.problems)
     namespace: dict[str, Any] = dict(environment)
-    exec(compile(source, f"<{plan.config.raw.get('program', 'program')}>", "exec"), namespace)
+    tree = ast.parse(source)
+    vocabulary.check(tree)
+    exec(compile(tree, "<program>", "exec"), namespace)
     process: Process = namespace["process"]
     return source, process

@@ -6,14 +6,15 @@ Expressions, parser operations and primitives stay JSON, for their emitters.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from softswitch.program.parts import PROGRAM
+from softswitch.program.schema import FormatError, shown
+
 Json = dict[str, Any]
-
-
-class FormatError(ValueError):
-    """The bytes are not a BMv2 JSON of p4c; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class ProgramConfig:
         if text not in self.problems:
             self.problems.append(text)
 
+    def array(self, kind: str, name: str) -> Json:
+        """Return an array of the JSON, such as one of its `meter_arrays`."""
+        arrays: dict[str, Json] = {array["name"]: array for array in self.raw[kind]}
+        return arrays[name]
+
     def field(self, reference: list[str]) -> Field:
         """Return the field of a JSON reference [header, field]."""
         header, name = reference
@@ -97,14 +103,22 @@ def read(text: bytes) -> ProgramConfig:
     """Parse a BMv2 JSON; raise `FormatError` if it is not one."""
     try:
         raw = json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"the device config is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the device config is not JSON: {error}") from None
     if not isinstance(raw, dict) or "pipelines" not in raw:
         raise FormatError("the device config is not BMv2 JSON (of p4c-bm2-ss): it has no 'pipelines'")
-    try:
+    PROGRAM(raw, "device config")
+    with consistent():
         return _config(raw)
-    except (KeyError, IndexError, TypeError) as error:
-        raise FormatError(f"the device config is not complete BMv2 JSON: {error!r} is missing") from error
+
+
+@contextmanager
+def consistent() -> Iterator[None]:
+    """Refuse a program that refers to what it lacks, or whose parts do not fit together."""
+    try:
+        yield
+    except (LookupError, TypeError, RecursionError) as error:
+        raise FormatError(f"the device config is not consistent: {shown(error)}") from error
 
 
 def _config(raw: Json) -> ProgramConfig:
@@ -125,6 +139,9 @@ def _config(raw: Json) -> ProgramConfig:
     for header in raw["headers"]:
         kind = header["header_type"]
         config.headers[header["name"]] = Header(header["name"], kind, types[kind], header["metadata"])
+    for name in config.deparser["order"]:
+        if config.headers[name].metadata:
+            raise FormatError(f"the deparser emits {name[:60]}, which is metadata")
     for name in ("ingress", "egress"):
         if name not in config.pipelines:
             raise FormatError(f"the device config has no pipeline '{name}': it is not compiled for v1model")

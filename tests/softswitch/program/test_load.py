@@ -78,7 +78,7 @@ def test_each_kind_of_construct_is_checked(old: str, new: str, problem: str) -> 
     [
         (b"\x00\x01", "is not JSON"),
         (b"[]", "not BMv2 JSON (of p4c-bm2-ss): it has no 'pipelines'"),
-        (b'{"pipelines": []}', "not complete BMv2 JSON: KeyError('actions') is missing"),
+        (b'{"pipelines": []}', "it must be an object with 'header_types'"),
     ],
 )
 def test_what_is_no_bmv2_json_is_said_so(text: bytes, words: str) -> None:

@@ -1,0 +1,164 @@
+"""The shape of a BMv2 JSON: the type and range of every value that the code generator uses.
+
+A checked program's numbers are integers of sane size, its truth values are booleans, and all else is text.
+So the code generator meets no value that it could mistake for source. Unknown members are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+Check = Callable[[Any, str], None]
+"""Check of a value at a place, such as `actions[3].name`; raises `FormatError`."""
+
+WIDTH_MAX: Final = 2048
+"""Bits of a field, a parameter or a constant."""
+SIZE_MAX: Final = 1 << 20
+"""Cells of an array, and entries of a table."""
+_HEX = re.compile(r"-?0[xX][0-9a-fA-F]{1,512}", re.ASCII)
+
+
+class FormatError(ValueError):
+    """The bytes are not a BMv2 JSON of p4c; the message has the reason."""
+
+
+def _expect(holds: bool, value: Any, at: str, right: str) -> None:
+    if not holds:
+        raise FormatError(f"the device config is not BMv2 JSON: {at} is {shown(value)}; it must be {right}")
+
+
+def shown(value: Any) -> str:
+    """Return a value as text for a message, at most 60 characters long."""
+    text = f"{type(value).__name__} of {len(value)}" if isinstance(value, (dict, list)) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def text(value: Any, at: str) -> None:
+    """Check a text."""
+    _expect(isinstance(value, str) and len(value) <= 1 << 16, value, at, "a text")
+
+
+def truth(value: Any, at: str) -> None:
+    """Check a truth value."""
+    _expect(isinstance(value, bool), value, at, "true or false")
+
+
+def hexstr(value: Any, at: str) -> None:
+    """Check a number in BMv2's notation."""
+    _expect(isinstance(value, str) and _HEX.fullmatch(value) is not None, value, at, "a number such as 0x1f")
+
+
+def number(low: int, high: int) -> Check:
+    """Return the check of an integer in low..high."""
+
+    def check(value: Any, at: str) -> None:
+        _expect(type(value) is int and low <= value <= high, value, at, f"an integer of {low} to {high}")
+
+    return check
+
+
+def maybe(inner: Check) -> Check:
+    """Return the check of a value that may be null."""
+
+    def check(value: Any, at: str) -> None:
+        if value is not None:
+            inner(value, at)
+
+    return check
+
+
+def many(inner: Check, least: int = 0) -> Check:
+    """Return the check of a list."""
+
+    def check(value: Any, at: str) -> None:
+        _expect(isinstance(value, list) and len(value) >= least, value, at, f"a list of at least {least}")
+        for place, item in enumerate(value):
+            inner(item, f"{at}[{place}]")
+
+    return check
+
+
+def row(*inner: Check) -> Check:
+    """Return the check of a list of fixed length."""
+
+    def check(value: Any, at: str) -> None:
+        _expect(isinstance(value, list) and len(value) == len(inner), value, at, f"a list of {len(inner)}")
+        for place, (item, each) in enumerate(zip(value, inner, strict=True)):
+            each(item, f"{at}[{place}]")
+
+    return check
+
+
+def record(*, optional: dict[str, Check] | None = None, **required: Check) -> Check:
+    """Return the check of an object."""
+    known = required | (optional or {}) | {"source_info": maybe(_source_info)}
+
+    def check(value: Any, at: str) -> None:
+        _expect(isinstance(value, dict), value, at, "an object")
+        for name in required:
+            _expect(name in value, value, at, f"an object with '{name}'")
+        for name, each in known.items():
+            if name in value:
+                each(value[name], f"{at}.{name}")
+
+    return check
+
+
+def _source_info(value: Any, at: str) -> None:
+    _expect(isinstance(value, dict), value, at, "an object")
+    text(value.get("filename"), f"{at}.filename")
+    number(0, 1 << 31)(value.get("line"), f"{at}.line")
+    text(value.get("source_fragment", ""), f"{at}.source_fragment")
+
+
+FIELD: Final = row(text, text)
+WIDTH: Final = number(1, WIDTH_MAX)
+
+
+def operand(value: Any, at: str) -> None:
+    """Check an operand: its kind, and a value of that kind; a kind that is not known is refused later."""
+    _operand(value, at)
+    _OPERANDS.get(value["type"], text)(value["value"], f"{at}.value")
+
+
+_operand = record(type=text, value=lambda _value, _at: None)
+
+
+def _expression(value: Any, at: str) -> None:
+    _expect(isinstance(value, dict), value, at, "an object")
+    if "op" not in value:
+        operand(value, at)
+        return
+    _OPERATION(value, at)
+
+
+_OPERATION = record(
+    op=text, optional={"left": maybe(operand), "right": maybe(operand), "cond": maybe(operand)}
+)
+_OPERANDS: dict[str, Check] = {
+    "field": FIELD,
+    "hexstr": hexstr,
+    "bool": truth,
+    "expression": _expression,
+    "local": number(0, 255),
+    "runtime_data": number(0, 255),
+    "lookahead": row(number(0, WIDTH_MAX), WIDTH),
+    "payload": maybe(text),
+    "parameters_vector": many(operand),
+}
+
+
+def parser_parameter(value: Any, at: str) -> None:
+    """Check the parameter of a parser operation: an operand, a number of bytes, or a primitive."""
+    if isinstance(value, dict) and "op" in value:
+        PRIMITIVE(value, at)
+    elif isinstance(value, dict):
+        operand(value, at)
+    else:
+        number(0, WIDTH_MAX)(value, at)
+
+
+PRIMITIVE: Final = record(op=text, parameters=many(operand))
+CALL: Final = record(action_id=number(0, SIZE_MAX), action_data=many(hexstr))
