@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from checkmate.job.schema import Switch
 from checkmate.wording import counted
 from controlplane import plan as planning
-from controlplane.endpoint.endpoint import Answer, Connected, FairQueue, View, answer
+from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.endpoint.frames import Segment, parse
+from controlplane.endpoint.waiting import WaitingSegments
 from controlplane.entities import EntryKey, Holdings
 from controlplane.errors import SwitchUnreachable, TooMuch, Unsure, WriteRefused
 from controlplane.memory import SwitchMemory
@@ -27,6 +28,10 @@ from controlplane.tasks import until_first
 LOG = logging.getLogger("checkmate")
 RECONNECT_SECONDS = 0.5
 ANSWERS_AT_ONCE = 256
+IDLE_SECONDS = 0.0005
+"""If no frame comes in this time, none that the switch has sent is waiting."""
+DRAIN_SECONDS = 0.05
+"""Longest time for reading frames before some are answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,8 @@ class SwitchController:
         self._opened = AsyncExitStack()
         self._checked: tuple[Network, Holdings, SwitchPlan] | None = None
         self._view = View(network, switch.name, {}, Connected(), {})
-        self._queue = FairQueue()
+        self._queue = WaitingSegments()
+        self._frames_read = 0
         self._waiting = asyncio.Event()
         self._writing = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -216,15 +222,18 @@ class SwitchController:
 
     async def _fill_queue(self, session: SwitchSession) -> None:
         async for port, frame in session.packets():
+            self._frames_read += 1
             segment = parse(frame)
             if segment is not None:
-                self._queue.put(segment, port, self._view)
+                self._queue.put(segment, port, self._view, time.monotonic())
                 self._waiting.set()
 
     async def _answer_queued(self, session: SwitchSession) -> None:
         while True:
             await self._waiting.wait()
-            while batch := self._queue.take(ANSWERS_AT_ONCE):
+            while self._queue:
+                await self._drained()
+                batch = self._queue.take(ANSWERS_AT_ONCE)
                 async with self._writing:
                     try:
                         await self._answer(session, batch)
@@ -232,8 +241,15 @@ class SwitchController:
                         for one in batch if len(batch) > 1 else ():
                             with suppress(WriteRefused):
                                 await self._answer(session, [one])
-                await asyncio.sleep(0)  # a flood must not starve reads and reloads
             self._waiting.clear()
+
+    async def _drained(self) -> None:
+        """Read the frames that the switch has sent, so that known NICs' are answered before a flood."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        before = -1
+        while self._frames_read != before and time.monotonic() < deadline:
+            before = self._frames_read
+            await asyncio.sleep(IDLE_SECONDS)
 
     async def _answer(self, session: SwitchSession, batch: Sequence[tuple[Segment, int]]) -> None:
         """Answer segments in order. Send the frames after all changes are on the switch."""

@@ -5,7 +5,6 @@ A SYN leaves no state. State begins with a valid hello, and is the stream's entr
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
@@ -21,9 +20,6 @@ from controlplane.streams import Admission, StreamConnection, StreamKey, StreamR
 
 _LEFT = "the node was stopped, training starts again, or the node joins again after a gap"
 _DEAD = "the node died, or its connection broke"
-
-STRANGERS = None
-"""The queue shared by all sources that no job knows."""
 
 
 class Connected:
@@ -169,42 +165,3 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
     if view.connected.by_stream.get(admission.key) == admission.put[0]:
         return Answer(frame)  # a repeated hello
     return Answer(frame, admission)
-
-
-class FairQueue:
-    """Segments waiting to be answered, in bounded queues that are served round-robin by source.
-
-    A flood fills only the queue of its own source; unknown sources share one queue. Segments that do not
-    fit are dropped and counted: TCP retransmits them.
-    """
-
-    def __init__(self, depth: int = 64) -> None:
-        self._depth = depth
-        self._queues: dict[IPv4Address | None, deque[tuple[Segment, int]]] = {}
-        self.dropped = 0
-
-    def put(self, segment: Segment, port: int, view: View) -> None:
-        if segment.kind is SegmentKind.RST and view.connected.of_peer(segment) is None:
-            return  # of no connection: there is nothing to do
-        source = segment.ip if view.knows(segment, port) else STRANGERS
-        queue = self._queues.setdefault(source, deque())
-        if len(queue) >= (self._depth if source is STRANGERS else 16 * self._depth):
-            self.dropped += 1
-            return
-        queue.append((segment, port))
-
-    def take(self, most: int) -> list[tuple[Segment, int]]:
-        """Take up to `most` segments, one from each source in turn."""
-        taken: list[tuple[Segment, int]] = []
-        while self._queues and len(taken) < most:
-            for source in list(self._queues):
-                queue = self._queues[source]
-                taken.append(queue.popleft())
-                if not queue:
-                    del self._queues[source]
-                if len(taken) >= most:
-                    break
-        return taken
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)

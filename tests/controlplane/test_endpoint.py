@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Packet
@@ -15,8 +11,7 @@ from checkmate.job.schema import Job
 from checkmate.wire import tag
 from checkmate.wire.tag import Hello
 from controlplane.endpoint import frames
-from controlplane.endpoint.endpoint import Answer, Connected, FairQueue, View, answer
-from controlplane.endpoint.frames import Segment, SegmentKind
+from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.plan import plan_switch
@@ -230,41 +225,3 @@ def test_a_new_connection_replaces_the_old_whatever_the_incarnations() -> None:
     (now,) = at.connected.by_stream.values()
     assert (now["incarnation"], now["shadow_port"]) == (8, 5002)
     assert ask(segment("R", seq=(ISN + 17) % tag.MODULUS, sport=5000), at).drop is None
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=50, deadline=None)
-def test_no_frame_upsets_the_parser(noise: bytes) -> None:
-    for frame in (noise, segment("PA", noise), segment("S")[:-1] + noise, segment("S")[: len(noise)]):
-        found = frames.parse(frame)
-        if found is not None:
-            answer(found, 1, view())
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=30))
-@settings(deadline=None)
-def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None:
-    at, queue = view(), FairQueue(depth=8)
-    known = Segment(SegmentKind.SYN, NIC.mac, NIC.ip, 5000, 7400)
-    put = {True: 0, False: 0}
-    for is_known, count in steps:
-        for number in range(count):
-            stranger = Segment(SegmentKind.SYN, NIC.mac, IPv4Address(0x0A090000 + number), 5000, 7400)
-            queue.put(known if is_known else stranger, NIC.port, at)
-        put[is_known] += count
-    waiting = [s for s, _ in queue.take(10_000)]
-    assert waiting.count(known) == min(put[True], 16 * 8)
-    assert len(waiting) - waiting.count(known) == min(put[False], 8)
-    assert queue.dropped == sum(put.values()) - len(waiting)
-    if put[True]:
-        assert known in waiting[:2]  # one from each source in turn
-    assert not queue
-
-
-def test_resets_of_no_connection_are_not_even_queued() -> None:
-    queue = FairQueue()
-    reset = frames.parse(segment("R", seq=1))
-    assert reset is not None
-    for _ in range(1000):
-        queue.put(reset, NIC.port, view())
-    assert not queue
