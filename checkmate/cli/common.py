@@ -28,6 +28,9 @@ JobArguments = Annotated[
     list[Path], typer.Argument(help="Job files, or folders of them.", show_default=False)
 ]
 JobArgument = Annotated[Path, typer.Argument(help="A job file.", show_default=False)]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Use no keys: whoever reaches the job's addresses can read it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, errors included.")]
 
 

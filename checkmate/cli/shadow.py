@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import JobArgument, UsageFault, out, says_errors
+from checkmate.cli.common import Insecure, JobArgument, UsageFault, out, says_errors
 from checkmate.cli.logs import log_to_stderr
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
@@ -39,11 +39,12 @@ def shadow(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads of a step.", show_default="one a core")
     ] = None,
+    insecure: Insecure = False,
 ) -> None:
     """Receive reduced gradients on this node's NICs, step its shards, and serve the checkpoint.
 
     Prints "ready" once it serves at its mgmt address; streams are connected when training begins. Needs
-    CAP_NET_ADMIN for its receive buffers. Stop it with Ctrl-C.
+    CAP_NET_ADMIN for its receive buffers, and the folder of keys of role shadow. Stop it with Ctrl-C.
 
     Example: checkmate shadow jobs/gpt.yaml --id 0
     """
@@ -56,7 +57,12 @@ def shadow(
     with (
         stopping() as stopped,
         Serving(
-            loaded, node_id, receive_buffer=receive_buffer << 20, grace=grace, threads=threads
+            loaded,
+            node_id,
+            receive_buffer=receive_buffer << 20,
+            grace=grace,
+            threads=threads,
+            insecure=insecure,
         ) as serving,
     ):
         live = (out.is_terminal if view is None else view) and not as_json

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import torch
 
 from checkmate.job.schema import Job
+from checkmate.keys.access import Access
+from checkmate.keys.roles import Secret
 from checkmate.shadow import memory
 from checkmate.shadow.clock import AwakeClock
 from checkmate.shadow.hold import Hold
@@ -48,12 +50,13 @@ class Node:
         self,
         job: Job,
         node_id: int,
+        access: Access,
         *,
         receive_buffer: int = RECEIVE_BUFFER,
         grace: float = GRACE,
         threads: int | None = None,
     ) -> None:
-        self.job, self.id = job, node_id
+        self.job, self.id, self.access = job, node_id, access
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
         self.changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
@@ -68,7 +71,9 @@ class Node:
         self._stepping = False
         self._torch_threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
-        self._connector = Connector(self.readers, self.nics, receive_buffer, self.touch)
+        self._connector = Connector(
+            self.readers, self.nics, receive_buffer, access.secret(Secret.HELLO), self.touch
+        )
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for name, run in (("steps", self._step_forever), ("watch", self._watch_forever))

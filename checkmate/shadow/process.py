@@ -6,7 +6,9 @@ import logging
 from contextlib import ExitStack
 from functools import partial
 
-from checkmate.job.schema import Job
+from checkmate.job.schema import Job, split_address
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role
 from checkmate.rpc.channels import server_context
 from checkmate.shadow import memory
 from checkmate.shadow.calls.transfer import record
@@ -31,6 +33,7 @@ class Serving:
         receive_buffer: int = RECEIVE_BUFFER,
         grace: float = GRACE,
         threads: int | None = None,
+        insecure: bool = False,
     ) -> None:
         """Prepare a node, which runs from `__enter__` on.
 
@@ -40,12 +43,17 @@ class Serving:
             receive_buffer: bytes of each stream's socket buffer.
             grace: seconds until missing bytes of a stream count as lost.
             threads: threads of a step; by default one per core.
+            insecure: use no keys.
 
         Raises:
             StreamError: if this machine lacks the NICs' addresses or the right to such buffers.
             ServeError: if an address cannot be used.
+            KeysError: if the node's keys are missing or can't be used.
             TlsError: if TLS files are faulty.
         """
+        at = job.node(node_id)
+        hosts = dict.fromkeys((split_address(at.mgmt)[0], at.records_at[0]))
+        allowed = access(job, Role.SHADOW, insecure=insecure, hosts=hosts)
         check_address(job, node_id)
         check_host([str(nic.ip) for nic in job.node(node_id).nics], receive_buffer)
         memory.one_arena()
@@ -54,7 +62,9 @@ class Serving:
             listener = records_listener(job, node_id, receive_buffer)
             undo.callback(listener.close)
             tls = server_context(job.mgmt_tls) if job.mgmt_tls is not None else None
-            self.node = Node(job, node_id, receive_buffer=receive_buffer, grace=grace, threads=threads)
+            self.node = Node(
+                job, node_id, allowed, receive_buffer=receive_buffer, grace=grace, threads=threads
+            )
             undo.callback(self.node.close)
             connections = sum(len(plan.streams) for plan in self.node.plans) + 1  # records fill one buffer
             if shortfall := tcp_memory_shortfall(connections, receive_buffer):

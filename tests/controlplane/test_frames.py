@@ -24,7 +24,14 @@ JOB = job(channels=1, ranks=2, nodes=1, replicas=1)
 NETWORK = Network([JOB])
 STUB = NETWORK.switches["tor0"].stub
 NIC = JOB.shadow_nodes[0].nics[0]
-VIEW = View.of(NETWORK, "tor0", plan_switch(NETWORK, "tor0", Holdings()).boundary_ids, Connected())
+VIEW = View.of(
+    NETWORK,
+    "tor0",
+    plan_switch(NETWORK, "tor0", Holdings()).boundary_ids,
+    Connected(),
+    {},
+    {JOB.job: bytes(32)},
+)
 
 PORTS = st.integers(0, 0xFFFF)
 NUMBERS = st.integers(0, 0xFFFFFFFF)
@@ -112,7 +119,7 @@ def survives(frame: bytes) -> None:
     """Check that a frame has an answer or none, and that the answer is a frame."""
     segment = frames.parse(frame)
     if segment is not None:
-        reply = answer(segment, NIC.port, VIEW).frame
+        reply = answer(segment, NIC.port, VIEW, 0).frame
         if reply is not None and segment.kind is not SegmentKind.ARP:
             assert bytes(by_scapy(reply)) == reply
 

@@ -20,7 +20,14 @@ from testbed.jobs import job
 JOB = job(channels=2, ranks=3, nodes=3, replicas=1)
 NETWORK = Network([JOB])
 NICS = [node.nics[0] for node in JOB.shadow_nodes]
-VIEW = View.of(NETWORK, "tor0", plan_switch(NETWORK, "tor0", Holdings()).boundary_ids, Connected())
+VIEW = View.of(
+    NETWORK,
+    "tor0",
+    plan_switch(NETWORK, "tor0", Holdings()).boundary_ids,
+    Connected(),
+    {},
+    {JOB.job: bytes(32)},
+)
 RATE = Rate(packets=10, burst=20)
 
 
