@@ -81,7 +81,7 @@ def _attachment(place: Place) -> Attachment:
 def _rank(index: int, place: Place) -> Rank:
     return Rank(
         rank=index,
-        ip=_ip(place),
+        ip=address(place),
         mac=mac(place),
         mgmt=f"192.0.2.{10 + index}",
         switch=f"s{place[0]}",
@@ -90,8 +90,9 @@ def _rank(index: int, place: Place) -> Rank:
 
 
 def _nic(place: Place) -> Nic:
-    return Nic(ip=_ip(place), mac=mac(place), switch=f"s{place[0]}", port=place[1])
+    return Nic(ip=address(place), mac=mac(place), switch=f"s{place[0]}", port=place[1])
 
 
-def _ip(place: Place) -> IPv4Address:
+def address(place: Place) -> IPv4Address:
+    """Return the IP address of the host at a place."""
     return IPv4Address("10.2.0.0") + 256 * place[0] + place[1]

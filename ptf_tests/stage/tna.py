@@ -37,10 +37,11 @@ class TnaProgram(Program):
     def __init__(self, p4info: p4i.P4Info, ingress: Program, egress: Program) -> None:
         self.p4info = p4info
         self.halves = ingress, egress
-        # Tables and counters of both halves; the groups of the first, which replicates.
+        # Tables, counters and meters of both halves; the groups of the first, which replicates.
         self.state = State(
             tables=ingress.state.tables | egress.state.tables,
             counters=ingress.state.counters | egress.state.counters,
+            meters=ingress.state.meters | egress.state.meters,
             groups=ingress.state.groups,
         )
 

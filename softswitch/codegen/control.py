@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from softswitch.codegen.emitter import Emitter, parse_hex
 from softswitch.codegen.graph import Graph, after_action
-from softswitch.codegen.primitives import emit_action
+from softswitch.codegen.primitives import emit_action, emit_meter
 from softswitch.codegen.values import Value, fit, number, variable
 from softswitch.program.bmv2 import Json, fragment, where
 from softswitch.program.state import Table
@@ -60,8 +60,6 @@ class ControlEmitter:
         for table in self.graph.tables.values():
             if table["type"] != "simple":
                 config.problem(f"table {table['name']} of type {table['type']} is not supported", table)
-            if table.get("direct_meters"):
-                config.problem(f"the direct meter of table {table['name']} is not supported", table)
             if table.get("support_timeout"):
                 config.problem(f"the idle timeout of table {table['name']} is not supported", table)
             for key in table["key"]:
@@ -162,6 +160,8 @@ class ControlEmitter:
             e.line("_count = entry.count")
             e.line("_count.packets += 1")
             e.line("_count.bytes += size")
+        if json.get("direct_meters"):
+            emit_meter(e, json["direct_meters"], "entry.meter")
         e.trace("hit", table=repr(table.name), key=self._shown(json, table), priority="entry.priority")
 
     def _trace_miss(self, json: Json, table: Table) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from softswitch.codegen.layout import SCRATCH, HeaderLayout, Names, plan
 from softswitch.codegen.values import OPERATORS, OperatorError, Value, fit, number, truth, variable
 from softswitch.program.bmv2 import Json, ProgramConfig, references
+from softswitch.program.meters import Clock, MeterCell
 from softswitch.program.state import CounterCell, State, Table
 
 VALID = "$valid$"
@@ -38,11 +39,16 @@ class Facts:
 
 @dataclass(slots=True)
 class Links:
-    """Run-time objects by their names in the JSON: tables, counters, registers, P4Info ids of actions."""
+    """Run-time objects by their names in the JSON; of actions, their P4Info ids.
+
+    `clock` is the time of meters.
+    """
 
     state: State
+    clock: Clock
     tables: dict[str, Table] = field(default_factory=dict)
     counters: dict[str, list[CounterCell]] = field(default_factory=dict)
+    meters: dict[str, list[MeterCell | None]] = field(default_factory=dict)
     registers: dict[str, list[int]] = field(default_factory=dict)
     actions: dict[str, int] = field(default_factory=dict)
 

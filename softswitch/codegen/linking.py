@@ -1,4 +1,4 @@
-"""Linking of a program's BMv2 JSON and P4Info: tables, actions, counters and registers by name.
+"""Linking of a program's BMv2 JSON and P4Info: tables, actions, counters, meters and registers by name.
 
 The result is the program's state, with constant entries and default actions.
 """
@@ -6,13 +6,17 @@ The result is the program's state, with constant entries and default actions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from finsy.proto import p4i
 
 from softswitch.codegen.emitter import Links, parse_hex
 from softswitch.program.bmv2 import Json, ProgramConfig
 from softswitch.program.match import Key, MatchField, MatchKind
+from softswitch.program.meters import Clock
 from softswitch.program.state import CounterCell, Entry, State, Table
+
+ArrayT = TypeVar("ArrayT", p4i.Counter, p4i.Meter, p4i.Register)
 
 # p4c writes optional keys as ternary.
 JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {MatchKind.OPTIONAL: {"optional", "ternary"}}
@@ -28,9 +32,9 @@ class UnsupportedProgramError(Exception):
         )
 
 
-def link(config: ProgramConfig, p4info: p4i.P4Info) -> Links:
+def link(config: ProgramConfig, p4info: p4i.P4Info, clock: Clock) -> Links:
     """Return the run-time objects for all names in the JSON; raise `ValueError` if P4Info differs."""
-    links = Links(State())
+    links = Links(State(), clock)
     arities = {}
     for action in p4info.actions:
         links.actions[action.preamble.name] = action.preamble.id
@@ -38,8 +42,11 @@ def link(config: ProgramConfig, p4info: p4i.P4Info) -> Links:
     for name, array in _arrays(config.raw["counter_arrays"], p4info.counters, "counter"):
         counters = [CounterCell() for _ in range(array.size)]
         links.counters[name] = links.state.counters[array.preamble.id] = counters
-    for name, array in _arrays(config.raw["register_arrays"], p4info.registers, "register"):
-        links.registers[name] = links.state.registers[array.preamble.id] = [0] * array.size
+    for name, registers in _arrays(config.raw["register_arrays"], p4info.registers, "register"):
+        links.registers[name] = links.state.registers[registers.preamble.id] = [0] * registers.size
+    for name, meters in _arrays(config.raw["meter_arrays"], p4info.meters, "meter"):
+        links.meters[name] = links.state.meters[meters.preamble.id] = [None] * meters.size
+    _check_meters(config, p4info)
     tables = {t["name"]: t for pipeline in config.pipelines.values() for t in pipeline["tables"]}
     for info in p4info.tables:
         name = info.preamble.name
@@ -64,10 +71,25 @@ def _mismatch(text: str) -> ValueError:
     return ValueError(f"the BMv2 JSON and the P4Info don't belong together: {text}")
 
 
-def _arrays(
-    arrays: list[Json], infos: Iterable[p4i.Counter | p4i.Register], what: str
-) -> Iterator[tuple[str, p4i.Counter | p4i.Register]]:
-    """Yield name and P4Info of each counter or register of the JSON; raise `ValueError` if these differ."""
+def _check_meters(config: ProgramConfig, p4info: p4i.P4Info) -> None:
+    """Raise `ValueError` unless each meter has the same unit in both, and each direct one the same table."""
+    tables = {table.preamble.id: table.preamble.name for table in p4info.tables}
+    known = {each.preamble.name: (each.spec, "") for each in p4info.meters}
+    for each in p4info.direct_meters:
+        known[each.preamble.name] = each.spec, tables.get(each.direct_table_id, "")
+    for json in config.raw["meter_arrays"]:
+        spec, table = known.pop(json["name"], (p4i.MeterSpec(), ""))
+        kind = p4i.MeterSpec.Unit.Name(spec.unit).lower(), table
+        if kind != (json["type"], json.get("binding", "")):
+            raise _mismatch(f"meter {json['name']} has another unit or table in the P4Info")
+        if json["rate_count"] != 2 or spec.type != p4i.MeterSpec.TWO_RATE_THREE_COLOR:
+            config.problem(f"meter {json['name']} must have two rates and three colors", json)
+    for name in known:
+        raise _mismatch(f"the P4Info has a meter {name} that the JSON lacks")
+
+
+def _arrays(arrays: list[Json], infos: Iterable[ArrayT], what: str) -> Iterator[tuple[str, ArrayT]]:
+    """Yield name and P4Info of each array of the JSON; raise `ValueError` if these differ."""
     known = {info.preamble.name: info for info in infos}
     for json in arrays:
         if json.get("is_direct"):

@@ -13,6 +13,7 @@ from softswitch.codegen.emitter import Emitter, parse_hex
 from softswitch.codegen.hashes import calculation
 from softswitch.codegen.values import OPERATORS, Value, fit, number, paren, variable
 from softswitch.program.bmv2 import Json, ProgramConfig, fragment
+from softswitch.program.meters import GREEN, RED
 
 DROP_PORT = 511
 
@@ -163,6 +164,28 @@ def _indexed(emitter: Emitter, name: str, cells: list[Any], index: Json, at: Jso
         yield f"{array}[_i]"
 
 
+def emit_meter(emitter: Emitter, name: str, cell: str, target: list[str] | None = None) -> None:
+    """Set a field, of a direct meter its own, to the color of the packet in a meter's cell."""
+    array = next(array for array in emitter.config.raw["meter_arrays"] if array["name"] == name)
+    target = target or array["result_target"]
+    amount = "size" if array["type"] == "bytes" else "1"
+    now = emitter.bind("now", emitter.links.clock)
+    emitter.line(f"_meter = {cell}")
+    color = f"_meter.color({amount}, {now}()) if _meter is not None else {GREEN}"
+    emitter.store(target, Value(color, GREEN, RED, "if"))
+    emitter.trace("meter", name=repr(name), color=emitter.load(target).code)
+
+
+def _execute_meter(emitter: Emitter, parameters: list[Json], at: Json) -> None:
+    name, index, target = parameters
+    if target["type"] != "field":
+        emitter.config.problem(f"metering into a {target['type']} is not supported", at)
+        return
+    cells = emitter.links.meters.get(name["value"], [])
+    with _indexed(emitter, "meter_" + name["value"], cells, index, at) as cell:
+        emit_meter(emitter, name["value"], cell, target["value"])
+
+
 def _register_read(emitter: Emitter, parameters: list[Json], at: Json) -> None:
     target, name, index = parameters
     if target["type"] != "field":
@@ -212,6 +235,7 @@ PRIMITIVES: dict[str, Callable[[Emitter, list[Json], Json], None]] = {
     "assign_header": _assign_header,
     "mark_to_drop": _mark_to_drop,
     "count": _count,
+    "execute_meter": _execute_meter,
     "register_read": _register_read,
     "register_write": _register_write,
     "modify_field_with_hash_based_offset": _hash,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from softswitch.codegen.emitter import ProgramPlan
 from softswitch.codegen.linking import UnsupportedProgramError, link
 from softswitch.codegen.primitives import check_actions
 from softswitch.program import bmv2
+from softswitch.program.meters import Clock
 from softswitch.program.notation import Notations, notations_of
 from softswitch.program.trace import Trace
 
@@ -31,7 +33,7 @@ class Program:
     def __init__(self, p4info: p4i.P4Info, plan: ProgramPlan) -> None:
         self.p4info = p4info
         self.state = plan.links.state
-        """Tables, counters, registers and groups."""
+        """Tables, counters, meters, registers and groups."""
         self._plan = plan
         self.source, self._plain = _compile(plan, traced=False)
         self._traced: Process | None = None
@@ -53,15 +55,15 @@ class Program:
         return self._traced(port, frame, trace)
 
 
-def load(config_json: bytes, p4info: p4i.P4Info) -> Program:
-    """Load a program from p4c's BMv2 JSON and P4Info.
+def load(config_json: bytes, p4info: p4i.P4Info, clock: Clock = time.monotonic_ns) -> Program:
+    """Load a program from p4c's BMv2 JSON and P4Info; `clock` is the time of its meters.
 
     Raises:
         UnsupportedProgramError: With all unsupported features and their source lines.
         ValueError: JSON and P4Info do not belong together, or the JSON is invalid.
     """
     config = bmv2.read(config_json)
-    links = link(config, p4info)
+    links = link(config, p4info, clock)
     check_actions(config)
     plan = ProgramPlan.of(config, links)
     if any(not header.metadata and header.name not in plan.layouts for header in config.headers.values()):

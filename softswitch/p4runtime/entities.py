@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from finsy.proto import p4i, p4r
 
 from softswitch.p4runtime.fieldcodecs import decode_match, encode_match, invalid, parse, to_bytes
 from softswitch.program.match import Key, MatchKind
+from softswitch.program.meters import MeterCell, MeterRates
 from softswitch.program.state import CounterCell, Entry, StatusError, Table
 
 NEEDS_PRIORITY = (MatchKind.TERNARY, MatchKind.RANGE, MatchKind.OPTIONAL)
@@ -56,11 +58,19 @@ class ActionCodec:
 class TableCodec:
     """Codec of one table's entries. All refusals are `StatusError`."""
 
-    def __init__(self, info: p4i.Table, table: Table, actions: dict[int, ActionCodec], counted: bool) -> None:
+    def __init__(
+        self,
+        info: p4i.Table,
+        table: Table,
+        actions: dict[int, ActionCodec],
+        counted: bool,
+        meter: p4i.DirectMeter | None,
+    ) -> None:
         self.info = info
         self.table = table
         self.name = name_of(info.preamble)
         self.counted = counted
+        self.meter = meter
         self.fields = table.fields
         self.by_id = {
             field.id: (position, field, f"table {self.name}: match field {field.name}")
@@ -127,6 +137,7 @@ class TableCodec:
         entry = Entry(match, action, params, priority, *metadata, is_default=default)
         if message.HasField("counter_data"):
             entry.count = CounterCell(message.counter_data.packet_count, message.counter_data.byte_count)
+        entry.meter = decode_meter(message, "meter_config", f"table {self.name}: meter_config")
         return entry
 
     def check(self, message: p4r.TableEntry) -> None:
@@ -137,10 +148,21 @@ class TableCodec:
             raise invalid(f"table {self.name}: the default entry has no match and no priority")
         if message.HasField("counter_data") and not self.counted:
             raise invalid(f"table {self.name} has no direct counter")
-        if message.HasField("meter_config") or message.HasField("meter_counter_data"):
-            raise invalid(f"table {self.name} has no direct meter")
+        if message.HasField("meter_counter_data"):
+            raise StatusError("UNIMPLEMENTED", "counters of meters are not supported by this target")
+        if message.HasField("meter_config"):
+            self.check_meter(message.is_default_action)
         if message.idle_timeout_ns:
             raise invalid(f"table {self.name} has no idle timeout")
+
+    def check_meter(self, default: bool) -> None:
+        """Refuse an access to the direct meter if the table, or its default entry, has none."""
+        if self.meter is None:
+            raise invalid(f"table {self.name} has no direct meter")
+        if default:
+            raise StatusError(
+                "UNIMPLEMENTED", f"table {self.name}: on this target, misses are not metered, only hits"
+            )
 
     def encode_key(self, entry: Entry, message: p4r.TableEntry) -> None:
         """Write an entry's identity into a message, in canonical form."""
@@ -161,6 +183,7 @@ class TableCodec:
         self.actions[entry.action].encode(message.action.action, entry.params)
         message.metadata = entry.metadata
         message.controller_metadata = entry.controller_metadata
+        encode_meter(entry.meter, message, "meter_config")
         if counters and self.counted:
             encode_count(entry.count, message.counter_data)
 
@@ -201,6 +224,30 @@ def encode_count(count: CounterCell, message: p4r.CounterData) -> None:
     message.byte_count = count.bytes
 
 
+Metered = p4r.TableEntry | p4r.MeterEntry | p4r.DirectMeterEntry
+
+
+def encode_meter(cell: MeterCell | None, message: Metered, name: Literal["config", "meter_config"]) -> None:
+    """Write a cell's configuration into a message's field; leave the default out (section 9.3)."""
+    if cell is not None:
+        getattr(message, name).MergeFrom(p4r.MeterConfig(**cell.rates._asdict()))
+
+
+def decode_meter(message: Metered, name: Literal["config", "meter_config"], what: str) -> MeterCell | None:
+    """Return a new cell for a message's field, `None` if it is not set; refuse impossible rates."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    config: p4r.MeterConfig = getattr(message, name)
+    rates = MeterRates(config.cir, config.cburst, config.pir, config.pburst)
+    if min(rates) < 0:
+        raise invalid(f"{what}: rates and bursts must not be negative: {rates}")
+    if rates.cir > rates.pir:
+        raise invalid(f"{what}: the committed rate {rates.cir} is above the peak rate {rates.pir}")
+    if config.eburst:
+        raise invalid(f"{what}: eburst is for meters with a single rate")
+    return MeterCell(rates)
+
+
 def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
     """Return the tables of a P4Info by id."""
     actions = {
@@ -214,9 +261,10 @@ def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, Tabl
         )
         for action in p4info.actions
     }
+    meters = {meter.direct_table_id: meter for meter in p4info.direct_meters}
     counted = {counter.direct_table_id for counter in p4info.direct_counters}
     return {
-        info.preamble.id: TableCodec(info, tables[info.preamble.id], actions, info.preamble.id in counted)
+        number: TableCodec(info, tables[number], actions, number in counted, meters.get(number))
         for info in p4info.tables
-        if info.preamble.id in tables
+        if (number := info.preamble.id) in tables
     }

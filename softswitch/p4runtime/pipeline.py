@@ -22,9 +22,10 @@ Undo = list[Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """An indexed counter, or a register: P4Info id, name, number of cells.
+    """An indexed counter, a meter or a register: P4Info id, name, number of cells.
 
-    Registers also have a width in bits, and hold `bool` (`truth`), signed or unsigned values.
+    Meters also have a unit. Registers also have a width in bits, and hold `bool` (`truth`), signed or
+    unsigned values.
     """
 
     id: int
@@ -33,6 +34,7 @@ class ArrayInfo:
     width: int = 0
     truth: bool = False
     signed: bool = False
+    unit: int = 0
 
     def cells(self, index: p4r.Index | None) -> range:
         """Return the cell of an index, or all of them; raise `StatusError` for a wrong index."""
@@ -53,6 +55,7 @@ class Pipeline:
     config: p4r.ForwardingPipelineConfig
     tables: dict[int, TableCodec]
     counters: dict[int, ArrayInfo]
+    meters: dict[int, ArrayInfo]
     registers: dict[int, ArrayInfo]
     packet_in: ControllerHeader
     packet_out: ControllerHeader
@@ -80,6 +83,12 @@ def build(config: p4r.ForwardingPipelineConfig) -> Pipeline:
         {
             each.preamble.id: ArrayInfo(each.preamble.id, name_of(each.preamble), each.size)
             for each in p4info.counters
+        },
+        {
+            each.preamble.id: ArrayInfo(
+                each.preamble.id, name_of(each.preamble), each.size, unit=each.spec.unit
+            )
+            for each in p4info.meters
         },
         {each.preamble.id: _register(each) for each in p4info.registers},
         ControllerHeader(p4info, "packet_in"),
@@ -123,6 +132,11 @@ def reconcile(old: Pipeline, new: Pipeline) -> None:
                 cell.set(before.packets, before.bytes)
         elif any(cell.packets or cell.bytes for cell in cells):
             raise invalid(f"counter {old.counters[number].name} has no place in the new pipeline")
+    for number, meter in old_state.meters.items():
+        if new.meters.get(number) == old.meters[number]:
+            new_state.meters[number][:] = meter
+        elif any(meter):
+            raise invalid(f"meter {old.meters[number].name} has no place in the new pipeline")
     for number, values in old_state.registers.items():
         if new.registers.get(number) == old.registers[number]:
             new_state.registers[number][:] = values
@@ -141,6 +155,8 @@ def _take_table(old: TableCodec, new: TableCodec | None) -> None:
         return
     if new is None or list(new.info.match_fields) != list(old.info.match_fields):
         raise invalid(f"table {old.name} is not there, or has another key, in the new pipeline")
+    if new.meter != old.meter and any(entry.meter for entry in entries):
+        raise invalid(f"table {old.name}: its meter has no place in the new pipeline")
     used = {entry.action for entry in entries} | ({default.action} if default is not None else set())
     for action in used:
         if new.actions.get(action) != old.actions[action]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from finsy.proto import p4d, p4r
 
-from softswitch.p4runtime.entities import encode_count
+from softswitch.p4runtime.entities import encode_count, encode_meter
 from softswitch.p4runtime.fieldcodecs import invalid, to_bytes
 from softswitch.p4runtime.pipeline import ArrayInfo, Pipeline, find
 from softswitch.program.state import StatusError
@@ -74,6 +74,34 @@ def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
             encode_count(cells[at], message.data)
 
 
+def _direct_meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
+    wanted = query.direct_meter_entry.table_entry
+    for codec in _selected(pipeline.tables, wanted.table_id, "table"):
+        if codec.meter is None:
+            if wanted.table_id:
+                raise invalid(f"table {codec.name} has no direct meter")
+            continue
+        found = list(codec.select(wanted))
+        if not found and wanted.match:
+            raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
+        for entry in found:
+            message = add().direct_meter_entry
+            codec.encode_key(entry, message.table_entry)
+            encode_meter(entry.meter, message, "config")
+
+
+def _meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
+    wanted = query.meter_entry
+    index = wanted.index if wanted.meter_id and wanted.HasField("index") else None
+    for info in _selected(pipeline.meters, wanted.meter_id, "meter"):
+        cells = pipeline.program.state.meters[info.id]
+        for at in info.cells(index):
+            message = add().meter_entry
+            message.meter_id = info.id
+            message.index.index = at
+            encode_meter(cells[at], message, "config")
+
+
 def _registers(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.register_entry
     index = wanted.index if wanted.register_id and wanted.HasField("index") else None
@@ -133,10 +161,8 @@ _READERS: dict[str, Callable[[Pipeline, p4r.Entity, Add], None]] = {
     "action_profile_group": _none_there(
         "action profile", lambda query: query.action_profile_group.action_profile_id
     ),
-    "meter_entry": _none_there("meter", lambda query: query.meter_entry.meter_id),
-    "direct_meter_entry": _none_there(
-        "direct meter of table", lambda query: query.direct_meter_entry.table_entry.table_id
-    ),
+    "meter_entry": _meters,
+    "direct_meter_entry": _direct_meters,
     "value_set_entry": _none_there("value set", lambda query: query.value_set_entry.value_set_id),
     "digest_entry": _none_there("digest", lambda query: query.digest_entry.digest_id),
 }

@@ -11,9 +11,10 @@ from functools import partial
 
 from finsy.proto import p4d, p4r
 
-from softswitch.p4runtime.entities import TableCodec
+from softswitch.p4runtime.entities import TableCodec, decode_meter
 from softswitch.p4runtime.fieldcodecs import invalid, parse, to_bytes
 from softswitch.p4runtime.pipeline import ArrayInfo, Pipeline, Undo, find
+from softswitch.program.meters import MeterCell
 from softswitch.program.state import CounterCell, Entry, GroupReplica, StatusError
 
 GROUP_MAX = 0xFFFF
@@ -71,18 +72,20 @@ def _table_entry(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
 
 def _modify(codec: TableCodec, message: p4r.TableEntry, undo: Undo) -> None:
     codec.check(message)
-    old = codec.table.entries.get(codec.key(message))
-    if old is None:
-        raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
+    old = _existing(codec, message)
     action, params = old.action, old.params
     if message.HasField("action"):
         action, params = codec.action(message.action, default=False)
     if message.HasField("counter_data"):
         _set_count(old.count, message.counter_data, undo)
+    meter = decode_meter(message, "meter_config", f"table {codec.name}: meter_config")
     if codec.info.is_const_table:
+        if meter is not None:
+            _set_meter(old, meter, undo)
         return
     undo.append(partial(codec.table.modify, replace(old)))
     changed = Entry(old.match, action, params, old.priority, message.metadata, message.controller_metadata)
+    changed.meter = meter
     codec.table.modify(changed)
 
 
@@ -108,6 +111,11 @@ def _set_count(count: CounterCell, data: p4r.CounterData, undo: Undo) -> None:
     count.set(data.packet_count, data.byte_count)
 
 
+def _set_meter(entry: Entry, meter: MeterCell | None, undo: Undo) -> None:
+    undo.append(partial(setattr, entry, "meter", entry.meter))
+    entry.meter = meter
+
+
 def _only_modify(update: p4r.Update, what: str) -> None:
     if update.type != p4r.Update.MODIFY:
         raise invalid(f"{what} can only be modified")
@@ -119,14 +127,47 @@ def _direct_counter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
     codec = _codec(pipeline, message.table_entry.table_id)
     if not codec.counted:
         raise invalid(f"table {codec.name} has no direct counter")
-    if message.table_entry.is_default_action:
-        entry = codec.table.default
-    else:
-        entry = codec.table.entries.get(codec.key(message.table_entry))
-    if entry is None:
-        raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
+    entry = _existing(codec, message.table_entry)
     if message.HasField("data"):
         _set_count(entry.count, message.data, undo)
+
+
+def _existing(codec: TableCodec, message: p4r.TableEntry) -> Entry:
+    """Return the entry that a message names; raise `StatusError` NOT_FOUND."""
+    table = codec.table
+    entry = table.default if message.is_default_action else table.entries.get(codec.key(message))
+    if entry is None:
+        raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
+    return entry
+
+
+def _direct_meter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
+    message = update.entity.direct_meter_entry
+    _only_modify(update, "a direct meter entry")
+    _no_meter_counters(message)
+    codec = _codec(pipeline, message.table_entry.table_id)
+    codec.check_meter(message.table_entry.is_default_action)
+    entry = _existing(codec, message.table_entry)
+    _set_meter(entry, decode_meter(message, "config", f"the direct meter of table {codec.name}"), undo)
+
+
+def _meter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
+    """Set the cell of an index, or all of them; each has its own buckets."""
+    message = update.entity.meter_entry
+    _only_modify(update, "a meter entry")
+    _no_meter_counters(message)
+    info = find(pipeline.meters, message.meter_id, "meter")
+    chosen = info.cells(message.index if message.HasField("index") else None)
+    cells = pipeline.program.state.meters[info.id]
+    new = [decode_meter(message, "config", f"meter {info.name}") for _ in chosen]
+    whole = slice(chosen.start, chosen.stop)
+    undo.append(partial(cells.__setitem__, whole, cells[whole]))
+    cells[whole] = new
+
+
+def _no_meter_counters(message: p4r.MeterEntry | p4r.DirectMeterEntry) -> None:
+    if message.HasField("counter_data"):
+        raise StatusError("UNIMPLEMENTED", "counters of meters are not supported by this target")
 
 
 def _counter(pipeline: Pipeline, update: p4r.Update, undo: Undo) -> None:
@@ -220,6 +261,8 @@ _WRITERS: dict[str, Callable[[Pipeline, p4r.Update, Undo], None]] = {
     "table_entry": _table_entry,
     "direct_counter_entry": _direct_counter,
     "counter_entry": _counter,
+    "direct_meter_entry": _direct_meter,
+    "meter_entry": _meter,
     "register_entry": _register,
     "packet_replication_engine_entry": _group,
 }

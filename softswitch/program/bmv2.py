@@ -88,7 +88,6 @@ _UNSUPPORTED_LISTS = {
     "header_unions": "header union",
     "header_union_stacks": "header union stack",
     "parse_vsets": "parser value set",
-    "meter_arrays": "meter",
     "learn_lists": "digest",
     "extern_instances": "extern",
 }

@@ -1,8 +1,8 @@
-"""The state of a running program: table entries, counters, registers, multicast groups.
+"""The state of a running program: table entries, counters, meters, registers, multicast groups.
 
 All of it is plain data by P4Info id. The P4Runtime service writes it, and generated code reads it for every
 packet; a lock in the switch excludes the two. Generated code keeps references to tables and to the lists of
-counters and registers: change their contents, but never replace them.
+counters, meters and registers: change their contents, but never replace them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from softswitch.program.match import Key, MatchField, MatchIndex, MatchKind
+from softswitch.program.meters import MeterCell
 
 LookupKey = int | tuple[int, ...]
 """A packet's key: the value of a single field, or the values of all."""
@@ -51,6 +52,7 @@ class Entry:
     controller_metadata: int = 0
     is_default: bool = False
     count: CounterCell = field(default_factory=CounterCell)
+    meter: MeterCell | None = None
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ class Table:
             raise StatusError("NOT_FOUND", f"table {self.name} has no such entry")
         found.action, found.params = entry.action, entry.params
         found.metadata, found.controller_metadata = entry.metadata, entry.controller_metadata
+        found.meter = entry.meter
 
     def delete(self, match: tuple[Key, ...], priority: int) -> Entry:
         """Remove an entry and return it; raise `StatusError` NOT_FOUND."""
@@ -159,6 +162,7 @@ class State:
 
     tables: dict[int, Table] = field(default_factory=dict)
     counters: dict[int, list[CounterCell]] = field(default_factory=dict)
+    meters: dict[int, list[MeterCell | None]] = field(default_factory=dict)
     registers: dict[int, list[int]] = field(default_factory=dict)
     groups: dict[int, tuple[GroupReplica, ...]] = field(default_factory=dict)
 

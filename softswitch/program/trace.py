@@ -61,6 +61,7 @@ _TEXTS = {
     "checksum_error": "checksum: {field} is wrong",
     "condition": "if {source} ({where}): {result}",
     "statements": "statements: {where}",
+    "meter": "meter {name}: color {color}",
     "log": "log: {text}",
     "copy": "copy: port {port}, instance {instance}",
     "drop": "drop in {where}: {reason}",

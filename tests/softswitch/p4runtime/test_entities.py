@@ -366,7 +366,8 @@ def test_what_is_not_there_is_unimplemented(primary: Client) -> None:
     session = p4r.Entity()
     session.packet_replication_engine_entry.clone_session_entry.session_id = 1
     assert refusal(primary, insert(session))[0] == UNIMPLEMENTED
-    assert refusal(primary, insert(p4r.Entity(meter_entry=p4r.MeterEntry())))[0] == UNIMPLEMENTED
+    assert refusal(primary, insert(p4r.Entity(meter_entry=p4r.MeterEntry())))[0] == INVALID
+    assert refusal(primary, modify(p4r.Entity(meter_entry=p4r.MeterEntry(meter_id=4))))[0] == MISSING
     assert refusal(primary, insert(p4r.Entity()))[0] == INVALID
     assert refusal(primary, p4r.Update(entity=primary.mac_entry(1, 1, "punt")))[0] == INVALID
 

@@ -19,10 +19,8 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 REFUSED = [
     "header stack stack is not supported",
     "parser value set read.known is not supported",
-    "unsupported.p4:51: meter ingress.pace is not supported",
     "unsupported.p4:72: digest metadata_t is not supported",
     "varbit field rest of label_t is not supported",
-    "unsupported.p4:69: primitive execute_meter is not supported (pace.execute_meter(0, meta.drawn))",
     "unsupported.p4:70: primitive modify_field_rng_uniform is not supported (random(meta.drawn, 0, 9))",
     "unsupported.p4:72: primitive generate_digest is not supported (digest<metadata_t>(1, meta))",
     "unsupported.p4:73: primitive clone_ingress_pkt_to_egress is not supported "

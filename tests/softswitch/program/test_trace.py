@@ -20,11 +20,12 @@ from tests.softswitch.support.scenarios import (
 TAGGED = """\
 packet: port 1, 87 bytes
   parser: start
-  parser: ethernet
-  parser: ipv4
-  parser: tcp
-  parser: first_option
-  parser: tag"""
+  parser: frame
+  parser: frame_parser_ipv4
+  parser: frame_parser_tcp
+  parser: frame_parser_first_option
+  parser: frame_parser_tag
+  parser: frame_0"""
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -57,16 +58,19 @@ def test_a_tagged_segment_as_data() -> None:
     program.process(1, segment([tag()]), trace)
     events = trace.data()
     states = [e["name"] for e in events if e["event"] == "state"]
-    assert states == ["start", "ethernet", "ipv4", "tcp", "first_option", "tag"]
+    inner = [f"frame_parser_{name}" for name in ("ipv4", "tcp", "first_option", "tag")]
+    assert states == ["start", "frame", *inner, "frame_0"]
     hits = [e for e in events if e["event"] == "hit"]
-    assert [e["table"] for e in hits] == ["marks", "replication", "streams"]
-    assert hits[1]["key"] == {"source": 0x0A000001, "destination": 0x0A000002, "shadow_id": 3, "channel": 1}
-    assert [e["table"] for e in events if e["event"] == "miss"] == ["stub"]
+    assert [e["table"] for e in hits] == ["forwarding", "marks", "boundaries", "replication", "streams"]
+    assert hits[2]["key"] == {"port": 1, "source": 0x0A000001, "destination": 0x0A000002}
+    assert hits[3]["key"] == {"boundary": 5, "shadow_id": 3, "channel": 1}
+    misses = [e["table"] for e in events if e["event"] == "miss"]
+    assert misses == ["sources", "guarded_ports", "guarded_addresses", "stub"]
     replicate = next(e for e in events if e["event"] == "action" and e["action"] == "replicate")
     assert replicate == {
         "event": "action",
         "action": "replicate",
-        "params": {"group": 10, "boundary": 5},
+        "params": {"group": 10},
         "default": False,
     }
     assert {"event": "multicast", "group": 10, "copies": 2} in events
@@ -81,18 +85,20 @@ def test_a_tagged_segment_as_text() -> None:
     assert text.startswith(TAGGED)
     for line in (
         "  table stub(address=10.0.0.2): miss",
-        "  table replication(source=10.0.0.1, destination=10.0.0.2, shadow_id=0x3, channel=0x1): hit",
+        "  table boundaries(port=0x1, source=10.0.0.1, destination=10.0.0.2): hit",
+        "  table replication(boundary=0x5, shadow_id=0x3, channel=0x1): hit",
         "  action rewrite(shadow_mac=02:00:00:00:00:03, stub_mac=02:00:00:00:00:fe, shadow_ip=10.1.0.3, "
         "stub_ip=10.0.0.250, shadow_port=0xfa0, stub_port=0x1388, "
         "acknowledgement=0xfffffff0, minus_base=0x0)",
-        "  action replicate(group=0xa, boundary=0x5)",
+        "  action enter(boundary=0x5)",
+        "  action replicate(group=0xa)",
         "  action NoAction() (default)",
         "  multicast: group 10, 2 copies",
         "  copy: port 3, instance 1",
         "  output: port 2, 87 bytes",
     ):
         assert line in text.splitlines()
-    assert re.search(r"^  if hdr\.tcp\.isValid\(\) \(checkmate_v1model\.p4:\d+\): True$", text, re.MULTILINE)
+    assert re.search(r"^  if hdr\.tcp\.isValid\(\) \(include/ingress\.p4:\d+\): True$", text, re.MULTILINE)
 
 
 def test_drops_and_parser_errors_say_why() -> None:
@@ -100,10 +106,9 @@ def test_drops_and_parser_errors_say_why() -> None:
     checkmate_program().process(2, segment(tos=0)[:20], trace)
     assert {"event": "parser_error", "error": "PacketTooShort"} in trace.data()
     last = trace.data()[-1]
-    assert (last["event"], last["where"]) == ("drop", "ingress")
+    assert (last["event"], last["where"]) == ("drop", "egress")
     assert (
-        trace.text().splitlines()[-1]
-        == "  drop in ingress: egress_spec is the drop port at the end of ingress"
+        trace.text().splitlines()[-1] == "  drop in egress: egress_spec is the drop port at the end of egress"
     )
     trace = Trace()
     scenario = counter()

@@ -115,16 +115,22 @@ def checkmate_program() -> Program:
     add(program, "stub", (number(STUB_IP),), "punt_segment")
     add(program, "stub_arp", (number(STUB_IP),), "punt_arp")
     pair = (number("10.0.0.1"), number("10.0.0.2"))
-    add(program, "replication", (*pair, 3, 1), "replicate", 10, 5)
-    add(program, "replication", (*pair, 3, 2), "replicate", 11, 5)
-    add(program, "replication", (*pair, 4, 1), "replicate", 10, 6)
-    add(program, "replication", (*pair, 9, 1), "replicate", 99, 6)
-    add(program, "replication", (number(LAST_SOURCE), pair[1], 3, 1), "replicate", 12, 9)
+    for port in (1, 2, 3):
+        add(program, "boundaries", (port, *pair), "enter", 5)
+        add(program, "boundaries", (port, number(LAST_SOURCE), pair[1]), "enter", 9)
+    for boundary, shadow, channel, group in (
+        (5, 3, 1, 10),
+        (5, 3, 2, 11),
+        (5, 4, 1, 10),
+        (5, 9, 1, 99),
+        (9, 3, 1, 12),
+    ):
+        add(program, "replication", (boundary, shadow, channel), "replicate", group)
     rewrite = (number(C), number("02:00:00:00:00:fe"), number("10.1.0.3"), number(STUB_IP), 4000, 5000)
     add(program, "streams", (5, 1, 3, 7, 1), "rewrite", *rewrite, 0xFFFFFFF0, 0)
     add(program, "streams", (5, 1, 3, 8, 1), "rewrite", *rewrite, 5, 0xFFFFFF00)
     add(program, "streams", (5, 2, 3, 7, 2), "rewrite", *rewrite, 77, 1)
-    add(program, "streams", (6, 1, 4, 7, 1), "rewrite", *rewrite, 78, 2)
+    add(program, "streams", (5, 1, 4, 7, 1), "rewrite", *rewrite, 78, 2)
     add(program, "incarnations", (5,), "expect", 7)
     add(program, "lost", (5, 1, 3, 1), "lose")
     add(program, "lost", (5, 2, 3, 1), "lose")
