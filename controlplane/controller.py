@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from checkmate.job.schema import Switch
 from checkmate.wording import counted
 from controlplane import plan as planning
-from controlplane.endpoint.endpoint import Answer, Connected, FairQueue, View, answer
+from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.endpoint.frames import Segment, parse
-from controlplane.entities import EntryKey, Holdings
+from controlplane.endpoint.waiting import WaitingSegments
+from controlplane.entities import Holdings
 from controlplane.errors import SwitchUnreachable, TooMuch, Unsure, WriteRefused
-from controlplane.memory import SwitchMemory
+from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import SwitchPlan
-from controlplane.reconcile import Update, difference
+from controlplane.reconcile import difference
 from controlplane.tasks import until_first
 
 LOG = logging.getLogger("checkmate")
 RECONNECT_SECONDS = 0.5
 ANSWERS_AT_ONCE = 256
+IDLE_SECONDS = 0.0005
+"""If no frame comes in this time, none that the switch has sent is waiting."""
+DRAIN_SECONDS = 0.05
+"""Longest time for reading frames before some are answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,10 @@ class Notes:
 class SwitchController:
     """Keeps one switch in the state that a network describes. All of it runs in one event loop."""
 
-    def __init__(self, switch: Switch, network: Network) -> None:
+    def __init__(self, switch: Switch, network: Network, hello_keys: Mapping[str, bytes]) -> None:
+        """Prepare a controller. `hello_keys`: the secret `hello.key` of each job; they may change."""
         self.switch = switch
+        self._hello_keys = hello_keys
         self.codec = Codec.for_switch(switch)
         self.network = network
         self._memory: SwitchMemory | None = None
@@ -74,8 +81,9 @@ class SwitchController:
         self.session: SwitchSession | None = None
         self._opened = AsyncExitStack()
         self._checked: tuple[Network, Holdings, SwitchPlan] | None = None
-        self._view = View(network, switch.name, {}, Connected(), {})
-        self._queue = FairQueue()
+        self._view = View.of(network, switch.name, {}, Connected(), {}, hello_keys)
+        self._queue = WaitingSegments()
+        self._frames_read = 0
         self._waiting = asyncio.Event()
         self._writing = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -179,8 +187,18 @@ class SwitchController:
 
     def _adopt(self, network: Network, plan: SwitchPlan) -> None:
         self.network, self.plan = network, plan
-        self._memory = SwitchMemory(plan.holdings.copy())
-        self._view = View.of(network, self.switch.name, plan.boundary_ids, self._memory.connected)
+        ids = set(plan.boundary_ids.values())
+        before = self._memory.accepted if self._memory is not None else {}
+        accepted = {key: time for key, time in before.items() if key[0] in ids}
+        self._memory = memory = SwitchMemory(plan.holdings.copy(), accepted)
+        self._view = View.of(
+            network,
+            self.switch.name,
+            plan.boundary_ids,
+            memory.connected,
+            memory.accepted,
+            self._hello_keys,
+        )
 
     @property
     def connected(self) -> Connected:
@@ -216,15 +234,18 @@ class SwitchController:
 
     async def _fill_queue(self, session: SwitchSession) -> None:
         async for port, frame in session.packets():
+            self._frames_read += 1
             segment = parse(frame)
             if segment is not None:
-                self._queue.put(segment, port, self._view)
+                self._queue.put(segment, port, self._view, time.monotonic())
                 self._waiting.set()
 
     async def _answer_queued(self, session: SwitchSession) -> None:
         while True:
             await self._waiting.wait()
-            while batch := self._queue.take(ANSWERS_AT_ONCE):
+            while self._queue:
+                await self._drained()
+                batch = self._queue.take(ANSWERS_AT_ONCE)
                 async with self._writing:
                     try:
                         await self._answer(session, batch)
@@ -232,25 +253,33 @@ class SwitchController:
                         for one in batch if len(batch) > 1 else ():
                             with suppress(WriteRefused):
                                 await self._answer(session, [one])
-                await asyncio.sleep(0)  # a flood must not starve reads and reloads
             self._waiting.clear()
+
+    async def _drained(self) -> None:
+        """Read the frames that the switch has sent, so that known NICs' are answered before a flood."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        before = -1
+        while self._frames_read != before and time.monotonic() < deadline:
+            before = self._frames_read
+            await asyncio.sleep(IDLE_SECONDS)
 
     async def _answer(self, session: SwitchSession, batch: Sequence[tuple[Segment, int]]) -> None:
         """Answer segments in order. Send the frames after all changes are on the switch."""
         assert self._memory is not None
         memory = self._memory
-        changes: dict[EntryKey, Update] = {}
+        changes = Changes()
+        now = time.time_ns() // 1000
         answers: list[tuple[int, Answer]] = []
         for segment, port in batch:
-            found = answer(segment, port, self._view)
+            found = answer(segment, port, self._view, now)
             memory.take(found, changes)
             answers.append((port, found))
-        updates = [u for u in changes.values() if u.old != u.new]
+        updates = changes.updates
         try:
             if updates:
-                await session.write(sorted(updates, key=lambda update: update.new is None))
+                await session.write(updates)
         except (WriteRefused, SwitchUnreachable) as error:
-            memory.forget(updates)
+            memory.forget(changes)
             if isinstance(error, Unsure):
                 self._lost.set()
             LOG.warning("%s", error)

@@ -9,6 +9,9 @@ from functools import partial
 from checkmate.job.files import JobError
 from checkmate.job.followed import JobFiles
 from checkmate.job.schema import Job
+from checkmate.keys.access import access
+from checkmate.keys.errors import KeysError
+from checkmate.keys.roles import Role, Secret
 from checkmate.wording import counted
 from controlplane.controller import LOG, Reconciled, SwitchController
 from controlplane.errors import ControlError, SwitchUnreachable
@@ -20,7 +23,10 @@ POLL_SECONDS = 0.5
 class Fleet:
     """The controllers of all switches that the jobs name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, insecure: bool = False) -> None:
+        """Prepare. With `insecure`, no keys are used: whoever can send from a NIC can connect its streams."""
+        self._insecure = insecure
+        self._hello_keys: dict[str, bytes] = {}
         self.controllers: dict[str, SwitchController] = {}
         self.network = Network([])
         self._servers: dict[str, asyncio.Task[None]] = {}
@@ -32,10 +38,16 @@ class Fleet:
         replace: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> list[Reconciled]:
-        """Connect to every switch, check all plans, and only then write what is missing."""
+        """Connect to every switch, check all plans, and only then write what is missing.
+
+        Raises:
+            KeysError: The keys of role controller of a job are missing or can't be used.
+            ControlError: A switch is unreachable or refuses.
+        """
+        self._hello_keys.update(self._read_keys(jobs))
         self.network = Network(jobs)
         for name, switch in self.network.switches.items():
-            self.controllers[name] = SwitchController(switch, self.network)
+            self.controllers[name] = SwitchController(switch, self.network, self._hello_keys)
             self.controllers[name].check(self.network)
         done: list[Reconciled] = []
         try:
@@ -53,16 +65,18 @@ class Fleet:
 
     async def change(self, jobs: Sequence[Job]) -> list[Reconciled]:
         """Change to another set of jobs. If a switch refuses, revert all of them and raise its error."""
+        keys, keys_before = self._read_keys(jobs), dict(self._hello_keys)
         network, before = Network(jobs), self.network
         for controller in self.controllers.values():
             controller.check(network)
         added = {
-            name: SwitchController(switch, network)
+            name: SwitchController(switch, network, self._hello_keys)
             for name, switch in network.switches.items()
             if name not in self.controllers
         }
         changed: list[SwitchController] = []
         done: list[Reconciled] = []
+        self._hello_keys.update(keys)
         try:
             for controller in self.controllers.values():
                 _same_switch(controller, network)
@@ -71,6 +85,7 @@ class Fleet:
             for controller in added.values():
                 done.append(await controller.connect())
         except ControlError:
+            self._hello_keys.update(keys_before)
             for controller in changed:
                 await controller.apply(before)
             for controller in added.values():
@@ -83,6 +98,13 @@ class Fleet:
         for name in [name for name in self.controllers if name not in network.switches]:
             await self._leave(name)
         return done
+
+    def _read_keys(self, jobs: Sequence[Job]) -> dict[str, bytes]:
+        """Return the secret `hello.key` of each job."""
+        return {
+            job.job: access(job, Role.CONTROLLER, insecure=self._insecure).secret(Secret.HELLO)
+            for job in jobs
+        }
 
     async def _leave(self, name: str) -> None:
         """Stop serving a switch that has no jobs any more. It is empty by now, unless it was unreachable."""
@@ -146,7 +168,7 @@ async def follow(files: JobFiles, fleet: Fleet) -> None:
         except JobError as error:
             LOG.error("the jobs are unchanged:\n%s", error)
             continue
-        except ControlError as error:
+        except (ControlError, KeysError) as error:
             LOG.error("the jobs are unchanged: %s", error)
             continue
         now = {job.job for job in jobs}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from checkmate.job.boundaries import Stream
-from checkmate.job.schema import Nic, Stub
+from checkmate.job.schema import Job, Nic, Stub
 from checkmate.wire import tag
 from controlplane.entities import Holdings, TableEntry, mac_number
 from controlplane.network import Network
@@ -128,9 +128,13 @@ def entries(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Changes for a valid hello: entries to put, and the stream's older entries to drop."""
+    """Changes for a valid hello: entries to put, and the stream's older entries to drop.
+
+    `time` is the hello's own, in microseconds since the epoch.
+    """
 
     key: StreamKey
+    time: int
     put: tuple[TableEntry, ...]
     drop: tuple[TableEntry, ...]
 
@@ -143,6 +147,7 @@ def admit(
     hello: tag.Hello,
     connection: StreamConnection,
     *,
+    job: Job,
     network: Network,
     switch: str,
     boundary_id: Mapping[tuple[str, int], int],
@@ -151,8 +156,9 @@ def admit(
     """Check that this node and NIC may have the stream that `hello` names (design, section 4).
 
     Args:
-        hello: The first bytes on the connection. Its source address determines the job.
+        hello: The first bytes on the connection, authenticated.
         connection: The shadow node's end.
+        job: The job of its address.
         network: The jobs and where they are.
         switch: The switch that received the hello.
         boundary_id: Boundary ids on the switch, by (job, boundary number).
@@ -161,11 +167,6 @@ def admit(
     Raises:
         StreamRefused: It may not have the stream.
     """
-    job = next(
-        (j for j in network.jobs for n in j.shadow_nodes for nic in n.nics if nic.ip == connection.ip), None
-    )
-    if job is None:
-        raise StreamRefused(f"{connection.ip} is not a shadow NIC of any job")
     boundary = boundary_id.get((job.job, hello.boundary))
     if boundary is None:
         raise StreamRefused(f"job {job.job} has no boundary {hello.boundary} on {switch}")
@@ -188,4 +189,4 @@ def admit(
     entry = rewrite(key, hello.incarnation, connection, network.switches[switch].stub)
     old = held.get(key)
     drop = (old,) if old is not None and old.key != entry.key else ()
-    return Admission(key, (entry, expect(boundary, hello.incarnation)), drop)
+    return Admission(key, hello.time, (entry, expect(boundary, hello.incarnation)), drop)

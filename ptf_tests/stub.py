@@ -9,7 +9,7 @@ from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from checkmate.wire.tag import Hello
+from checkmate.wire.tag import HELLO_MAC_LENGTH, Hello
 from controlplane import stub
 from controlplane.endpoint import frames as stub_frames
 from controlplane.entities import PortRate, Rate
@@ -33,7 +33,7 @@ from ptf_tests.packets import (
 from ptf_tests.switch import CounterValue, Punted
 
 SHADOW = Shadow(4, isn=1_000_000)
-HELLO = Hello(base=0, boundary=0, shadow_id=0, channel=0, incarnation=1).pack()
+HELLO = Hello(base=0, boundary=0, shadow_id=0, channel=0, incarnation=1, time=1).pack(bytes(HELLO_MAC_LENGTH))
 SYN_OPTIONS = [("MSS", 1460), ("SAckOK", b""), ("Timestamp", (1, 0)), ("NOP", None), ("WScale", 7)]
 
 

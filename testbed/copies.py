@@ -101,7 +101,7 @@ class Copies:
                 connection.close()
                 continue
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
-            hello = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
+            hello, _ = Hello.unpack(connection.recv(HELLO_LENGTH, socket.MSG_WAITALL))
             if self.resetting:  # it was acknowledged a moment ago
                 self.hellos.append((self._nodes[address[0]], hello))
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -23,7 +23,9 @@ from rich.progress import track
 
 from benchmarks.figures import Figure, Result, Skipped
 from checkmate.job.schema import Job, ShadowNode
-from checkmate.shadow.receive.connect import connect_stream
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, Secret
+from checkmate.shadow.receive.connect import connect_stream, node_time
 from checkmate.wire.schedule import nic_of
 from checkmate.wire.tag import Hello
 from controlplane import plan as planning
@@ -109,7 +111,7 @@ def start_switch(job: Job) -> subprocess.Popen[bytes]:
 
 async def _start(job: Job) -> tuple[float, int]:
     """Return the seconds from the job to the last write, and the number of updates."""
-    fleet = Fleet()
+    fleet = Fleet(insecure=True)
     start = time.monotonic()
     (done,) = await fleet.start([job])
     seconds = time.monotonic() - start
@@ -157,7 +159,7 @@ def connect_and_restart(job: Job) -> list[Result]:
 async def _connect_and_restart(
     job: Job, process: subprocess.Popen[bytes], command: list[str]
 ) -> list[Result]:
-    fleet = Fleet()
+    fleet = Fleet(insecure=True)
     await fleet.start([job])
     serving = asyncio.create_task(fleet.serve())
     (controller,) = fleet.controllers.values()
@@ -214,7 +216,8 @@ def connect_nodes(job: Job) -> None:
         return connect_stream(
             str(node.nics[0].ip),
             (str(stub.ip), stub.port),
-            Hello(0, 2 * node.id + side, 0, channel, 1),
+            Hello(0, 2 * node.id + side, 0, channel, 1, node_time()),
+            access(job, Role.SHADOW, insecure=True).secret(Secret.HELLO),
             device=f"n{node.id}",
             receive_buffer=1 << 20,
             timeout=60,

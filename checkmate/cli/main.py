@@ -26,7 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "lab": "lab",
 }
 """The module of each command. It has a function of that name, or an `app` with subcommands."""
-_SWITCH_LIBRARIES: Final = ("finsy", "scapy")
+_SWITCH_LIBRARIES: Final = ("finsy",)
 
 
 class Commands(TyperGroup):

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from checkmate.cli.common import JobArguments, err, out, read_files, says_errors, switch_extra
+from checkmate.cli.common import Insecure, JobArguments, err, out, read_files, says_errors, switch_extra
 from checkmate.cli.logs import log_to_stderr
 from checkmate.cli.views import switch_tables
 from checkmate.job.followed import JobFiles
@@ -35,12 +35,14 @@ def run(
         bool | None,
         typer.Option("--view/--no-view", help="Live view of the streams.", show_default="on a terminal"),
     ] = None,
+    insecure: Insecure = False,
 ) -> None:
     """Install jobs on their switches, then serve as the stub TCP endpoint until stopped.
 
     The switches get exactly these jobs: a second run of the same jobs writes nothing, and entries of
     other jobs are removed. Edit, add or remove job files while it runs: it follows them. Stopping it
-    leaves everything installed, so connected streams continue; `checkmate remove` removes a job.
+    leaves everything installed, so connected streams continue; `checkmate remove` removes a job. Needs each
+    job's folder of keys of role controller.
 
     Exit status: 2 bad input, 3 switch unreachable, 4 wrong program, 5 another primary, 6 write refused.
 
@@ -52,11 +54,10 @@ def run(
     live = out.is_terminal if view is None else view
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
-    asyncio.run(_run(files, first, once=once, load=load, live=live))
+    asyncio.run(_run(Fleet(insecure=insecure), files, first, once=once, load=load, live=live))
 
 
-async def _run(files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool) -> None:
-    fleet = Fleet()
+async def _run(fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

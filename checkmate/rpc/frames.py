@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from checkmate.rpc.channels import MESSAGE_BYTES
 
 GREETING: Final = bytes.fromhex("c4ec0002")
-"""The first bytes from a trainer. The hello of a shadow stream begins with c4ec0001."""
+"""The first bytes from a trainer. The hello of a shadow stream begins with c4ec0002."""
 ANSWER: Final = 1
 """Flag that requests a reply, which also answers all parts before it."""
 _HEADER: Final = struct.Struct(">IB")

@@ -17,6 +17,7 @@ import torch
 
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
+from checkmate.keys.roles import Secret
 from checkmate.shadow import memory
 from checkmate.shadow.clock import AwakeClock
 from checkmate.shadow.hold import Hold
@@ -70,7 +71,9 @@ class Node:
         self._stepping = False
         self._torch_threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
-        self._connector = Connector(self.readers, self.nics, receive_buffer, self.touch)
+        self._connector = Connector(
+            self.readers, self.nics, receive_buffer, access.secret(Secret.HELLO), self.touch
+        )
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for name, run in (("steps", self._step_forever), ("watch", self._watch_forever))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 
 TAG_KIND = 253
 """TCP option kind: shared experimental (RFC 6994)."""
@@ -16,8 +17,11 @@ TAG_EXID = 0xC4EC
 DEFAULT_DSCP_BIT = 0x20
 """The DSCP bit of tagged segments, unless the job specifies another."""
 
-HELLO_MAGIC = 0xC4EC0001
-HELLO_LENGTH = 16
+HELLO_MAGIC = 0xC4EC0000
+"""The upper half of a hello's first field; the lower half is its version."""
+HELLO_VERSION = 2
+HELLO_LENGTH = 40
+HELLO_MAC_LENGTH = 16
 
 STUB_ISN = 0xFFFFFFFF
 """Sequence number of the stub's SYN-ACK, so that the first data byte is number 0."""
@@ -28,7 +32,8 @@ CHANNELS_MAX = 8
 SHADOW_IDS_MAX = 16
 
 _TAG = struct.Struct("!BBHIIHBB")
-_HELLO = struct.Struct("!IIHHBBH")
+_HELLO = struct.Struct("!IIHHBBHQ")
+_ENDS = struct.Struct("!4s4sHH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,30 @@ class Tag:
         return cls(*fields)
 
 
+class OtherVersion(ValueError):
+    """A hello of another version. The message names the side that is old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Both ends of a stream's TCP connection: IPv4 addresses and ports."""
+
+    shadow_ip: IPv4Address
+    shadow_port: int
+    stub_ip: IPv4Address
+    stub_port: int
+
+    def pack(self) -> bytes:
+        """Return 12 bytes: both addresses, then both ports, the shadow node's first."""
+        return _ENDS.pack(self.shadow_ip.packed, self.stub_ip.packed, self.shadow_port, self.stub_port)
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first message of a shadow node on a new stream (design, section 4).
 
     `base` is the position in the stream at which it joins, mod 2^32; `boundary` is 2 x (the DP group's index)
-    + side.
+    + side; `time` is in microseconds since the epoch, by the node's clock.
     """
 
     base: int
@@ -82,24 +105,52 @@ class Hello:
     shadow_id: int
     channel: int
     incarnation: int
+    time: int
 
-    def pack(self) -> bytes:
-        """Return the hello's 16 bytes, to be sent in one segment."""
+    def covered(self, ends: Ends) -> bytes:
+        """Return what the hello's MAC covers: its other fields, and the connection's ends."""
+        return self._fields() + ends.pack()
+
+    def pack(self, mac: bytes) -> bytes:
+        """Return the hello's 40 bytes, to be sent in one segment. `mac`: 16 bytes."""
+        return self._fields() + mac
+
+    def _fields(self) -> bytes:
         return _HELLO.pack(
-            HELLO_MAGIC, self.base, self.boundary, self.shadow_id, self.channel, self.incarnation, 0
+            HELLO_MAGIC | HELLO_VERSION,
+            self.base,
+            self.boundary,
+            self.shadow_id,
+            self.channel,
+            self.incarnation,
+            0,
+            self.time,
         )
 
     @classmethod
-    def unpack(cls, payload: bytes) -> Hello:
-        """Parse a segment's payload. Raise `ValueError` if it is not exactly a hello."""
+    def unpack(cls, payload: bytes) -> tuple[Hello, bytes]:
+        """Parse a segment's payload. Return the hello and its MAC, which is not checked.
+
+        Raises:
+            OtherVersion: It is a hello of another version.
+            ValueError: It is not exactly a hello.
+        """
+        first = int.from_bytes(payload[:4], "big")
+        if len(payload) >= 4 and first & 0xFFFF0000 == HELLO_MAGIC and first != HELLO_MAGIC | HELLO_VERSION:
+            version = first & 0xFFFF
+            old = "the node" if version < HELLO_VERSION else "the controller"
+            raise OtherVersion(
+                f"{old} is old: the node's hello has version {version}, the controller's {HELLO_VERSION}"
+            )
         if len(payload) != HELLO_LENGTH:
             raise ValueError(f"a hello has {HELLO_LENGTH} bytes, not {len(payload)}")
-        magic, base, boundary, shadow_id, channel, incarnation, zero = _HELLO.unpack(payload)
-        if magic != HELLO_MAGIC:
-            raise ValueError(f"not a hello: it begins with {magic:#010x}, not {HELLO_MAGIC:#010x}")
+        magic, base, boundary, shadow_id, channel, incarnation, zero, time = _HELLO.unpack_from(payload)
+        if magic != HELLO_MAGIC | HELLO_VERSION:
+            expected = HELLO_MAGIC | HELLO_VERSION
+            raise ValueError(f"not a hello: it begins with {magic:#010x}, not {expected:#010x}")
         if zero:
-            raise ValueError(f"not a hello: its last two bytes are {zero:#06x}, not zero")
-        return cls(base, boundary, shadow_id, channel, incarnation)
+            raise ValueError(f"not a hello: its bytes 14 and 15 are {zero:#06x}, not zero")
+        return cls(base, boundary, shadow_id, channel, incarnation, time), payload[_HELLO.size :]
 
 
 def copy_acknowledgement(shadow_isn: int) -> int:

@@ -1,16 +1,17 @@
 """Decisions of the stub endpoint: the answer to a segment, and the changes on the switch. Pure.
 
-A SYN leaves no state. State begins with a valid hello, and is the stream's entry on the switch.
+A SYN leaves no state. State begins with a valid hello: the stream's entry on the switch, and the hello's
+time in the controller's memory.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
 
-from checkmate.job.schema import Nic
+from checkmate.job.schema import Job, Nic
+from checkmate.keys.macs import is_hello_authentic
 from checkmate.wire import tag
 from controlplane import streams
 from controlplane.endpoint import frames
@@ -19,11 +20,11 @@ from controlplane.entities import TableEntry
 from controlplane.network import Network
 from controlplane.streams import Admission, StreamConnection, StreamKey, StreamRefused
 
+CLOCK_WINDOW = 60_000_000
+"""Microseconds by which a node's clock may differ from the controller's."""
+
 _LEFT = "the node was stopped, training starts again, or the node joins again after a gap"
 _DEAD = "the node died, or its connection broke"
-
-STRANGERS = None
-"""The queue shared by all sources that no job knows."""
 
 
 class Connected:
@@ -53,6 +54,15 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownNic:
+    """A shadow NIC, its job, and the switch port at which its frames arrive."""
+
+    nic: Nic
+    job: Job
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """State of one switch that its endpoint needs."""
 
@@ -60,24 +70,41 @@ class View:
     switch: str
     boundary_ids: Mapping[tuple[str, int], int]
     connected: Connected
-    nics: Mapping[IPv4Address, tuple[Nic, int]]
-    """Each shadow NIC with the switch port at which its frames arrive."""
+    accepted: Mapping[StreamKey, int]
+    """The time of the last hello that was accepted for each stream, since the controller's start."""
+    hello_keys: Mapping[str, bytes] = field(repr=False)
+    """The secret `hello.key` of each job."""
+    nics: Mapping[IPv4Address, KnownNic]
 
     @classmethod
     def of(
-        cls, network: Network, switch: str, boundary_ids: Mapping[tuple[str, int], int], connected: Connected
+        cls,
+        network: Network,
+        switch: str,
+        boundary_ids: Mapping[tuple[str, int], int],
+        connected: Connected,
+        accepted: Mapping[StreamKey, int],
+        hello_keys: Mapping[str, bytes],
     ) -> View:
         nics = {
-            nic.ip: (nic, port)
-            for nic in network.hosts
-            if isinstance(nic, Nic) and (port := network.arrival_port(switch, nic)) is not None
+            nic.ip: KnownNic(nic, job, port)
+            for job in network.jobs
+            for node in job.shadow_nodes
+            for nic in node.nics
+            if (port := network.arrival_port(switch, nic)) is not None
         }
-        return cls(network, switch, boundary_ids, connected, nics)
+        return cls(network, switch, boundary_ids, connected, accepted, hello_keys, nics)
+
+    def known(self, segment: Segment, port: int) -> KnownNic | None:
+        """Return the shadow NIC that a segment comes from: its MAC address, at its port."""
+        found = self.nics.get(segment.ip)
+        if found is None or found.port != port or found.nic.mac != segment.mac:
+            return None
+        return found
 
     def knows(self, segment: Segment, port: int) -> bool:
-        """Return whether a segment comes from a job's shadow NIC: its MAC address, at its port."""
-        found = self.nics.get(segment.ip)
-        return found is not None and found[1] == port and found[0].mac == segment.mac
+        """Return whether a segment comes from a job's shadow NIC."""
+        return self.known(segment, port) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +117,11 @@ class Answer:
     note: str = ""
 
 
-def answer(segment: Segment, port: int, view: View) -> Answer:
-    """Return the answer to a segment that arrived at `port` (design, section 4)."""
+def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
+    """Return the answer to a segment that arrived at `port` (design, section 4).
+
+    `now`: microseconds since the epoch, by the controller's clock.
+    """
     here = view.network.switches[view.switch].stub
     match segment.kind:
         case SegmentKind.ARP:
@@ -111,7 +141,7 @@ def answer(segment: Segment, port: int, view: View) -> Answer:
                 )
             return Answer(frames.reset(here, segment))
         case SegmentKind.DATA:
-            return _hello(segment, port, view)
+            return _hello(segment, port, view, now)
         case _:
             return Answer()
 
@@ -137,24 +167,10 @@ def _named(segment: Segment, port: int, view: View, *, behind: tuple[int, ...] =
     return None
 
 
-def _hello(segment: Segment, port: int, view: View) -> Answer:
+def _hello(segment: Segment, port: int, view: View, now: int) -> Answer:
     here = view.network.switches[view.switch].stub
-    isn = (segment.sequence - 1) % tag.MODULUS
     try:
-        if not view.knows(segment, port) or segment.stub_port != here.port:
-            raise StreamRefused(f"{segment.ip} at port {port} is not a shadow NIC of any job")
-        try:
-            hello = tag.Hello.unpack(segment.payload)
-        except ValueError as error:
-            raise StreamRefused(str(error)) from None
-        admission = streams.admit(
-            hello,
-            StreamConnection(segment.ip, segment.mac, segment.port, isn, hello.base),
-            network=view.network,
-            switch=view.switch,
-            boundary_id=view.boundary_ids,
-            held=view.connected.by_stream,
-        )
+        admission = _admission(segment, port, view, now)
     except StreamRefused as refusal:
         return Answer(
             frames.reset(here, segment),
@@ -162,49 +178,56 @@ def _hello(segment: Segment, port: int, view: View) -> Answer:
             note=f"refused a hello from {segment.ip}:{segment.port}: {refusal}",
         )
     stale = view.connected.of_peer(segment)
-    if stale is not None and streams.key_of(stale) != admission.key:
+    if admission is not None and stale is not None and streams.key_of(stale) != admission.key:
         # The node reuses this address and port, so it no longer has the older stream.
         admission = replace(admission, drop=(*admission.drop, stale))
-    frame = frames.acknowledge(here, segment)
+    return Answer(frames.acknowledge(here, segment), admission)
+
+
+def _admission(segment: Segment, port: int, view: View, now: int) -> Admission | None:
+    """Return what a hello changes, or `None` for a repeated one. Raise `StreamRefused`."""
+    here = view.network.switches[view.switch].stub
+    known = view.known(segment, port)
+    if known is None or segment.stub_port != here.port:
+        raise StreamRefused(f"{segment.ip} at port {port} is not a shadow NIC of any job")
+    try:
+        hello, mac = tag.Hello.unpack(segment.payload)
+    except ValueError as error:
+        raise StreamRefused(str(error)) from None
+    ends = tag.Ends(segment.ip, segment.port, here.ip, segment.stub_port)
+    if not is_hello_authentic(view.hello_keys[known.job.job], hello.covered(ends), mac):
+        raise StreamRefused(
+            f"its MAC is wrong: the node's hello.key is not this controller's of job {known.job.job}"
+        )
+    isn = (segment.sequence - 1) % tag.MODULUS
+    admission = streams.admit(
+        hello,
+        StreamConnection(segment.ip, segment.mac, segment.port, isn, hello.base),
+        job=known.job,
+        network=view.network,
+        switch=view.switch,
+        boundary_id=view.boundary_ids,
+        held=view.connected.by_stream,
+    )
     if view.connected.by_stream.get(admission.key) == admission.put[0]:
-        return Answer(frame)  # a repeated hello
-    return Answer(frame, admission)
+        return None  # the acknowledgement was lost; the entry is known even after a controller's restart
+    _check_time(hello.time, view.accepted.get(admission.key), now)
+    return admission
 
 
-class FairQueue:
-    """Segments waiting to be answered, in bounded queues that are served round-robin by source.
-
-    A flood fills only the queue of its own source; unknown sources share one queue. Segments that do not
-    fit are dropped and counted: TCP retransmits them.
-    """
-
-    def __init__(self, depth: int = 64) -> None:
-        self._depth = depth
-        self._queues: dict[IPv4Address | None, deque[tuple[Segment, int]]] = {}
-        self.dropped = 0
-
-    def put(self, segment: Segment, port: int, view: View) -> None:
-        if segment.kind is SegmentKind.RST and view.connected.of_peer(segment) is None:
-            return  # of no connection: there is nothing to do
-        source = segment.ip if view.knows(segment, port) else STRANGERS
-        queue = self._queues.setdefault(source, deque())
-        if len(queue) >= (self._depth if source is STRANGERS else 16 * self._depth):
-            self.dropped += 1
-            return
-        queue.append((segment, port))
-
-    def take(self, most: int) -> list[tuple[Segment, int]]:
-        """Take up to `most` segments, one from each source in turn."""
-        taken: list[tuple[Segment, int]] = []
-        while self._queues and len(taken) < most:
-            for source in list(self._queues):
-                queue = self._queues[source]
-                taken.append(queue.popleft())
-                if not queue:
-                    del self._queues[source]
-                if len(taken) >= most:
-                    break
-        return taken
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)
+def _check_time(time: int, last: int | None, now: int) -> None:
+    """Raise `StreamRefused` unless a time is near the controller's, and after its stream's last one."""
+    if abs(time - now) > CLOCK_WINDOW:
+        way = "ahead of" if time > now else "behind"
+        raise StreamRefused(
+            f"the node's clock is {abs(time - now) / 1e6:.1f} s {way} this controller's, more than "
+            f"{CLOCK_WINDOW // 1_000_000} s; synchronise both, for example by NTP. Or the hello was replayed"
+        )
+    if last is not None and time == last:
+        raise StreamRefused(
+            "it was replayed: a hello of this time was accepted before, for a connection that ended"
+        )
+    if last is not None and time < last:
+        raise StreamRefused(
+            f"it is old: {(last - time) / 1e6:.3f} s before the stream's last one, by the node's clock"
+        )

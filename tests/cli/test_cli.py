@@ -18,7 +18,7 @@ from tests.support.cli import COMMAND, invoke
 
 COMMANDS = [name for name in main.COMMANDS if name != "lab"]
 COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
-WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'scapy', 'thriftpy2']))"
+WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'thriftpy2']))"
 """Run the command like on a host without the switch's libraries."""
 
 
@@ -40,6 +40,16 @@ def without_switch(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = f"{WITHOUT_SWITCH}; from checkmate.cli.entry import main; main()"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_no_command_needs_scapy() -> None:
+    code = (
+        "import sys; sys.modules['scapy'] = None; from importlib import import_module; "
+        "from checkmate.cli.main import COMMANDS; "
+        "[import_module(f'checkmate.cli.{module}') for module in COMMANDS.values()]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_a_host_without_the_switch_libraries_has_the_commands_that_need_none() -> None:

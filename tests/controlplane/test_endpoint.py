@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from ipaddress import IPv4Address
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scapy.layers.inet import IP, TCP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Packet
 
 from checkmate.job.schema import Job
 from checkmate.wire import tag
-from checkmate.wire.tag import Hello
+from checkmate.wire.tag import Ends, Hello
 from controlplane.endpoint import frames
-from controlplane.endpoint.endpoint import Answer, Connected, FairQueue, View, answer
-from controlplane.endpoint.frames import Segment, SegmentKind
+from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.entities import Holdings
+from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
 from controlplane.plan import plan_switch
 from testbed.jobs import job, job_data
+from tests.support.hellos import signed
 
 JOB = job(channels=2, ranks=3, nodes=2, replicas=1)
 NETWORK = Network([JOB])
 STUB = NETWORK.switches["tor0"].stub
 NIC = JOB.shadow_nodes[0].nics[0]
 ISN = 0xFFFFFFF8  # so that everything after it wraps
+KEY = bytes(range(32))
+NOW = 1_800_000_000_000_000
+ENDS = Ends(NIC.ip, 5000, STUB.ip, STUB.port)
 
 
 def view() -> View:
     plan = plan_switch(NETWORK, "tor0", Holdings())
-    return View.of(NETWORK, "tor0", plan.boundary_ids, Connected())
+    return View.of(NETWORK, "tor0", plan.boundary_ids, Connected(), {}, {JOB.job: KEY})
 
 
 def segment(flags: str, payload: bytes = b"", **fields: object) -> bytes:
@@ -40,10 +45,10 @@ def segment(flags: str, payload: bytes = b"", **fields: object) -> bytes:
     return bytes(Ether(src=mac, dst=STUB.mac) / IP(src=source, dst=str(STUB.ip)) / TCP(**tcp) / payload)
 
 
-def ask(frame: bytes, at: View, port: int = NIC.port) -> Answer:
+def ask(frame: bytes, at: View, port: int = NIC.port, now: int = NOW) -> Answer:
     parsed = frames.parse(frame)
     assert parsed is not None
-    return answer(parsed, port, at)
+    return answer(parsed, port, at, now)
 
 
 def reply(found: Answer) -> Packet:
@@ -51,20 +56,45 @@ def reply(found: Answer) -> Packet:
     return Ether(found.frame)
 
 
-def hello_frame(hello: Hello, **fields: object) -> bytes:
-    return segment("PA", hello.pack(), seq=(ISN + 1) % tag.MODULUS, **fields)
+def hello_frame(hello: Hello, key: bytes = KEY, **fields: Any) -> bytes:
+    """Return a hello, whose MAC is for the connection on which the frame is sent."""
+    ip, port = IPv4Address(str(fields.get("ip", NIC.ip))), int(str(fields.get("sport", 5000)))
+    ends = Ends(ip, port, STUB.ip, int(str(fields.get("dport", STUB.port))))
+    return segment("PA", signed(hello, ends, key), seq=(ISN + 1) % tag.MODULUS, **fields)
 
 
-def connect(at: View, hello: Hello, **fields: object) -> Answer:
+def connect(at: View, hello: Hello, **fields: Any) -> Answer:
+    """Ask, and do with the answer what a controller does."""
     found = ask(hello_frame(hello, **fields), at)
     if found.admission is not None:
         for entry in found.admission.put:
             if entry.table == "streams":
                 at.connected.put(entry)
+        assert isinstance(at.accepted, dict)
+        at.accepted[found.admission.key] = found.admission.time
     return found
 
 
-HELLO = Hello(base=5, boundary=0, shadow_id=0, channel=0, incarnation=9)
+def hello_of(
+    base: int = 0,
+    boundary: int = 0,
+    shadow_id: int = 0,
+    channel: int = 0,
+    incarnation: int = 9,
+    after: float = 0.0,
+) -> Hello:
+    """Return a hello at `after` seconds from `NOW`."""
+    return Hello(base, boundary, shadow_id, channel, incarnation, NOW + round(after * 1e6))
+
+
+def flips(payload: bytes) -> Iterator[bytes]:
+    """Yield a payload with each of its bits inverted."""
+    for at in range(8 * len(payload)):
+        yield (int.from_bytes(payload, "big") ^ 1 << at).to_bytes(len(payload), "big")
+
+
+HELLO = hello_of(base=5)
+HELLO_START = bytes.fromhex("c4ec0002")
 
 
 def test_a_syn_is_answered_as_the_design_says() -> None:
@@ -88,12 +118,12 @@ def test_a_hello_is_admitted_and_acknowledged_after() -> None:
     found = connect(at, HELLO)
     assert found.admission is not None
     rewrite, expect = found.admission.put
-    assert rewrite["acknowledgement"] == (ISN + 17) % tag.MODULUS
+    assert rewrite["acknowledgement"] == (ISN + 41) % tag.MODULUS
     assert rewrite["minus_base"] == tag.MODULUS - 5
     assert (rewrite["shadow_ip"], rewrite["shadow_port"]) == (int(NIC.ip), 5000)
     assert (expect["boundary"], expect["incarnation"]) == (rewrite["boundary"], 9)
     tcp = reply(found)[TCP]
-    assert (str(tcp.flags), tcp.seq, tcp.ack) == ("A", 0, (ISN + 17) % tag.MODULUS)
+    assert (str(tcp.flags), tcp.seq, tcp.ack) == ("A", 0, (ISN + 41) % tag.MODULUS)
 
 
 def test_a_repeated_hello_gets_the_same_answer_and_changes_nothing() -> None:
@@ -111,13 +141,13 @@ def test_a_repeated_hello_gets_the_same_answer_and_changes_nothing() -> None:
         (hello_frame(HELLO, mac="02:00:00:00:77:77"), NIC.port),  # another MAC
         (hello_frame(HELLO), NIC.port + 1),  # by another port
         (hello_frame(HELLO, dport=7401), NIC.port),  # at another TCP port
-        (hello_frame(Hello(0, 0, 0, 1, 9)), NIC.port),  # wrong NIC
-        (hello_frame(Hello(0, 0, 1, 0, 9)), NIC.port),  # wrong node
-        (hello_frame(Hello(0, 2, 0, 0, 9)), NIC.port),  # no such boundary
-        (hello_frame(Hello(0, 0, 2, 0, 9)), NIC.port),  # no such shadow id
-        (hello_frame(Hello(0, 0, 0, 2, 9)), NIC.port),  # no such channel
-        (segment("PA", HELLO.pack()[:9]), NIC.port),  # truncated, or the first of two segments
-        (segment("PA", HELLO.pack() + b"!"), NIC.port),
+        (hello_frame(hello_of(boundary=0, shadow_id=0, channel=1)), NIC.port),  # wrong NIC
+        (hello_frame(hello_of(boundary=0, shadow_id=1, channel=0)), NIC.port),  # wrong node
+        (hello_frame(hello_of(boundary=2, shadow_id=0, channel=0)), NIC.port),  # no such boundary
+        (hello_frame(hello_of(boundary=0, shadow_id=2, channel=0)), NIC.port),  # no such shadow id
+        (hello_frame(hello_of(boundary=0, shadow_id=0, channel=2)), NIC.port),  # no such channel
+        (segment("PA", signed(HELLO, ENDS, KEY)[:9]), NIC.port),  # truncated, or the first of two segments
+        (segment("PA", signed(HELLO, ENDS, KEY) + b"!"), NIC.port),
         (segment("PA", b"GET / HTTP/1.1\r\n"), NIC.port),
     ],
 )
@@ -155,7 +185,7 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
     at = view()
     connect(at, HELLO)
     (entry,) = at.connected.by_stream.values()
-    after = (ISN + 17) % tag.MODULUS
+    after = (ISN + 41) % tag.MODULUS
     assert ask(segment(flags, seq=after, ack=1, sport=5001), at).drop is None
     assert ask(segment(flags, seq=after + 1, ack=1), at).drop is None
     found = ask(segment(flags, seq=after, ack=77), at)
@@ -174,11 +204,11 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
 @pytest.mark.parametrize(
     ("frame", "port"),
     [
-        (segment("PA", b"x", seq=(ISN + 17) % tag.MODULUS), NIC.port + 1),
-        (segment("PA", b"x", seq=(ISN + 17) % tag.MODULUS, mac="02:00:00:00:77:77"), NIC.port),
+        (segment("PA", b"x", seq=(ISN + 41) % tag.MODULUS), NIC.port + 1),
+        (segment("PA", b"x", seq=(ISN + 41) % tag.MODULUS, mac="02:00:00:00:77:77"), NIC.port),
         (segment("PA", b"x", seq=12345), NIC.port),
-        (segment("R", seq=(ISN + 17) % tag.MODULUS), NIC.port + 1),
-        (segment("FA", seq=(ISN + 17) % tag.MODULUS), NIC.port + 1),
+        (segment("R", seq=(ISN + 41) % tag.MODULUS), NIC.port + 1),
+        (segment("FA", seq=(ISN + 41) % tag.MODULUS), NIC.port + 1),
     ],
 )
 def test_nobody_else_ends_a_stream(frame: bytes, port: int) -> None:
@@ -190,7 +220,7 @@ def test_nobody_else_ends_a_stream(frame: bytes, port: int) -> None:
 def test_more_than_a_hello_on_a_connection_ends_it() -> None:
     at = view()
     connect(at, HELLO)
-    found = ask(segment("PA", b"x", seq=(ISN + 17) % tag.MODULUS), at)
+    found = ask(segment("PA", b"x", seq=(ISN + 41) % tag.MODULUS), at)
     assert found.drop in at.connected.by_stream.values()
     assert str(reply(found)[TCP].flags) == "R"
 
@@ -199,7 +229,9 @@ def test_a_port_that_a_node_has_anew_is_not_in_two_streams() -> None:
     at = view()
     connect(at, HELLO)
     (old,) = at.connected.by_stream.values()
-    other = ask(hello_frame(Hello(0, 1, 0, 1, 9)), at)  # another stream of this NIC, from the same port
+    other = ask(
+        hello_frame(hello_of(boundary=1, channel=1)), at
+    )  # another stream of this NIC, from the same port
     assert other.admission is not None
     assert old in other.admission.drop
 
@@ -220,51 +252,100 @@ def test_a_new_connection_replaces_the_old_whatever_the_incarnations() -> None:
     at = view()
     connect(at, HELLO)
     (old,) = at.connected.by_stream.values()
-    same = connect(at, HELLO, sport=5001).admission
+    same = connect(at, hello_of(base=5, after=1), sport=5001).admission
     assert same is not None
     assert same.drop == ()  # the same key: the entry is modified
     (old,) = at.connected.by_stream.values()
-    other = connect(at, Hello(0, 0, 0, 0, 8), sport=5002).admission
+    other = connect(at, hello_of(incarnation=8, after=2), sport=5002).admission
     assert other is not None
     assert other.drop == (old,)
     (now,) = at.connected.by_stream.values()
     assert (now["incarnation"], now["shadow_port"]) == (8, 5002)
-    assert ask(segment("R", seq=(ISN + 17) % tag.MODULUS, sport=5000), at).drop is None
+    assert ask(segment("R", seq=(ISN + 41) % tag.MODULUS, sport=5000), at).drop is None
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=50, deadline=None)
-def test_no_frame_upsets_the_parser(noise: bytes) -> None:
-    for frame in (noise, segment("PA", noise), segment("S")[:-1] + noise, segment("S")[: len(noise)]):
-        found = frames.parse(frame)
-        if found is not None:
-            answer(found, 1, view())
+def refusal(found: Answer) -> str:
+    """Return the log line of a hello that is refused."""
+    assert found.admission is None
+    assert str(reply(found)[TCP].flags) == "R"
+    return found.note
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=30))
-@settings(deadline=None)
-def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None:
-    at, queue = view(), FairQueue(depth=8)
-    known = Segment(SegmentKind.SYN, NIC.mac, NIC.ip, 5000, 7400)
-    put = {True: 0, False: 0}
-    for is_known, count in steps:
-        for number in range(count):
-            stranger = Segment(SegmentKind.SYN, NIC.mac, IPv4Address(0x0A090000 + number), 5000, 7400)
-            queue.put(known if is_known else stranger, NIC.port, at)
-        put[is_known] += count
-    waiting = [s for s, _ in queue.take(10_000)]
-    assert waiting.count(known) == min(put[True], 16 * 8)
-    assert len(waiting) - waiting.count(known) == min(put[False], 8)
-    assert queue.dropped == sum(put.values()) - len(waiting)
-    if put[True]:
-        assert known in waiting[:2]  # one from each source in turn
-    assert not queue
+def test_a_repeated_hello_gets_the_same_answer_from_a_restarted_controller() -> None:
+    """The switch has the entry; the controller's memory of times is empty, and its clock may be anywhere."""
+    at = view()
+    first = connect(at, HELLO)
+    restarted = replace(view(), connected=Connected(at.connected.by_stream.values()))
+    for now in (NOW, NOW + 10**9):
+        again = ask(hello_frame(HELLO), restarted, now=now)
+        assert (again.admission, again.frame) == (None, first.frame)
 
 
-def test_resets_of_no_connection_are_not_even_queued() -> None:
-    queue = FairQueue()
-    reset = frames.parse(segment("R", seq=1))
-    assert reset is not None
-    for _ in range(1000):
-        queue.put(reset, NIC.port, view())
-    assert not queue
+@pytest.mark.parametrize("offset", [-60_000_001, -60_000_000, 0, 60_000_000, 60_000_001])
+def test_a_clock_may_differ_by_60_s(offset: int) -> None:
+    found = ask(hello_frame(HELLO), view(), now=NOW - offset)
+    if abs(offset) <= 60_000_000:
+        assert found.admission is not None
+    else:
+        way = "ahead of" if offset > 0 else "behind"
+        assert f"clock is 60.0 s {way} this controller's, more than 60 s" in refusal(found)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sport": 5001},
+        {"dport": 7400, "sport": 4999},
+        {"payload": signed(HELLO, ENDS, bytes(32))},
+        {"payload": signed(HELLO, replace(ENDS, stub_port=7401), KEY)},
+        {"payload": signed(HELLO, replace(ENDS, shadow_ip=STUB.ip, stub_ip=NIC.ip), KEY)},
+        *({"payload": flipped} for flipped in flips(signed(HELLO, ENDS, KEY)) if flipped[:4] == HELLO_START),
+    ],
+)
+def test_every_bit_and_both_ends_are_authenticated(changed: dict[str, Any]) -> None:
+    payload = changed.pop("payload", signed(HELLO, ENDS, KEY))
+    note = refusal(ask(segment("PA", payload, seq=(ISN + 1) % tag.MODULUS, **changed), view()))
+    assert "its MAC is wrong: the node's hello.key" in note or "bytes 14 and 15 are" in note
+
+
+def test_a_replayed_and_an_old_hello_are_refused() -> None:
+    at = view()
+    connect(at, HELLO)
+    connect(at, hello_of(base=5, after=3), sport=5001)
+    assert "it is old: 3.000 s before the stream's last one" in refusal(ask(hello_frame(HELLO), at))
+    (entry,) = at.connected.by_stream.values()
+    at.connected.drop(entry)  # as after a FIN
+    replayed = ask(hello_frame(hello_of(base=5, after=3), sport=5001), at)
+    assert "it was replayed" in refusal(replayed)
+    assert connect(at, hello_of(after=3.000001), sport=5001).admission is not None
+
+
+def test_streams_have_times_of_their_own() -> None:
+    at = view()
+    connect(at, hello_of(after=3))
+    assert connect(at, hello_of(boundary=1, channel=1), sport=5001).admission is not None
+
+
+def test_a_node_of_version_1_is_named_as_old() -> None:
+    old = bytes.fromhex("c4ec0001") + bytes(12)
+    note = refusal(ask(segment("PA", old, seq=(ISN + 1) % tag.MODULUS), view()))
+    assert f"refused a hello from {NIC.ip}:5000: the node is old: the node's hello has version 1" in note
+
+
+def test_a_refused_hello_leaves_no_trace_in_the_memory() -> None:
+    """If the switch refuses the entries, the same hello, sent again, is not a replay."""
+    memory = SwitchMemory(Holdings())
+    plan = plan_switch(NETWORK, "tor0", Holdings())
+    at = View.of(NETWORK, "tor0", plan.boundary_ids, memory.connected, memory.accepted, {JOB.job: KEY})
+    for number in (1, 2):
+        frame = hello_frame(hello_of(after=number), sport=5000 + number)
+        found = ask(frame, at)
+        before = dict(memory.accepted)
+        refused = Changes()
+        memory.take(found, refused)
+        assert memory.accepted != before
+        assert len(memory.connected.by_stream) == 1
+        memory.forget(refused)
+        assert memory.accepted == before
+        assert ask(frame, at).admission == found.admission
+        memory.take(found, Changes())

@@ -51,7 +51,7 @@ def hellos(job: Job, group: int = 0, incarnation: int = INCARNATION) -> Iterator
             for side in (0, 1):
                 for channel in range(job.channels):
                     nic = node.nics[nic_of(channel, side, len(node.nics))]
-                    yield node.id, nic, Hello(0, 2 * group + side, shadow_id, channel, incarnation)
+                    yield node.id, nic, Hello(0, 2 * group + side, shadow_id, channel, incarnation, 0)
 
 
 def connect_all(live: LiveSwitch, incarnation: int = INCARNATION) -> list[Any]:
@@ -134,13 +134,28 @@ def test_what_is_no_hello_of_this_node_and_nic_is_reset(live: LiveSwitch) -> Non
     node, nic, hello = next(hellos(job))
     other = job.shadow_nodes[node].nics[1]
     with live.serving():
-        assert was_reset(live.connect(f"shadow{node}", other, hello.pack()))
-        assert was_reset(live.connect(f"shadow{node}", nic, Hello(0, 99, 0, 0, 1).pack()))
+        assert was_reset(live.connect(f"shadow{node}", other, hello))
+        assert was_reset(live.connect(f"shadow{node}", nic, Hello(0, 99, 0, 0, 1, 0)))
         assert was_reset(live.connect(f"shadow{node}", nic, b"GET / HTTP/1.1\r\n"))
-        halves = live.connect(f"shadow{node}", nic, hello.pack()[:8])
-        assert was_reset(halves)
+        assert was_reset(live.connect(f"shadow{node}", nic, hello.pack(bytes(16))[:8]))  # a half
         assert live.connected() == set()
-        assert acknowledged(live.connect(f"shadow{node}", nic, hello.pack()))
+        assert acknowledged(live.connect(f"shadow{node}", nic, hello))
+
+
+def test_a_hello_needs_the_key_the_time_and_the_version(live: LiveSwitch) -> None:
+    node, nic, hello = next(hellos(read_job(live.job)))
+    name = f"shadow{node}"
+    with live.serving():
+        assert was_reset(live.connect(name, nic, hello, key=bytes(32)))
+        assert was_reset(live.connect(name, nic, hello, ahead=75.0))
+        assert was_reset(live.connect(name, nic, hello, ahead=-75.0))
+        assert was_reset(live.connect(name, nic, bytes.fromhex("c4ec0001") + bytes(12)))
+        assert live.connected() == set()
+        assert acknowledged(live.connect(name, nic, hello, ahead=50.0))
+        assert was_reset(live.connect(name, nic, hello))
+        assert len(live.connected()) == 1
+    for reason in ("MAC is wrong", "s ahead of this", "s behind this", "the node is old", "it is old: 5"):
+        assert reason in live.log()
 
 
 def test_jobs_are_added_edited_and_removed_while_it_runs(live: LiveSwitch, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_positions_have_64_bits_and_hellos_32(first: int, ahead: int, elements: 
     position = start_of(stream, first, first + ahead)
     assert position == stream.nbytes * ahead
     assert whole_through(stream, first, position) == first + ahead - 1
-    assert PLAN.hello(position, 3).base == position % (1 << 32)
+    assert PLAN.hello(position, 3, 7).base == position % (1 << 32)
 
 
 def test_streams_are_joined_less_than_2_gb_ahead() -> None:

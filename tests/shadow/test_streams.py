@@ -18,18 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from checkmate.shadow.receive import connect
 from checkmate.shadow.receive.connect import StreamError, connect_stream, tcp_memory_shortfall
 from checkmate.wire import tcp
 from checkmate.wire.tag import HELLO_LENGTH, Hello
+from testbed.jobs import job_data
+from tests.support.hellos import ends_of, signed
 from tests.support.labs.end_hosts import HostPair, inside, needs_root, veth_pair
 from tests.support.shadow.fake_stub import FakeStub
 from topologies.traffic.sink import Sink, SinkJob, SinkResult
 
 pytestmark = needs_root  # SO_RCVBUFFORCE
 
-HELLO = Hello(base=5, boundary=6, shadow_id=1, channel=2, incarnation=9)
+HELLO = Hello(base=5, boundary=6, shadow_id=1, channel=2, incarnation=9, time=1_234_567)
+KEY = bytes(range(32))
 STUB = ("10.77.0.254", 4791)
 
 
@@ -46,7 +50,7 @@ def connected(pair: HostPair, mode: str, timeout: float = 5) -> tuple[FakeStub, 
 
     def call() -> socket.socket:
         with inside(pair.a):
-            return connect_stream(pair.a_ip, STUB, HELLO, device=pair.a, timeout=timeout)
+            return connect_stream(pair.a_ip, STUB, HELLO, KEY, device=pair.a, timeout=timeout)
 
     return stub, call
 
@@ -58,7 +62,7 @@ def test_a_stream_is_read_to_the_last_byte(pair: HostPair) -> None:
     size = 8000
     try:
         with call() as sock:
-            assert stub.hellos == [HELLO.pack()]
+            assert stub.hellos == [signed(HELLO, ends_of(sock), KEY)]
             assert "WScale" in stub.syn_options
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 128 << 20
             stub.send((1 << 32) - size, bytes(size))
@@ -115,18 +119,18 @@ def test_a_stub_that_resets_before_the_hello_is_explained(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(connect, "_open", reset)
         with pytest.raises(StreamError, match="boundary 6.*the controller refused the hello"):
-            connect_stream("127.0.0.1", listener.getsockname(), HELLO)
+            connect_stream("127.0.0.1", listener.getsockname(), HELLO, KEY)
 
 
 def test_a_closed_port_an_unknown_address_and_an_unknown_device_are_explained() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(StreamError, match="refused from"):
-        connect_stream("127.0.0.1", ("127.0.0.1", port), HELLO)
+        connect_stream("127.0.0.1", ("127.0.0.1", port), HELLO, KEY)
     with pytest.raises(StreamError, match=r"192\.0\.2\.1 is not an address of this machine"):
-        connect_stream("192.0.2.1", ("127.0.0.1", port), HELLO)
+        connect_stream("192.0.2.1", ("127.0.0.1", port), HELLO, KEY)
     with pytest.raises(StreamError, match="device none0: No such device"):
-        connect_stream("127.0.0.1", ("127.0.0.1", port), HELLO, device="none0")
+        connect_stream("127.0.0.1", ("127.0.0.1", port), HELLO, KEY, device="none0")
 
 
 def test_memory_for_all_streams_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,7 +149,7 @@ class StubSource(threading.Thread):
     """Run an ordinary server as stub: receive a hello, send data in odd pieces, then wait or close."""
 
     def __init__(self, data: bytes, reset: bool = False) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self.data, self.reset = data, reset
         self.hello = b""
         self.go_on = threading.Event()
@@ -182,7 +186,7 @@ def spec(source: StubSource, number: int) -> dict[str, object]:
 def sink_of(sources: list[StubSource]) -> SinkResult:
     """Run a sink over these sources until it is idle; they end with it."""
     specs = [spec(source, number) for number, source in enumerate(sources)]
-    sink = Sink(SinkJob.model_validate({"streams": specs, "idle_timeout": 1, "connect_timeout": 5}))
+    sink = Sink(SinkJob.model_validate({"streams": specs, "idle_timeout": 1, "connect_timeout": 5}), KEY)
     try:
         sink.connect()
         return sink.run()
@@ -203,7 +207,7 @@ def test_the_sink_digests_every_stream() -> None:
     ]
     assert [stream.side for stream in result.streams] == [0, 1, 0, 1, 0]
     assert result.bytes == sum(map(len, datas))
-    assert [Hello.unpack(source.hello).boundary for source in sources] == [0, 1, 2, 3, 4]
+    assert [Hello.unpack(source.hello)[0].boundary for source in sources] == [0, 1, 2, 3, 4]
     assert {len(source.hello) for source in sources} == {HELLO_LENGTH}
 
 
@@ -222,11 +226,15 @@ def test_the_sink_says_what_is_wrong_with_a_stream() -> None:
 
 def run_sink(folder: Path, streams: list[dict[str, object]]) -> tuple[subprocess.Popen[str], Path]:
     config, result = folder / "sink.json", folder / "result.json"
+    job = folder / "job.yaml"
+    job.write_text(yaml.safe_dump(job_data()))
     config.write_text(json.dumps({"streams": streams, "idle_timeout": 10}))
     command = [
         sys.executable,
         "-m",
         "topologies.traffic.sink_main",
+        "--job",
+        str(job),
         "--config",
         str(config),
         "--result",
@@ -246,7 +254,8 @@ def test_the_command_ends_with_what_came_when_it_is_told_to(tmp_path: Path, numb
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
     source.go_on.set()
-    assert (process.returncode, err) == (0, "")
+    assert process.returncode == 0
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["without keys"]
     said = json.loads(result.read_text())
     assert said["complete"] and said["bytes"] == 500_000
     assert said["streams"][0]["sha256"] == hashlib.sha256(source.data).hexdigest()

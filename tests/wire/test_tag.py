@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ C_HEADER = ROOT / "checkmate" / "tagger" / "tagger.h"
 
 U8, U16, U32 = st.integers(0, 255), st.integers(0, 0xFFFF), st.integers(0, wire.MODULUS - 1)
 TAGS = st.builds(wire.Tag, sequence=U32, anchor=U32, shadow_id=U16, channel=U8, incarnation=U8)
-HELLOS = st.builds(wire.Hello, base=U32, boundary=U16, shadow_id=U16, channel=U8, incarnation=U8)
+U64, MACS = st.integers(0, (1 << 64) - 1), st.binary(min_size=16, max_size=16)
+HELLOS = st.builds(wire.Hello, base=U32, boundary=U16, shadow_id=U16, channel=U8, incarnation=U8, time=U64)
+ENDS = st.builds(wire.Ends, st.ip_addresses(v=4), U16, st.ip_addresses(v=4), U16)
 C_BITS = {"__u8": 8, "__u16": 16, "__be16": 16, "__u32": 32, "__be32": 32}
 
 
@@ -33,8 +36,19 @@ def test_a_tag_byte_by_byte() -> None:
 
 def test_a_hello_byte_by_byte() -> None:
     """Design, section 4, field by field."""
-    hello = wire.Hello(base=0x01020304, boundary=0x0506, shadow_id=0x0708, channel=9, incarnation=10)
-    assert hello.pack().hex() == "c4ec00010102030405060708090a0000"
+    hello = wire.Hello(
+        base=0x01020304,
+        boundary=0x0506,
+        shadow_id=0x0708,
+        channel=9,
+        incarnation=10,
+        time=0x1112131415161718,
+    )
+    fields = "c4ec00020102030405060708090a00001112131415161718"
+    mac = bytes(range(0xE0, 0xF0))
+    assert hello.pack(mac).hex() == fields + mac.hex()
+    ends = wire.Ends(IPv4Address("10.0.0.1"), 5000, IPv4Address("10.0.0.2"), 7400)
+    assert hello.covered(ends).hex() == fields + "0a0000010a00000213881ce8"
 
 
 @given(TAGS)
@@ -43,10 +57,35 @@ def test_a_tag_comes_back(tag: wire.Tag) -> None:
     assert wire.Tag.unpack(tag.pack()) == tag
 
 
-@given(HELLOS)
-def test_a_hello_comes_back(hello: wire.Hello) -> None:
-    assert len(hello.pack()) == wire.HELLO_LENGTH
-    assert wire.Hello.unpack(hello.pack()) == hello
+@given(HELLOS, MACS)
+def test_a_hello_comes_back(hello: wire.Hello, mac: bytes) -> None:
+    assert len(mac) == wire.HELLO_MAC_LENGTH
+    assert len(hello.pack(mac)) == wire.HELLO_LENGTH
+    assert wire.Hello.unpack(hello.pack(mac)) == (hello, mac)
+
+
+@given(st.tuples(HELLOS, ENDS), st.tuples(HELLOS, ENDS))
+def test_a_mac_covers_every_field_and_both_ends(
+    one: tuple[wire.Hello, wire.Ends], other: tuple[wire.Hello, wire.Ends]
+) -> None:
+    assert (one[0].covered(one[1]) == other[0].covered(other[1])) == (one == other)
+
+
+@given(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda rest: b"\xc4\xec\0\2" + rest)))
+def test_any_bytes_are_a_hello_or_refused(payload: bytes) -> None:
+    try:
+        hello, mac = wire.Hello.unpack(payload)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert hello.pack(mac) == payload
+
+
+@pytest.mark.parametrize(("version", "old"), [(0, "the node"), (1, "the node"), (3, "the controller")])
+@pytest.mark.parametrize("length", [4, 16, 40, 80])
+def test_a_hello_of_another_version_names_the_old_side(version: int, old: str, length: int) -> None:
+    with pytest.raises(wire.OtherVersion, match=f"^{old} is old: .* version {version}, the controller's 2"):
+        wire.Hello.unpack(struct.pack("!I", wire.HELLO_MAGIC | version).ljust(length, b"\0"))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +105,11 @@ def test_what_is_no_tag_is_refused(option: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (bytes(15), "not 15"),
-        (bytes(16), "begins with 0x00000000"),
-        (struct.pack("!I", wire.HELLO_MAGIC) + bytes(10) + b"\0\1", "not zero"),
+        (b"", "not 0"),
+        (bytes(39), "not 39"),
+        (bytes(40), "begins with 0x00000000"),
+        (b"\xc4\xec\0\2" + bytes(10) + b"\0\1" + bytes(24), "not zero"),
+        (b"\xc4\xec\0\2" + bytes(12), "not 16"),
     ],
 )
 def test_what_is_no_hello_is_refused(payload: bytes, words: str) -> None:
@@ -87,7 +128,7 @@ def test_a_copy_lands_at_its_place_in_the_stream(tag: wire.Tag, within: int, bas
 
 def test_the_first_data_byte_is_number_0_behind_the_hello() -> None:
     assert (wire.STUB_ISN + 1) % wire.MODULUS == 0
-    assert wire.copy_acknowledgement(0xFFFFFFF0) == 1
+    assert wire.copy_acknowledgement(0xFFFFFFF0) == 25
 
 
 def p4_fields(header: str) -> list[tuple[str, int]]:

@@ -108,7 +108,7 @@ class Traffic:
             return
         self._steps("shadow nodes connect their streams")
         sinks = orders.sinks(self.job, self.lab.topology, self.load)
-        self.shadows = [self.start_host(host, "sink_main", sink) for host, sink in sinks.items()]
+        self.shadows = [self._start_sink(host, sink) for host, sink in sinks.items()]
         self.await_ready(self.shadows)
         await_streams(self.crew)
 
@@ -136,7 +136,7 @@ class Traffic:
         """
         sink = orders.sinks(self.job, self.lab.topology, self.load, place)[left.name]
         self.copies -= sum(stream["base"] for stream in sink["streams"])
-        joined = self.start_host(left.name, "sink_main", sink)
+        joined = self._start_sink(left.name, sink)
         self.shadows[self.shadows.index(left)] = joined
         self.await_ready([joined])
         return joined
@@ -157,6 +157,9 @@ class Traffic:
             self.crew.stop(member)
         ranks = [self.result(member) for member in self.ranks]
         return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
+
+    def _start_sink(self, host: str, config: dict[str, Any]) -> Member:
+        return self.start_host(host, "sink_main", config, "--job", str(self.lab.job_file))
 
     def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
         """Start a rank or a sink with its configuration and a file for its result."""

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from checkmate.shadow.receive.connect import RECEIVE_BUFFER, connect_stream
+from checkmate.shadow.receive.connect import RECEIVE_BUFFER, connect_stream, node_time
 from checkmate.wire.tag import CHANNELS_MAX, Hello
 from topologies.traffic.config import StrictModel, Whole
 from topologies.traffic.digests import StreamDigest, StreamResult
@@ -95,8 +95,9 @@ class SinkStream:
 class Sink:
     """Reader of all streams of a job, until they have ended or are idle, or `stop` is called."""
 
-    def __init__(self, job: SinkJob) -> None:
-        self._job = job
+    def __init__(self, job: SinkJob, hello_key: bytes) -> None:
+        """Prepare. `hello_key`: the training job's secret `hello.key`."""
+        self._job, self._hello_key = job, hello_key
         self._stop_at = math.inf
         self.streams: list[SinkStream] = []
 
@@ -108,7 +109,8 @@ class Sink:
             sock = connect_stream(
                 spec.nic_ip,
                 (spec.stub_ip, spec.stub_port),
-                Hello(base, spec.boundary, spec.shadow_id, spec.channel, spec.incarnation),
+                Hello(base, spec.boundary, spec.shadow_id, spec.channel, spec.incarnation, node_time()),
+                self._hello_key,
                 device=spec.device,
                 receive_buffer=self._job.receive_buffer,
                 timeout=max(0.001, deadline - time.monotonic()),

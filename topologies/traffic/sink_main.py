@@ -12,18 +12,23 @@ import sys
 import time
 from pathlib import Path
 
+from checkmate.job.files import JobError, read_job
+from checkmate.keys.access import access
+from checkmate.keys.errors import KeysError
+from checkmate.keys.roles import Role, Secret
 from checkmate.shadow.receive.connect import StreamError, tcp_memory_shortfall
 from topologies.traffic.config import read_config
 from topologies.traffic.sink import Sink, SinkJob
 
 
 def main() -> int:
-    """Return 0 if every stream is complete, 1 if not, 2 for an invalid job file."""
+    """Return 0 if every stream is complete, 1 if not, 2 for invalid input."""
     parser = argparse.ArgumentParser(
         prog="python -m topologies.traffic.sink_main",
         description=__doc__,
-        epilog="example: python -m topologies.traffic.sink_main --config sink.json --result sink-result.json",
+        epilog="example: python -m topologies.traffic.sink_main --job J.yaml --config S.json --result R.json",
     )
+    parser.add_argument("--job", required=True, type=Path, help="the training job, whose keys are used")
     parser.add_argument("--config", required=True, help="the streams, as JSON (see SinkJob)")
     parser.add_argument("--result", required=True, help="where to write the result as JSON")
     arguments = parser.parse_args()
@@ -32,7 +37,12 @@ def main() -> int:
         return 2
     if shortfall := tcp_memory_shortfall(len(job.streams), job.receive_buffer):
         print(f"warning: {shortfall}", file=sys.stderr)
-    sink = Sink(job)
+    try:
+        key = access(read_job(arguments.job), Role.SHADOW).secret(Secret.HELLO)
+    except (JobError, KeysError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    sink = Sink(job, key)
     try:
         return _run(sink, Path(arguments.result))
     except (StreamError, OSError) as error:

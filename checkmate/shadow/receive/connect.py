@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import resource
 import socket
+import time
 from collections.abc import Sequence
+from ipaddress import IPv4Address
 from pathlib import Path
 
+from checkmate.keys.macs import hello_mac
 from checkmate.wire import tcp
-from checkmate.wire.tag import Hello
+from checkmate.wire.tag import Ends, Hello
 
 RECEIVE_BUFFER = 64 << 20
 """Bytes per stream; enough for the longest pause of a shadow node."""
@@ -26,6 +29,7 @@ def connect_stream(
     nic_ip: str,
     stub: tuple[str, int],
     hello: Hello,
+    key: bytes,
     *,
     device: str | None = None,
     receive_buffer: int = RECEIVE_BUFFER,
@@ -36,7 +40,8 @@ def connect_stream(
     Args:
         nic_ip: the NIC's address.
         stub: address and port of the switch's stub.
-        hello: the hello to send.
+        hello: the hello to send; its time is the present one (`node_time`).
+        key: the job's secret `hello.key`.
         device: the NIC's interface, if its address alone is ambiguous.
         receive_buffer: bytes of the socket's buffer; needs CAP_NET_ADMIN.
         timeout: seconds to wait for the connection, and for the acknowledgement of the hello.
@@ -55,13 +60,14 @@ def connect_stream(
         sock.settimeout(timeout)
         _open(sock, stub, way)
         try:
-            sock.sendall(hello.pack())  # into an empty buffer: one segment
+            mac = hello_mac(key, hello.covered(_ends(sock, stub)))
+            sock.sendall(hello.pack(mac))  # into an empty buffer: one segment
             tcp.drain(sock, timeout)
             tcp.check_alive(sock)
         except ConnectionError:
             raise StreamError(
                 f"{where} {way}: the controller refused the hello; its log has the reason "
-                "(another node's or NIC's stream, or an unknown boundary)"
+                "(such as other keys, a clock that differs, another version, or another node's stream)"
             ) from None
         except TimeoutError:
             raise StreamError(
@@ -72,6 +78,11 @@ def connect_stream(
     except BaseException:
         sock.close()
         raise
+
+
+def node_time() -> int:
+    """Return the time of a hello: microseconds since the epoch, by this machine's clock."""
+    return time.time_ns() // 1000
 
 
 def check_host(nic_ips: Sequence[str], receive_buffer: int = RECEIVE_BUFFER) -> None:
@@ -117,6 +128,11 @@ def _prepare(sock: socket.socket, nic_ip: str, device: str | None, receive_buffe
         sock.bind((nic_ip, 0))
     except OSError as error:
         raise StreamError(f"{nic_ip} is not an address of this machine ({error.strerror})") from None
+
+
+def _ends(sock: socket.socket, stub: tuple[str, int]) -> Ends:
+    ip, port = sock.getsockname()  # unlike the peer's name, it is known even after a RST
+    return Ends(IPv4Address(ip), port, IPv4Address(stub[0]), stub[1])
 
 
 def _open(sock: socket.socket, stub: tuple[str, int], way: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pyroute2 import IPRoute
 
 from checkmate.shadow.locks import OrderedLock
-from checkmate.shadow.receive.connect import StreamError, connect_stream
+from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import StreamPlan
 from checkmate.shadow.receive.reader import Reader
@@ -32,11 +32,13 @@ class Connector:
         readers: Sequence[Reader],
         nic_ips: Sequence[str],
         receive_buffer: int,
+        hello_key: bytes,
         on_change: Callable[[], None],
     ) -> None:
         self._readers = readers
         self._devices = {ip: device_of(ip) for ip in nic_ips}
         self._receive_buffer = receive_buffer
+        self._hello_key = hello_key
         self._on_change = on_change
         self._stopping = threading.Event()
         self._turns: defaultdict[StreamPlan, OrderedLock] = defaultdict(lambda: OrderedLock("attempt"))
@@ -89,7 +91,8 @@ class Connector:
         sock = connect_stream(
             plan.nic_ip,
             plan.stub,
-            plan.hello(inlet.position, incarnation),
+            plan.hello(inlet.position, incarnation, node_time()),
+            self._hello_key,
             device=self._devices[plan.nic_ip],
             receive_buffer=self._receive_buffer,
             timeout=_TIMEOUT,

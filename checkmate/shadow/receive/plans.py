@@ -34,9 +34,9 @@ class StreamPlan:
         """The boundary's id within the job, which the hello carries."""
         return 2 * self.group + self.side
 
-    def hello(self, position: int, incarnation: int) -> Hello:
-        """Return the hello that opens the stream at byte `position` (64 bits)."""
-        return Hello(position % MODULUS, self.boundary, self.shard, self.channel, incarnation)
+    def hello(self, position: int, incarnation: int, time: int) -> Hello:
+        """Return the hello that opens the stream at byte `position` (64 bits). `time`: in microseconds."""
+        return Hello(position % MODULUS, self.boundary, self.shard, self.channel, incarnation, time)
 
     def __str__(self) -> str:
         side = ("first", "last")[self.side]

@@ -11,14 +11,20 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkmate.job.files import read_job
 from checkmate.job.schema import Nic
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, Secret
+from checkmate.shadow.receive.connect import node_time
 from checkmate.wire.tag import Hello
+from tests.support.hellos import ends_of, signed
 from topologies import switches
 from topologies.controller import CHECKMATE, LabController, serving
 from topologies.crew import Crew
@@ -107,8 +113,20 @@ class LiveSwitch:
             assert time.monotonic() < deadline, f"still not so after {seconds} s; run said:\n{self.log()}"
             time.sleep(0.05)
 
-    def connect(self, node: str, nic: Nic, payload: bytes, *, timeout: float = 5.0) -> socket.socket:
-        """Return a kernel socket from a shadow NIC to the stub, with `payload` sent but not acknowledged."""
+    def connect(
+        self,
+        node: str,
+        nic: Nic,
+        payload: bytes | Hello,
+        *,
+        key: bytes | None = None,
+        ahead: float = 0.0,
+        timeout: float = 5.0,
+    ) -> socket.socket:
+        """Return a kernel socket from a shadow NIC to the stub, with `payload` sent but not acknowledged.
+
+        A hello gets the present time, plus `ahead` seconds, and a MAC by `key`, or by the job's own.
+        """
         device = next(
             own.name
             for host in self.lab.topology.hosts
@@ -123,6 +141,10 @@ class LiveSwitch:
         made.settimeout(timeout)
         stub = self.stub_ip()
         made.connect((stub, STUB_TCP_PORT))
+        if isinstance(payload, Hello):
+            now = replace(payload, time=node_time() + int(ahead * 1e6))
+            own = access(read_job(self.job), Role.SHADOW).secret(Secret.HELLO)
+            payload = signed(now, ends_of(made), key or own)
         made.sendall(payload)
         return made
 
@@ -131,7 +153,7 @@ class LiveSwitch:
 
     def hello(self, node: str, nic: Nic, hello: Hello) -> socket.socket:
         """Return a connected stream, whose hello is acknowledged."""
-        made = self.connect(node, nic, hello.pack())
+        made = self.connect(node, nic, hello)
         assert acknowledged(made)
         return made
 

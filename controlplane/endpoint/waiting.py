@@ -1,0 +1,90 @@
+"""Segments that wait for an answer: those of known shadow NICs first, and strangers' up to a rate. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from ipaddress import IPv4Address
+from typing import Final
+
+from controlplane.endpoint.endpoint import View
+from controlplane.endpoint.frames import Segment, SegmentKind
+from controlplane.entities import Rate
+from controlplane.stub import STRANGER_RATE
+
+KNOWN_DEPTH: Final = 1024
+"""Segments of one shadow NIC that wait. A node may connect all of its streams at once."""
+
+
+class TokenBucket:
+    """A limit on a rate. It is full at first. Times are in seconds, of a clock that never goes back."""
+
+    def __init__(self, rate: Rate, now: float) -> None:
+        self._rate = rate
+        self._tokens = float(rate.burst)
+        self._filled = now
+
+    def take(self, now: float) -> bool:
+        """Take a token. Return whether there was one."""
+        earned = (now - self._filled) * self._rate.packets
+        self._tokens, self._filled = min(self._tokens + earned, self._rate.burst), now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class WaitingSegments:
+    """Segments with the port at which each arrived, in bounded queues.
+
+    Each known NIC has a queue, served in turn, so that a flood fills only its own. Strangers have what is
+    left, and a rate for each port: the same as at the switch, so it matters only if that lets more through.
+    Segments that do not fit are dropped and counted, because TCP retransmits them.
+    """
+
+    def __init__(self, rate: Rate = STRANGER_RATE) -> None:
+        self._rate = rate
+        self._known: dict[IPv4Address, deque[tuple[Segment, int]]] = {}
+        self._strangers: deque[tuple[Segment, int]] = deque()
+        self._buckets: dict[int, TokenBucket] = {}
+        self.dropped = 0
+
+    def put(self, segment: Segment, port: int, view: View, now: float) -> None:
+        """Add a segment, or drop it.
+
+        Args:
+            segment: The segment.
+            port: The port at which it arrived.
+            view: The present state of the switch.
+            now: The time in seconds, of a clock that never goes back.
+        """
+        if segment.kind is SegmentKind.RST and view.connected.of_peer(segment) is None:
+            return  # of no connection: there is nothing to do
+        if view.knows(segment, port):
+            queue = self._known.setdefault(segment.ip, deque())
+            fits = len(queue) < KNOWN_DEPTH
+        else:
+            queue = self._strangers
+            bucket = self._buckets.get(port)
+            if bucket is None:
+                bucket = self._buckets[port] = TokenBucket(self._rate, now)
+            fits = bucket.take(now)
+        if fits:
+            queue.append((segment, port))
+        else:
+            self.dropped += 1
+
+    def take(self, most: int) -> list[tuple[Segment, int]]:
+        """Take up to `most` segments: one from each known NIC in turn, then strangers'."""
+        taken: list[tuple[Segment, int]] = []
+        while self._known and len(taken) < most:
+            source = next(iter(self._known))
+            queue = self._known.pop(source)
+            taken.append(queue.popleft())
+            if queue:
+                self._known[source] = queue  # now the last in turn
+        while self._strangers and len(taken) < most:
+            taken.append(self._strangers.popleft())
+        return taken
+
+    def __bool__(self) -> bool:
+        return bool(self._known or self._strangers)

@@ -1,0 +1,114 @@
+"""Segments that wait for an answer: order, bounds, and the rate of strangers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from ipaddress import IPv4Address
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controlplane.endpoint.endpoint import Connected, View
+from controlplane.endpoint.frames import Segment, SegmentKind
+from controlplane.endpoint.waiting import KNOWN_DEPTH, TokenBucket, WaitingSegments
+from controlplane.entities import Holdings, Rate
+from controlplane.network import Network
+from controlplane.plan import plan_switch
+from testbed.jobs import job
+
+JOB = job(channels=2, ranks=3, nodes=3, replicas=1)
+NETWORK = Network([JOB])
+NICS = [node.nics[0] for node in JOB.shadow_nodes]
+VIEW = View.of(
+    NETWORK,
+    "tor0",
+    plan_switch(NETWORK, "tor0", Holdings()).boundary_ids,
+    Connected(),
+    {},
+    {JOB.job: bytes(32)},
+)
+RATE = Rate(packets=10, burst=20)
+
+
+def syn(nic: int | None, number: int = 0) -> Segment:
+    """Return a SYN of a NIC, or of a stranger."""
+    if nic is None:
+        return Segment(SegmentKind.SYN, NICS[0].mac, IPv4Address(0x0A090000 + number), 5000, 7400)
+    return Segment(SegmentKind.SYN, NICS[nic].mac, NICS[nic].ip, 5000 + number, 7400)
+
+
+TIMES = st.lists(st.floats(0, 5, allow_nan=False), max_size=200).map(sorted)
+
+
+@given(TIMES, st.integers(1, 50), st.integers(1, 50))
+def test_a_bucket_gives_no_more_than_burst_and_rate_in_any_interval(
+    times: list[float], packets: int, burst: int
+) -> None:
+    bucket = TokenBucket(Rate(packets, burst), 0.0)
+    taken = [at for at in times if bucket.take(at)]
+    for first in range(len(taken)):
+        for last in range(first, len(taken)):
+            assert last - first + 1 <= burst + packets * (taken[last] - taken[first]) + 1e-6
+
+
+def test_a_bucket_gives_its_burst_at_once_and_its_rate_in_the_long_run() -> None:
+    bucket = TokenBucket(RATE, 100.0)
+    assert sum(bucket.take(100.0) for _ in range(1000)) == 20
+    assert sum(bucket.take(100.0 + n / 1000) for n in range(10_000)) == 99  # in 9.999 s
+    assert bucket.take(1e6)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=30))
+@settings(deadline=None)
+def test_a_flood_fills_only_its_own_queue(steps: list[tuple[bool, int]]) -> None:
+    waiting = WaitingSegments(RATE)
+    put = Counter[bool]()
+    for is_known, count in steps:
+        for number in range(count):
+            waiting.put(syn(0 if is_known else None, number), NICS[0].port, VIEW, 0.0)
+        put[is_known] += count
+    taken = [VIEW.knows(*one) for one in waiting.take(10_000)]
+    known = min(put[True], KNOWN_DEPTH)
+    assert taken == [True] * known + [False] * min(put[False], RATE.burst)
+    assert waiting.dropped == put.total() - len(taken)
+    assert not waiting
+
+
+@given(st.lists(st.integers(0, 40), min_size=3, max_size=3), st.lists(st.integers(1, 20), min_size=30))
+@settings(deadline=None)
+def test_each_known_nic_has_its_turn(counts: list[int], sizes: list[int]) -> None:
+    waiting = WaitingSegments(RATE)
+    for nic, count in enumerate(counts):
+        for number in range(count):
+            waiting.put(syn(nic, number), NICS[nic].port, VIEW, 0.0)
+    taken = [segment for size in sizes for segment, _ in waiting.take(size)]
+    for nic, count in enumerate(counts):
+        places = [at for at, segment in enumerate(taken) if segment.ip == NICS[nic].ip]
+        for turn, at in enumerate(places):
+            assert taken[at].port == 5000 + turn  # in order
+            others = sum(min(turn + 1, other) for other in counts) - min(turn + 1, count)
+            assert at <= turn + others
+
+
+def test_each_port_has_a_rate_for_strangers() -> None:
+    waiting = WaitingSegments(RATE)
+    for number in range(1000):
+        waiting.put(syn(None, number), 40, VIEW, 0.0)
+    waiting.put(syn(None), 41, VIEW, 0.0)
+    ports = Counter(port for _, port in waiting.take(1000))
+    assert ports == {40: RATE.burst, 41: 1}
+    waiting.put(syn(None), 40, VIEW, 0.05)
+    assert not waiting
+    waiting.put(syn(None), 40, VIEW, 0.11)
+    assert waiting
+
+
+@pytest.mark.parametrize("port", [NICS[0].port, 99])
+def test_resets_of_no_connection_are_not_even_queued(port: int) -> None:
+    waiting = WaitingSegments()
+    reset = Segment(SegmentKind.RST, NICS[0].mac, NICS[0].ip, 5000, 7400)
+    for _ in range(1000):
+        waiting.put(reset, port, VIEW, 0.0)
+    assert not waiting
+    assert waiting.dropped == 0
