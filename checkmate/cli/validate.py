@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from checkmate.cli.common import AsJson, JobArguments, out, print_json, says_errors, set_of, switch_extra
-from checkmate.job.files import JobError
+from checkmate.job.files import JobError, unreadable_tls
 from checkmate.wording import counted
 
 
@@ -19,8 +19,8 @@ class Invalid(JobError):
 def validate(jobs: JobArguments, as_json: AsJson = False) -> None:
     """Check job files: each by itself, against each other, and against the capacity of their switches.
 
-    Every fault is reported with its line, its path in the file and a correction. Exit status 2 if there is
-    a fault.
+    Every fault is reported with its line, its path in the file and a correction. TLS files of switches
+    must be readable on this host. Exit status 2 if there is a fault.
 
     Example: checkmate validate jobs/gpt.yaml
     """
@@ -28,7 +28,8 @@ def validate(jobs: JobArguments, as_json: AsJson = False) -> None:
     from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
     try:
-        loaded, plans = checked_plan(set_of(jobs))
+        found = set_of(jobs)
+        loaded, plans = checked_plan(found, unreadable_tls(found))
     except JobError as error:
         raise Invalid(error.faults) from None
     if as_json:
