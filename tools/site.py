@@ -19,15 +19,15 @@ FROM_ROOT: Final = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
+    "SECURITY.md": "security-policy.md",
 }
 """Files in the repository's root, and the pages that show them."""
 PACKAGES: Final = ("checkmate", "controlplane", "softswitch", "topologies")
 TREE: Final = {
     "Tutorial": [f"tutorial/{page.stem}" for page in sorted((ROOT / "docs/tutorial").glob("*.md"))],
-    "Guides": ["training", "job", "cli", "checkpoint", "lab", "tofino", "planning"],
+    "Guides": ["training", "job", "cli", "checkpoint", "security", "lab", "tofino", "planning"],
     "Reference": ["api", "packages", "glossary", "design", "figures"],
-    "Project": ["changelog", "contributing", "security"],
+    "Project": ["changelog", "contributing", "security-policy"],
 }
 PUBLIC: Final = {
     "autofunction": ("restore", "protect", "clip_grad_norm_"),

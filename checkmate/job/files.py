@@ -168,12 +168,12 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
         except JobError as error:
             faults = list(error.faults)
             del raw["fabric"]
-    _resolve_tls(raw, document.file.parent, (fabric or document).file.parent)
+    _resolve_paths(raw, document.file.parent, (fabric or document).file.parent)
     return _Source(document, fabric, raw, tuple(port_checks.resolve(raw))), faults
 
 
-def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
-    """Resolve the names of TLS files against the folder of the file that contains them."""
+def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
+    """Resolve the names of keys and TLS files against the folder of the file that contains them."""
     fabric = raw.get("fabric")
     switches = fabric.get("switches") if isinstance(fabric, dict) else None
     named = [(raw.get("mgmt_tls"), folder)]
@@ -182,6 +182,8 @@ def _resolve_tls(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None
     for tls, base in named:
         if isinstance(tls, dict):
             tls.update({key: str(base / value) for key, value in tls.items() if isinstance(value, str)})
+    if isinstance(keys := raw.get("keys", "keys"), str):
+        raw["keys"] = str(folder / keys)
 
 
 def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document:

@@ -258,6 +258,8 @@ class Job(_Model):
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
     mgmt_tls: MgmtTls | None = None
+    keys: Path | None = None
+    """The folder with the folder of this job's keys; beside the job file by default."""
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
     shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
 

@@ -1,0 +1,117 @@
+"""Who may call what on a shadow node: the role that a certificate gives, and a table of calls. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from types import MappingProxyType
+from typing import Final
+
+from checkmate.job.schema import Job
+from checkmate.keys.roles import URI_SCHEME, Role, node_hosts
+
+STEP_RECORDS: Final = "step records"
+"""The connection for step records, which is not an RPC."""
+
+_ALL: Final = frozenset(Role)
+_TRAINER: Final = frozenset({Role.TRAINER})
+_SHADOW: Final = frozenset({Role.SHADOW})
+_READERS: Final = frozenset({Role.READER, Role.SHADOW})
+
+CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
+    {
+        "Status": _ALL,
+        "Fence": _TRAINER,
+        "Copy": _TRAINER,
+        "Parts": _SHADOW,
+        "Settle": _TRAINER,
+        "Begin": _TRAINER,
+        "Seed": _TRAINER,
+        "Reserve": _READERS,
+        "Release": _READERS,
+        "Fetch": _READERS | _TRAINER,  # trainers fetch from fenced nodes, which need no reservation
+        "Commit": _SHADOW,
+        STEP_RECORDS: _TRAINER,
+    }
+)
+"""The roles that may make each call of `checkmate.v1.Shadow`, by the RPC's name."""
+
+_SHOWN: Final = 100
+"""Characters of a stranger's text in a message."""
+
+
+class CallerRefused(Exception):
+    """A caller may not do what it asks for; the message is one sentence."""
+
+
+def caller_role(uris: Iterable[str], job: Job) -> Role:
+    """Return the role that a certificate gives to its owner.
+
+    Args:
+        uris: The URIs among the subject alternative names of the caller's certificate.
+        job: The job of this shadow node.
+
+    Raises:
+        CallerRefused: It does not have exactly one URI of Checkmate, or one of another job.
+    """
+    found = sorted({uri for uri in uris if uri.startswith(URI_SCHEME)})
+    wanted = f"{URI_SCHEME}{job.job}/ROLE"
+    if len(found) != 1:
+        raise CallerRefused(f"the caller's certificate has {len(found)} URIs like {wanted}, instead of one")
+    name, _, role = found[0].removeprefix(URI_SCHEME).partition("/")
+    if name != job.job or role not in _ALL:
+        shown = repr(found[0][:_SHOWN])
+        raise CallerRefused(f"the caller's certificate has the URI {shown}, which is not {wanted}")
+    return Role(role)
+
+
+def check_call(
+    rpc: str,
+    role: Role,
+    peer_host: str,
+    job: Job,
+    resolved: Mapping[str, Iterable[str]] = MappingProxyType({}),
+) -> None:
+    """Check that a role may make a call, and that a shadow node calls from a shadow node's host.
+
+    Args:
+        rpc: The RPC's name, or `STEP_RECORDS`.
+        role: The caller's role.
+        peer_host: The caller's IP address.
+        job: The job of this shadow node.
+        resolved: The IP addresses of those hosts that the job specifies by DNS name.
+
+    Raises:
+        CallerRefused: It may not.
+    """
+    allowed = CALLERS.get(rpc, frozenset())
+    if role not in allowed:
+        others = " or ".join(sorted(allowed)) or "nobody"
+        raise CallerRefused(f"role {role} may not call {rpc[:_SHOWN]}, which is for {others}")
+    if role is Role.SHADOW and not _is_node(peer_host, job, resolved):
+        raise CallerRefused(
+            f"{rpc} came with a certificate of role {role} from {peer_host[:_SHOWN]}, "
+            f"which is not a host of a shadow node of job {job.job}"
+        )
+
+
+def _is_node(peer_host: str, job: Job, resolved: Mapping[str, Iterable[str]]) -> bool:
+    caller = _address(peer_host)
+    if caller is None:
+        return False
+    found = (_address(each) for host in node_hosts(job) for each in (host, *resolved.get(host, ())))
+    return any(_same(caller, address) for address in found if address is not None)
+
+
+def _same(one: IPv4Address | IPv6Address, other: IPv4Address | IPv6Address) -> bool:
+    """Return whether addresses are of one host. Loopback addresses are: the kernel chooses one."""
+    return one == other or (one.is_loopback and other.is_loopback)
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """Return an IP address, or `None` for a DNS name. An IPv4 address within IPv6 is the IPv4 address."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address

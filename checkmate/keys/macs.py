@@ -1,0 +1,84 @@
+"""Message authentication codes: keyed BLAKE2b, 16 bytes, with a purpose of its own for each use. No I/O."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Final
+
+from checkmate.keys.secret_files import SECRET_BYTES
+
+MAC_BYTES: Final = 16
+NONCE_BYTES: Final = 16
+
+_HELLO: Final = b"checkmate hello"
+_RING: Final = b"checkmate ring"
+
+
+class RingSide(IntEnum):
+    """A side of a ring's connection."""
+
+    CONNECTS = 0
+    ACCEPTS = 1
+
+
+def hello_mac(key: bytes, message: bytes) -> bytes:
+    """Return the MAC, 16 bytes, of a hello. `key`: the secret `hello.key`, 32 bytes."""
+    return _mac(key, _HELLO, message)
+
+
+def is_hello_authentic(key: bytes, message: bytes, mac: bytes) -> bool:
+    """Return whether `mac` is that of a hello, in constant time."""
+    return hmac.compare_digest(hello_mac(key, message), mac)
+
+
+def new_nonce() -> bytes:
+    """Return 16 random bytes."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+@dataclass(frozen=True)
+class RingProof:
+    """Challenge and response on one connection of a ring.
+
+    Each side sends a nonce. Then each sends the `mac` of its own side, which only a holder of `ring.key` can
+    compute, and checks the other's with `is_authentic`. A MAC of another connection, direction or greeting is
+    not accepted.
+
+    Attributes:
+        key: The secret `ring.key`, 32 bytes.
+        greeting: The greeting of the side that connects, of any length.
+        connects_nonce: The nonce of the side that connects, 16 bytes.
+        accepts_nonce: The nonce of the side that accepts, 16 bytes.
+
+    Raises:
+        ValueError: A nonce has another length.
+    """
+
+    key: bytes = field(repr=False)
+    greeting: bytes
+    connects_nonce: bytes
+    accepts_nonce: bytes
+
+    def __post_init__(self) -> None:
+        lengths = [len(self.connects_nonce), len(self.accepts_nonce)]
+        if lengths != [NONCE_BYTES, NONCE_BYTES]:
+            raise ValueError(f"nonces have {NONCE_BYTES} bytes each, not {lengths[0]} and {lengths[1]}")
+
+    def mac(self, side: RingSide) -> bytes:
+        """Return the MAC, 16 bytes, with which a side proves that it has the key."""
+        message = bytes([side]) + self.connects_nonce + self.accepts_nonce + self.greeting
+        return _mac(self.key, _RING, message)
+
+    def is_authentic(self, side: RingSide, mac: bytes) -> bool:
+        """Return whether `mac` is that of a side, in constant time."""
+        return hmac.compare_digest(self.mac(side), mac)
+
+
+def _mac(key: bytes, purpose: bytes, message: bytes) -> bytes:
+    if len(key) != SECRET_BYTES:
+        raise ValueError(f"a key has {SECRET_BYTES} bytes, not {len(key)}")
+    return blake2b(message, digest_size=MAC_BYTES, key=key, person=purpose).digest()

@@ -1,0 +1,81 @@
+"""Roles in a job, and what belongs to each: its certificate's names, its secrets, its hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from checkmate.job.schema import Job, split_address
+
+
+class Role(StrEnum):
+    """What a holder of keys does in a job."""
+
+    CONTROLLER = "controller"
+    TRAINER = "trainer"
+    SHADOW = "shadow"
+    READER = "reader"
+
+
+class Secret(StrEnum):
+    """A symmetric secret, by the name of its file."""
+
+    HELLO = "hello.key"
+    RING = "ring.key"
+
+
+SECRETS: Final[Mapping[Role, tuple[Secret, ...]]] = MappingProxyType(
+    {
+        Role.CONTROLLER: (Secret.HELLO,),
+        Role.TRAINER: (Secret.RING,),
+        Role.SHADOW: (Secret.HELLO,),
+        Role.READER: (),
+    }
+)
+"""The secrets that each role needs, and no others."""
+
+CA_FILE: Final = "ca.pem"
+CERT_FILE: Final = "cert.pem"
+KEY_FILE: Final = "key.pem"
+
+URI_SCHEME: Final = "checkmate:"
+
+_HOST_AND_PORT: Final = re.compile(r"[^:]+:\d+|\[[^]]*\]:\d+")
+
+
+def role_uri(job: str, role: Role) -> str:
+    """Return the URI that a role's certificate has as a subject alternative name."""
+    return f"{URI_SCHEME}{job}/{role}"
+
+
+def keys_beside(job_file: Path) -> Path:
+    """Return the default folder for the keys of the jobs whose files are in the same folder."""
+    return job_file.parent / "keys"
+
+
+def role_folder(keys: Path, job: str, role: Role) -> Path:
+    """Return a role's folder within a folder of keys."""
+    return keys / job / role
+
+
+def node_hosts(job: Job) -> tuple[str, ...]:
+    """Return the hosts that serve for shadow nodes, each once: those of `mgmt` and `records`."""
+    found = [host for node in job.shadow_nodes for host in (split_address(node.mgmt)[0], node.records_at[0])]
+    return tuple(dict.fromkeys(found))
+
+
+def hosts_of(job: Job, role: Role) -> tuple[str, ...]:
+    """Return the hosts that need a role's keys, each once; none if the job does not name them."""
+    match role:
+        case Role.TRAINER:
+            ranks = [rank.mgmt for group in job.dp_groups for rank in group.ranks]
+            found = [split_address(at)[0] if _HOST_AND_PORT.fullmatch(at) else at.strip("[]") for at in ranks]
+        case Role.SHADOW:
+            found = [split_address(node.mgmt)[0] for node in job.shadow_nodes]
+        case _:
+            found = []
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,136 @@
+"""`checkmate validate --init`: the keys of jobs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from checkmate.cli.main import app
+from checkmate.keys.folder import read_keys
+from checkmate.keys.roles import Role
+from testbed.jobs import job_data
+from tests.support.cli import invoke
+from tests.support.keys import contents
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    """Return a folder with the files of two jobs."""
+    for number, name in enumerate(("gpt", "llama")):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(job_data(name, nodes=2, number=number)))
+    return tmp_path
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_each_job_gets_keys_beside_its_file(jobs: Path) -> None:
+    code, output = invoke("validate", "--init", jobs)
+    assert code == 0
+    for job in ("gpt", "llama"):
+        assert f"keys of job {job}: {jobs}/keys/{job}/" in plain(output)
+        for role in Role:
+            read_keys(jobs / "keys" / job / role, job, role)
+    assert "gpt: valid; 1 DP group, 3 ranks, 2 shadow nodes" in plain(output)
+    assert (plain(output).count("nowhere: stays"), plain(output).count("authority/")) == (2, 2)
+    code, again = invoke("validate", "--init", jobs)
+    assert (code, plain(again).count("key.pem")) == (0, 8)
+    assert "Traceback" not in again
+
+
+def test_the_keys_as_data(jobs: Path) -> None:
+    found = []
+    for _ in range(2):
+        code, output = invoke("validate", "--init", jobs / "gpt.yaml", "--keys", jobs / "elsewhere", "--json")
+        assert code == 0
+        found.append(json.loads(output))
+    first, again = found
+    assert (first["valid"], first["faults"], first["jobs"]) == (True, [], ["gpt"])
+    ((keys,), (kept,)) = first["keys"], again["keys"]
+    assert (keys["job"], keys["folder"]) == ("gpt", str(jobs / "elsewhere/gpt"))
+    assert keys["authority"]["folder"] == str(jobs / "elsewhere/gpt/authority")
+    assert keys["authority"]["made"] == kept["authority"]["kept"] == ["ca.pem", "ca.key"]
+    hosts = {role["role"]: role["hosts"] for role in keys["roles"]}
+    assert hosts == {
+        "controller": [],
+        "trainer": ["192.168.0.0", "192.168.0.1", "192.168.0.2"],
+        "shadow": ["192.168.100.0", "192.168.100.1"],
+        "reader": [],
+    }
+    for one, other in zip(keys["roles"], kept["roles"], strict=True):
+        assert one["made"] == other["kept"] == [Path(file).name for file in one["made"]]
+        assert one["kept"] == other["made"] == []
+        assert one["valid_until"] == other["valid_until"]
+        assert contents(Path(one["folder"])).keys() == set(one["made"])
+    assert not (jobs / "keys").exists()
+
+
+def test_hosts_are_where_ranks_are_on_the_management_network(tmp_path: Path) -> None:
+    data = job_data("gpt", ranks=12)
+    names = ["10.0.0.1", "10.0.0.2:7000", "[fd00::3]:7000", "fd00::4", "[fd00::5]", "rank6.example.org"]
+    for rank, name in zip(data["dp_groups"][0]["ranks"], names, strict=False):
+        rank["mgmt"] = name
+    (tmp_path / "gpt.yaml").write_text(yaml.safe_dump(data))
+    output = invoke("validate", "--init", tmp_path / "gpt.yaml", "--json")[1]
+    trainer = json.loads(output)["keys"][0]["roles"][1]
+    assert trainer["hosts"][:6] == [
+        "10.0.0.1",
+        "10.0.0.2",
+        "fd00::3",
+        "fd00::4",
+        "fd00::5",
+        "rank6.example.org",
+    ]
+    assert "and 4 more (--json)" in plain(invoke("validate", "--init", tmp_path / "gpt.yaml")[1])
+
+
+def test_jobs_with_a_fault_get_no_keys(jobs: Path) -> None:
+    (jobs / "llama.yaml").write_text("job: llama\n")
+    code, output = invoke("validate", "--init", jobs)
+    assert code == 2
+    assert "dp_groups" in output
+    assert not (jobs / "keys").exists()
+
+
+def test_an_error_of_keys_is_data_too(jobs: Path) -> None:
+    invoke("validate", "--init", jobs / "gpt.yaml")
+    (jobs / "keys/gpt/authority/ca.key").unlink()
+    done = CliRunner().invoke(app, ["validate", "--init", "--json", str(jobs)])
+    error = f"{jobs}/keys/gpt/authority/ca.key is missing; put the authority's own file back"
+    assert done.exit_code == 2
+    assert json.loads(done.stdout) == {"error": error, "exit": 2, "faults": []}
+    assert error in plain(done.stderr)
+    assert not (jobs / "keys/llama").exists()
+
+
+def test_without_init_nothing_is_made(jobs: Path) -> None:
+    assert invoke("validate", jobs)[0] == 0
+    code, output = invoke("validate", jobs, "--keys", jobs / "keys")
+    assert (code, "--keys needs --init" in output) == (2, True)
+    assert not (jobs / "keys").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_leaves_nothing(jobs: Path, number: int, status: int) -> None:
+    """The signal comes in the middle: when the fifth file is flushed."""
+    code = (
+        "import os, signal\n"
+        "fsync, count = os.fsync, iter(range(100))\n"
+        f"os.fsync = lambda fd: signal.raise_signal({int(number)}) if next(count) == 5 else fsync(fd)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from checkmate.cli.entry import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "validate", "--init", str(jobs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert {path.name for path in jobs.iterdir()} == {"gpt.yaml", "llama.yaml"}
+    assert invoke("validate", "--init", jobs)[0] == 0

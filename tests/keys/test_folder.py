@@ -1,0 +1,208 @@
+"""Reading a role's folder: each thing that can be wrong with it has one clear error."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from checkmate.keys.authority import key_pem
+from checkmate.keys.errors import KeysError
+from checkmate.keys.folder import RoleKeys, read_keys
+from checkmate.keys.roles import SECRETS, Role, Secret
+from tests.support.keys import NOW, made, served_job
+
+DAY = dt.timedelta(days=1)
+AGAIN = "run `checkmate validate --init FILE` again, with the job's file, and copy the folder again"
+
+
+@pytest.fixture
+def shadow(tmp_path: Path) -> Path:
+    """Return the folder of the shadow role, beside those of other roles and of another job."""
+    made(served_job("gpt"), tmp_path / "keys")
+    made(served_job("llama"), tmp_path / "keys")
+    return tmp_path / "keys/gpt/shadow"
+
+
+def read(folder: Path, now: dt.datetime = NOW) -> RoleKeys:
+    return read_keys(folder, "gpt", Role.SHADOW, now=now)
+
+
+def refused(folder: Path, words: str, now: dt.datetime = NOW) -> None:
+    with pytest.raises(KeysError, match=words) as error:
+        read(folder, now)
+    assert error.value.exit_code == 2
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_role_reads_what_was_made_for_it(shadow: Path, role: Role) -> None:
+    keys = read_keys(shadow.parent / role, "gpt", role)
+    assert (keys.job, keys.role, keys.folder) == ("gpt", role, shadow.parent / role)
+    assert keys.expires == (NOW + 730 * DAY).replace(microsecond=0)
+    assert keys.secrets.keys() == set(SECRETS[role])
+    assert {len(secret) for secret in keys.secrets.values()} <= {32}
+    assert keys.cert == keys.cert_file.read_bytes()
+    assert keys.key == keys.key_file.read_bytes()
+    shown = repr(keys)
+    assert not [s for s in (*keys.secrets.values(), keys.key) if repr(s) in shown]
+
+
+def test_controller_and_shadow_nodes_share_a_secret(shadow: Path) -> None:
+    controller = read_keys(shadow.parent / "controller", "gpt", Role.CONTROLLER)
+    assert controller.secrets[Secret.HELLO] == read(shadow).secrets[Secret.HELLO]
+
+
+def test_a_missing_folder_says_how_to_get_it(shadow: Path) -> None:
+    shutil.rmtree(shadow)
+    words = (
+        "run `checkmate validate --init FILE` with the file of job gpt, and copy the folder keys/gpt/shadow"
+    )
+    refused(shadow, words)
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "cert.pem", "key.pem", "hello.key"])
+def test_each_file_must_be_there_and_private_and_sound(shadow: Path, name: str) -> None:
+    file = shadow / name
+    content = file.read_bytes()
+    for mode in (0o604, 0o640, 0o620):
+        file.chmod(mode)
+        refused(shadow, f"{name} has mode 0{mode:o}, so others .*; correct it with: chmod 600 {file}")
+    file.chmod(0o600)
+    what = {"key.pem": "a private key in PEM", "hello.key": "64 hexadecimal digits"}.get(
+        name, "a certificate in PEM"
+    )
+    for wrong in (b"", b"\xff\x00", content[:-40], content[20:]):
+        file.write_bytes(wrong)
+        refused(shadow, f"{name} is not {what}")
+    file.write_bytes(bytes(1 << 20) + b"\n")
+    refused(shadow, f"{name} is larger than 1 MiB")
+    file.unlink()
+    refused(shadow, f"{name} is missing; copy the folder again")
+    file.mkdir()
+    refused(shadow, f"can't read .*{name}: it is not a file")
+    file.rmdir()
+    os.mkfifo(file)
+    refused(shadow, f"can't read .*{name}: it is not a file")
+    file.unlink()
+    file.symlink_to(file)
+    refused(shadow, f"can't read .*{name}: Too many levels")
+    file.unlink()
+    file.write_bytes(content)
+    file.chmod(0o400)
+    read(shadow)
+
+
+def test_a_folder_that_others_can_write_is_refused(shadow: Path) -> None:
+    shadow.chmod(0o770)
+    refused(shadow, f"shadow has mode 0770, so others .*; correct it with: chmod 700 {shadow}")
+    shadow.chmod(0o755)
+    read(shadow)
+
+
+def test_the_time_is_checked(shadow: Path) -> None:
+    refused(shadow, f"cert.pem has expired on 20..-..-..; {AGAIN}", NOW + 731 * DAY)
+    refused(shadow, "cert.pem is not valid before 20.* UTC; check the clock of this host", NOW - DAY)
+    read(shadow, NOW + 729 * DAY)
+
+
+@pytest.mark.parametrize(("job", "role"), [("gpt", "trainer"), ("llama", "shadow")])
+def test_keys_of_another_job_or_role_are_refused(shadow: Path, job: str, role: str) -> None:
+    other = shadow.parents[1] / job / role
+    shutil.copy(shadow / "hello.key", other)
+    refused(
+        other,
+        f"cert.pem is not of role shadow of job gpt: it has checkmate:{job}/{role}, "
+        "not checkmate:gpt/shadow; copy the folder keys/gpt/shadow here",
+    )
+
+
+def test_files_that_do_not_belong_together_are_refused(shadow: Path) -> None:
+    shutil.copy(shadow.parent / "trainer/key.pem", shadow)
+    refused(shadow, "key.pem is not the private key of .*cert.pem; copy the folder again")
+
+
+def test_a_certificate_of_another_authority_is_refused(shadow: Path) -> None:
+    shutil.copy(shadow.parents[1] / "llama/shadow/ca.pem", shadow)
+    refused(shadow, "cert.pem is not signed by .*ca.pem; copy the folder again")
+
+
+def test_an_encrypted_key_is_refused(shadow: Path) -> None:
+    key = serialization.load_pem_private_key((shadow / "key.pem").read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    (shadow / "key.pem").write_bytes(locked)
+    refused(shadow, "key.pem is encrypted; store the private key without a passphrase")
+
+
+def test_the_certificate_must_name_the_host_that_serves(shadow: Path) -> None:
+    read_keys(shadow, "gpt", Role.SHADOW, hosts=["127.0.0.1"])
+    with pytest.raises(KeysError, match=f"cert.pem does not name this host, 10.0.0.9; {AGAIN}"):
+        read_keys(shadow, "gpt", Role.SHADOW, hosts=["127.0.0.1", "10.0.0.9"])
+
+
+class OwnAuthority:
+    """A user's authority, with an intermediate one that signs."""
+
+    def __init__(self) -> None:
+        self.root_key, self.key, self.leaf_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
+        self.root = self._sign("root", self.root_key, "root", self.root_key)
+        self.between = self._sign("between", self.key, "root", self.root_key)
+
+    def write(self, folder: Path, *extensions: x509.ExtensionType, whole: bool = True) -> None:
+        """Replace a folder's certificate, key and authority."""
+        leaf = self._sign("leaf", self.leaf_key, "between", self.key, *extensions)
+        chain = [leaf, self.between] if whole else [leaf]
+        pem = serialization.Encoding.PEM
+        (folder / "cert.pem").write_bytes(b"".join(one.public_bytes(pem) for one in chain))
+        (folder / "ca.pem").write_bytes(self.root.public_bytes(pem))
+        (folder / "key.pem").write_bytes(key_pem(self.leaf_key))
+
+    @staticmethod
+    def _sign(
+        name: str,
+        key: ec.EllipticCurvePrivateKey,
+        issuer: str,
+        issuer_key: ec.EllipticCurvePrivateKey,
+        *extensions: x509.ExtensionType,
+    ) -> x509.Certificate:
+        def named(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+        unsigned = (
+            x509.CertificateBuilder(named(issuer), named(name), key.public_key(), x509.random_serial_number())
+            .not_valid_before(NOW - DAY)
+            .not_valid_after(NOW + DAY)
+        )
+        for extension in extensions:
+            unsigned = unsigned.add_extension(extension, critical=False)
+        return unsigned.sign(issuer_key, hashes.SHA384())
+
+
+def test_a_users_own_authority_may_have_an_intermediate_one(shadow: Path) -> None:
+    own = OwnAuthority()
+    uris = [x509.UniformResourceIdentifier(uri) for uri in ("spiffe://x/y", "checkmate:gpt/shadow")]
+    own.write(shadow, x509.SubjectAlternativeName(uris))
+    assert read(shadow).role is Role.SHADOW
+    own.write(shadow, x509.SubjectAlternativeName(uris), whole=False)
+    refused(shadow, "cert.pem is not signed by .*ca.pem")
+    client = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+    own.write(shadow, x509.SubjectAlternativeName(uris), client)
+    refused(
+        shadow, "cert.pem lacks the extended key usage serverAuth, which role shadow needs; docs/security.md"
+    )
+    own.write(shadow)
+    refused(shadow, "it has no URI that begins with checkmate:, not checkmate:gpt/shadow")
+    two = [x509.UniformResourceIdentifier(f"checkmate:gpt/{role}") for role in ("shadow", "trainer")]
+    own.write(shadow, x509.SubjectAlternativeName(two))
+    refused(shadow, "it has checkmate:gpt/shadow and checkmate:gpt/trainer, not checkmate:gpt/shadow")

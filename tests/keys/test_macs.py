@@ -1,0 +1,97 @@
+"""Message authentication codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate.keys import macs
+from checkmate.keys.errors import Malformed
+from checkmate.keys.macs import RingProof, RingSide, hello_mac, is_hello_authentic
+from checkmate.keys.secret_files import new_secret, parse_secret
+
+KEY = bytes(range(32))
+PROOF = RingProof(KEY, b"greeting", bytes(16), bytes([1]) * 16)
+
+keys = st.binary(min_size=32, max_size=32)
+nonces = st.binary(min_size=16, max_size=16)
+
+
+def test_the_codes_on_the_wire_are_these() -> None:
+    assert hello_mac(KEY, b"hello").hex() == "519f9137791f4b622edb57427ad61e27"
+    assert PROOF.mac(RingSide.CONNECTS).hex() == "2df6ff6904bcdb58c49f342d7e2fe696"
+    assert PROOF.mac(RingSide.ACCEPTS).hex() == "bb3adaa49e196bc3b8f2b651701a54c9"
+
+
+@given(keys, st.binary(), st.integers(0), st.integers(0, 7))
+def test_a_changed_hello_is_not_authentic(key: bytes, message: bytes, place: int, bit: int) -> None:
+    mac = hello_mac(key, message)
+    assert len(mac) == 16
+    assert is_hello_authentic(key, message, mac)
+
+    def changed(data: bytes) -> bytes:
+        found = bytearray(data or b"\0")
+        found[place % len(found)] ^= 1 << bit
+        return bytes(found)
+
+    assert not is_hello_authentic(changed(key), message, mac)
+    assert not is_hello_authentic(key, changed(message), mac)
+    assert not is_hello_authentic(key, message, changed(mac))
+    assert not is_hello_authentic(key, message, mac[:15])
+    assert not is_hello_authentic(key, message, b"")
+
+
+@settings(deadline=None)
+@given(keys, st.binary(), nonces, nonces, st.data())
+def test_a_ring_proof_is_for_one_connection_and_direction(
+    key: bytes, greeting: bytes, one: bytes, other: bytes, data: st.DataObject
+) -> None:
+    proof = RingProof(key, greeting, one, other)
+    for side in RingSide:
+        assert proof.is_authentic(side, proof.mac(side))
+        assert not proof.is_authentic(RingSide(1 - side), proof.mac(side))
+        changes: dict[str, st.SearchStrategy[bytes]] = {
+            "key": keys,
+            "greeting": st.binary(),
+            "connects_nonce": nonces,
+            "accepts_nonce": nonces,
+        }
+        for name, values in changes.items():
+            changed = replace(proof, **{name: data.draw(values)})
+            assert changed.is_authentic(side, proof.mac(side)) == (changed == proof)
+
+
+def test_a_code_for_one_purpose_is_none_for_another() -> None:
+    message = bytes([RingSide.CONNECTS]) + PROOF.connects_nonce + PROOF.accepts_nonce + PROOF.greeting
+    assert hello_mac(KEY, message) != PROOF.mac(RingSide.CONNECTS)
+
+
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_nonces_have_one_length(length: int) -> None:
+    with pytest.raises(ValueError, match=f"nonces have 16 bytes each, not {length} and 16"):
+        replace(PROOF, connects_nonce=bytes(length))
+    assert len({macs.new_nonce() for _ in range(100)}) == 100
+    assert len(macs.new_nonce()) == 16
+
+
+@pytest.mark.parametrize("length", [0, 16, 64])
+def test_keys_have_one_length(length: int) -> None:
+    with pytest.raises(ValueError, match=f"a key has 32 bytes, not {length}"):
+        hello_mac(bytes(length), b"")
+    assert "key" not in repr(PROOF)
+
+
+def test_a_secret_is_read_as_it_was_written() -> None:
+    content = new_secret()
+    assert content != new_secret()
+    assert len(parse_secret(content)) == 32
+    assert parse_secret(content.upper().rstrip()) == parse_secret(content)
+
+
+@given(st.binary())
+def test_anything_else_is_not_a_secret(content: bytes) -> None:
+    with pytest.raises(Malformed, match="is not 64 hexadecimal digits"):
+        parse_secret(content)

@@ -1,0 +1,59 @@
+"""Keys of generated jobs."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+
+from checkmate.job.schema import Job
+from checkmate.keys.folder import RoleKeys, read_keys
+from checkmate.keys.making import make_keys
+from checkmate.keys.plans import JobKeys
+from checkmate.keys.roles import Role, role_folder
+from testbed.jobs import job_data
+
+NOW = dt.datetime.now(dt.UTC)
+FILES = {
+    "authority/ca.pem",
+    "authority/ca.key",
+    *(f"{role}/{name}" for role in Role for name in ("ca.pem", "cert.pem", "key.pem")),
+    "controller/hello.key",
+    "shadow/hello.key",
+    "trainer/ring.key",
+}
+"""All files of a job's keys, by path relative to its folder."""
+
+
+def served_job(name: str = "gpt", *hosts: str) -> Job:
+    """Return a job whose shadow nodes are at `hosts`, by default one at 127.0.0.1."""
+    hosts = hosts or ("127.0.0.1",)
+    data = job_data(name, nodes=len(hosts))
+    for node, host in zip(data["shadow_nodes"], hosts, strict=True):
+        node["mgmt"] = f"[{host}]:7000" if ":" in host else f"{host}:7000"
+    return Job.model_validate(data)
+
+
+def made(job: Job, keys: Path, now: dt.datetime = NOW) -> JobKeys:
+    """Make a job's keys."""
+    (found,) = make_keys([(job, keys)], now)
+    return found
+
+
+def role_keys(job: Job, keys: Path, role: Role, now: dt.datetime = NOW) -> RoleKeys:
+    """Make a job's keys if necessary, and return those of a role."""
+    if not (keys / job.job).exists():
+        made(job, keys, now)
+    return read_keys(role_folder(keys, job.job, role), job.job, role, now=now)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files in a folder and its folders, by relative path."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def check_whole(job: Job, keys: Path) -> None:
+    """Check that every role can read its keys, and that nothing else is there."""
+    assert {path.name for path in keys.iterdir()} == {job.job}
+    assert contents(keys / job.job).keys() == FILES
+    for role in Role:
+        read_keys(keys / job.job / role, job.job, role, now=NOW)
