@@ -18,7 +18,7 @@ from checkmate.cli.common import (
     set_of,
     switch_extra,
 )
-from checkmate.job.files import JobError
+from checkmate.job.files import JobError, unreadable_tls
 from checkmate.wording import counted
 
 
@@ -42,8 +42,8 @@ def validate(
 ) -> None:
     """Check job files: each by itself, against each other, and against the capacity of their switches.
 
-    Every fault is reported with its line, its path in the file and a correction. Exit status 2 if there is
-    a fault.
+    Every fault is reported with its line, its path in the file and a correction. TLS files of switches
+    must be readable on this host. Exit status 2 if there is a fault.
     With --init, for files without a fault: makes a certificate authority for each job, and a folder of keys
     for each role, and prints where to copy each folder. Run again, it keeps what is there, and issues
     certificates that are missing, end within 60 days, or lack a host of the job.
@@ -60,7 +60,7 @@ def validate(
         raise UsageFault("--keys needs --init")
     found = set_of(jobs)
     try:
-        loaded, plans = checked_plan(found)
+        loaded, plans = checked_plan(found, unreadable_tls(found))
     except JobError as error:
         raise Invalid(error.faults) from None
     made = init_keys.make(found.sound, keys) if init else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -22,8 +23,12 @@ from checkmate.wording import counted
 M = TypeVar("M", bound=BaseModel)
 
 PORTS_MOST: Final = 65535
+FAULTS_MOST: Final = 200
+"""Faults of a file's structure that are listed; the rest is counted."""
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 _JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for valid keys"}
+_SHOWN: Final = 100
+"""Characters of a faulty value in a message."""
 
 _REPLACED: Final[Mapping[Path, str]] = {
     ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate validate --init FILE`, and copy the "
@@ -46,7 +51,12 @@ def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | N
         found = error.errors()
         faulty = [e["loc"] for e in found]
         told = [e for e in found if not _follows(e, faulty)]
-        return None, [Fault(_location(e["loc"]), words.get(e["type"]) or _message(model, e)) for e in told]
+        listed = [
+            Fault(_location(e["loc"]), words.get(e["type"]) or _message(model, e)) for e in told[:FAULTS_MOST]
+        ]
+        if more := len(told) - len(listed):
+            listed.append(Fault((), f"has {counted(more, 'other fault')}; correct these first"))
+        return None, listed
 
 
 def _follows(error: Any, faulty: Sequence[tuple[str | int, ...]]) -> bool:
@@ -74,9 +84,9 @@ def _message(model: type[BaseModel], error: Any) -> str:
         case "string_pattern_mismatch":
             return "must be a name of letters, digits, '_', '.' and '-', at most 63 long"
         case "int_type" | "int_parsing" | "int_from_float":
-            return f"must be a whole number{_range(model, error['loc'])}, not {error['input']!r}"
+            return f"must be a whole number{_range(model, error['loc'])}, not {_shown(error)}"
         case "literal_error":
-            return f"must be {context['expected']}, not {error['input']!r}"
+            return f"must be {context['expected']}, not {_shown(error)}"
         case "value_error":
             return str(context["error"])
         case "tuple_type":
@@ -85,12 +95,17 @@ def _message(model: type[BaseModel], error: Any) -> str:
             return "must be a mapping of keys"
         case _:
             text = error["msg"].removeprefix("Input should be ")
-            return f"must be {text}, not {error['input']!r}" if text != error["msg"] else str(text)
+            return f"must be {text}, not {_shown(error)}" if text != error["msg"] else str(text)
+
+
+def _shown(error: Any) -> str:
+    text = repr(error["input"])
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     """Return ` from 1 to 8` for a number at a path, or an empty text if its model has no bounds."""
-    schema = model.model_json_schema()
+    schema = _json_schema(model)
     at: dict[str, Any] = schema
     for part in _location(loc):
         if isinstance(part, int):
@@ -104,6 +119,11 @@ def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
     least, below = at.get("minimum"), at.get("exclusiveMaximum")
     most = at.get("maximum") if below is None else below - 1
     return "" if least is None or most is None else f" from {least} to {most}"
+
+
+@cache
+def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
 def within_job(raw: Any) -> list[Fault]:

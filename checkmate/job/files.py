@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,17 @@ from checkmate.job.schema import Job
 from checkmate.job.tofino import port_checks
 from checkmate.job.yaml_lines import Document, JobError, Located
 
-__all__ = ["JobError", "JobSet", "Located", "is_fabric", "locate", "read_job", "read_jobs", "read_set"]
+__all__ = [
+    "JobError",
+    "JobSet",
+    "Located",
+    "is_fabric",
+    "locate",
+    "read_job",
+    "read_jobs",
+    "read_set",
+    "unreadable_tls",
+]
 
 ReadYaml = Callable[[Path], Document]
 """`read_document`, perhaps with a cache, so that a file is parsed once however often it is asked for."""
@@ -111,9 +121,27 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None) -> JobSet:
 
 
 def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
-    """Return a job file, and the line of a path in it."""
-    found = yaml_lines.read_document(file).locate(Fault(path, ""))
+    """Return the file, the job's or its fabric's, and the line of a path in a job."""
+    source, faults = _source(file, yaml_lines.read_document)
+    if source is None:
+        raise JobError(faults)
+    found = source.locate(Fault(path, ""))
     return found.file, found.line
+
+
+def unreadable_tls(found: JobSet) -> Iterator[Located]:
+    """Yield the TLS files of switches that can't be read on this host."""
+    for file, job in found.sound:
+        for number, switch in enumerate(job.fabric.switches):
+            named = {} if switch.tls is None else dict(switch.tls)
+            for key, pem in named.items():
+                try:
+                    if pem is not None:
+                        pem.read_bytes()
+                except OSError as error:
+                    path: parts.Path = ("fabric", "switches", number, "tls", key)
+                    message = f"{pem} cannot be read: {error.strerror}"
+                    yield Located(*locate(file, path), parts.show_path(path), message)
 
 
 def is_fabric(data: Any) -> bool:

@@ -11,6 +11,7 @@ import yaml
 
 from checkmate.job import faults
 from checkmate.job.faults import Fault, show_path
+from checkmate.job.yaml_loader import FILE_BYTES, Loader
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,6 @@ class JobError(Exception):
         self.faults = tuple(faults)
 
 
-class Loader(yaml.SafeLoader):
-    """A SafeLoader that rejects duplicate keys, which YAML forbids but PyYAML accepts."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        if isinstance(node, yaml.MappingNode):
-            self.flatten_mapping(node)
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 @dataclass(frozen=True)
 class Document:
     """A parsed YAML file: its data, and the line of each path."""
@@ -72,8 +57,7 @@ class Document:
 def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
     """Parse a YAML file that is a mapping with keys such as `keys`. Raise `JobError` if it is not."""
     try:
-        text = file.read_text()
-        data, lines = _parse(text)
+        data, lines = _parse(_read(file))
     except OSError as error:
         raise JobError([Located(file, 0, "(file)", f"cannot be read: {error.strerror}")]) from None
     except UnicodeDecodeError:
@@ -83,13 +67,21 @@ def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
         raise JobError([Located(file, line, "(YAML)", f"{error.problem}")]) from None
     except yaml.YAMLError as error:
         raise JobError([Located(file, 1, "(YAML)", str(error).splitlines()[0])]) from None
-    except RecursionError:
-        raise JobError([Located(file, 1, "(YAML)", "is nested too deeply, or contains itself")]) from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the scanner's, for an escape such as "\\UFFFFFFFF"
         raise JobError([Located(file, 1, "(YAML)", f"has a value that cannot be read: {error}")]) from None
     if not isinstance(data, dict):
         raise JobError([Located(file, 1, "(top level)", f"must be a mapping of keys such as {keys}")])
     return Document(file, data, lines)
+
+
+def _read(file: Path) -> str:
+    """Return a file's text. Raise `JobError` if it is too large, whatever the size that it reports."""
+    with file.open("rb") as opened:
+        content = opened.read(FILE_BYTES + 1)
+    if len(content) > FILE_BYTES:
+        message = f"is larger than {FILE_BYTES >> 20} MiB, the most that a YAML file may have"
+        raise JobError([Located(file, 0, "(file)", message)])
+    return content.decode()
 
 
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:
@@ -110,8 +102,9 @@ def _note_lines(node: Any, path: faults.Path, lines: dict[faults.Path, int]) -> 
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            lines[(*path, key.value)] = key.start_mark.line + 1
-            _note_lines(value, (*path, key.value), lines)
+            if isinstance(key, yaml.ScalarNode):  # no fault's path leads through others
+                lines[(*path, key.value)] = key.start_mark.line + 1
+                _note_lines(value, (*path, key.value), lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _note_lines(item, (*path, index), lines)

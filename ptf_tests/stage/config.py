@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from checkmate.job.schema import HostPort
+from checkmate.job.yaml_lines import JobError, read_document
 from ptf_tests.packets import PORTS
 
 
@@ -48,11 +48,9 @@ class StandingConfig(_Model):
 def read_config(file: Path) -> StandingConfig:
     """Read a file; raise `ConfigError` with every fault in it."""
     try:
-        data = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file} can't be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file} is not YAML: {str(error).splitlines()[0]}") from None
+        data = read_document(file, "target: and ports:").data
+    except JobError as error:
+        raise ConfigError(str(error)) from None
     faults: list[str] = []
     try:
         config = StandingConfig.model_validate(data)

@@ -88,6 +88,27 @@ def test_bad_input_ends_with_2_and_names_each_fault(tmp_path: Path, command: str
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_tls_files_that_do_not_exist_are_faults(tmp_path: Path, shared: bool) -> None:
+    """Of `validate` only: a plan needs no switch."""
+    data = job_data()
+    data["fabric"]["switches"][0]["tls"] = {"ca": "ca.pem"}
+    file = place = tmp_path / "job.yaml"
+    if shared:
+        place = tmp_path / "fabric.yaml"
+        place.write_text(yaml.safe_dump(data["fabric"], sort_keys=False, default_flow_style=False))
+        data["fabric"] = "fabric.yaml"
+    file.write_text(yaml.safe_dump(data, sort_keys=False, default_flow_style=False))
+    line = 1 + next(n for n, text in enumerate(place.read_text().splitlines()) if "ca.pem" in text)
+    code, output = invoke("validate", file)
+    assert code == 2
+    told = f"{place}:{line}: fabric.switches[0].tls.ca: {tmp_path / 'ca.pem'} cannot be read: No such file"
+    assert told in output
+    assert invoke("plan", file)[0] == 0
+    (tmp_path / "ca.pem").touch()
+    assert invoke("validate", file)[0] == 0
+
+
 @pytest.mark.parametrize("command", ["validate", "plan", "status", "remove"])
 def test_faults_as_data(tmp_path: Path, command: str) -> None:
     file = tmp_path / "job.yaml"

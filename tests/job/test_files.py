@@ -173,9 +173,7 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
         ("- a\n", "must be a mapping"),
         ("job: a\njob: b\n", "given twice"),
         ("", "must be a mapping"),
-        ("job: &a [*a]", "contains itself"),
-        ("job: " + "[" * 3000, "nested too deeply"),
-        ("job: 2020-13-45", "cannot be read"),
+        ("job: 2020-13-45", "can't be read as a date"),
     ],
 )
 def test_what_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

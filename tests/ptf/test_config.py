@@ -94,7 +94,7 @@ def test_a_fault_is_said_with_its_place(tmp_path: Path, path: str, value: Any, s
 def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"switch\.yaml"):
         read_config(write(tmp_path, text))
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "nothing.yaml")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Annotated
 
@@ -32,8 +32,10 @@ _OPTIONS = {"models": "model"}
 """Parameters whose options have a different name."""
 
 
-def checked_plan(found: JobSet) -> tuple[list[Job], dict[str, SwitchPlan]]:
+def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job], dict[str, SwitchPlan]]:
     """Return the jobs and the plan of every switch, checked against the switch's limits.
+
+    `more`: faults that the caller has found.
 
     Raises:
         JobError: with every fault of the files, and every limit that valid jobs exceed, even if other files
@@ -53,7 +55,7 @@ def checked_plan(found: JobSet) -> tuple[list[Job], dict[str, SwitchPlan]]:
         for file, job in found.sound
         if any(switch.name == excess.switch for switch in job.fabric.switches)
     ]
-    return found.require(too_much), plans
+    return found.require([*too_much, *more]), plans
 
 
 def _targets(jobs: Sequence[Job]) -> dict[str, str]:
