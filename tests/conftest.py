@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from checkmate.keys.access import INSECURE
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import locks
@@ -22,11 +23,12 @@ from topologies import lab as labs
 
 
 def pytest_configure() -> None:
-    """Have the order of a shadow node's locks checked in all tests.
+    """Have the order of a shadow node's locks checked in all tests, and use no keys unless a test does.
 
     Background jobs of a script start with SIGINT ignored, which processes that tests interrupt would inherit.
     """
     locks.check_order(True)
+    os.environ[INSECURE] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.start.membership import Membership
@@ -18,6 +20,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
     """Connect the ring, with a tagger on boundary ranks; `undo` closes both.
 
     Raises:
+        KeysError: The keys of role trainer are missing or can't be used.
         TaggerUnavailable: On all ranks, if one of them can't tag.
         RingError: The ring could not be connected.
     """
@@ -29,6 +32,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         incarnation=start.plan.incarnation,
         dscp_bit=place.job.tag.dscp_bit,
         fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+        key=access(place.job, Role.TRAINER).secret(Secret.RING),
     )
     tagger, trouble = None, None
     if place.side is not None:
