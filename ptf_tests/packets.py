@@ -163,7 +163,7 @@ def copy_packet(segment: TaggedSegment, shadow: Shadow, sequence: int) -> Ether:
             sport=STUB.port,
             dport=shadow.tcp_port,
             seq=sequence,
-            ack=(shadow.isn + 17) % 2**32,
+            ack=(shadow.isn + 41) % 2**32,
             dataofs=5,
             flags="PA" if "P" in segment.flags else "A",
             window=65535,

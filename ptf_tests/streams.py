@@ -116,7 +116,7 @@ class Incarnations(StreamTest):
 class Rewrite(StreamTest):
     def test_fields(self) -> None:
         """addresses, ports, acknowledgement and window are the stream's; TTL, id and DF are unchanged"""
-        for isn, expected in ((0, 17), (0x8000_0000, 0x8000_0011), (TOP - 1, 16), (TOP - 17, 0)):
+        for isn, expected in ((0, 41), (0x8000_0000, 0x8000_0029), (TOP - 1, 40), (TOP - 41, 0)):
             shadow = Shadow(5, isn=isn)
             with self.subTest(isn=isn):
                 entry, group = self.connect(shadow), self.replicate(shadow)

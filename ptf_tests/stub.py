@@ -246,7 +246,7 @@ class PacketOut(StubTest):
         assert parsed is not None
         answer = stub_frames.acknowledge(STUB, parsed)
         self.check_packet_out(SHADOW.switch_port, answer)
-        self._is(answer, flags="A", seq=0, ack=SHADOW.isn + 17)
+        self._is(answer, flags="A", seq=0, ack=SHADOW.isn + 41)
 
     def _is(self, frame: bytes, flags: str, seq: int, ack: int) -> None:
         packet = Ether(frame)

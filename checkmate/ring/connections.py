@@ -1,8 +1,8 @@
 """The ring's TCP connections: each rank connects to the next one, once per channel.
 
-A connection carries data in one direction. It begins with an untagged greeting that identifies the ring, so
-that a rank with another configuration, or from an earlier start of training, is rejected before gradients
-move.
+A connection carries data in one direction. It begins with an untagged greeting that identifies the ring, and
+with proofs that both sides have its key (`greetings`). So strangers, and ranks with another configuration or
+from an earlier start of training, are rejected before gradients move.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ import contextlib
 import functools
 import os
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
+from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide, new_nonce
+from checkmate.keys.secret_files import SECRET_BYTES
+from checkmate.ring import greetings
+from checkmate.ring.accepting import Acceptor
+from checkmate.ring.greetings import Greeting
 from checkmate.tagger import TaggedSocket, Tagger
 from checkmate.wire import tag, tcp
 
 DEFAULT_PORT = 47000
 """Port of channel 0; channel c uses this plus c."""
 
-_GREETING = struct.Struct("!IHHBB16s")
-_GREETING_MAGIC = 0xC4EC0002
+PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()
+"""The key of rings that are not a job's, in labs and measurements. Everybody has it."""
+
 _RETRY_SECONDS = 0.05
+_BACKLOG = 1024
+_ANSWER_SECONDS = 5.0  # for the answer to a greeting; then the connection is made again
 _TOKEN = b"\x01"
-_VANISHED_SECONDS = 120  # longer than a restart of the switch takes
 _BUFFER_BYTES = 4 << 20  # a few slices: the next one is copied while the last is being sent
 
 
@@ -48,16 +55,22 @@ class RingPlace:
     dscp_bit: int = tag.DEFAULT_DSCP_BIT
     fingerprint: bytes = bytes(16)
     """A hash (16 bytes) of everything that ranks must have in common, such as the buckets."""
+    key: bytes = field(default=PUBLIC_KEY, repr=False)
+    """The secret, 32 bytes, that only the ring's ranks have."""
 
     @property
     def ranks(self) -> int:
         """Number of ranks in the ring."""
         return len(self.ips)
 
-    def greeting(self, rank: int, channel: int) -> bytes:
-        """Return the first bytes that `rank` sends on `channel`."""
-        ours = (self.ranks, rank, channel, self.incarnation, self.fingerprint)
-        return _GREETING.pack(_GREETING_MAGIC, *ours)
+    @property
+    def previous(self) -> int:
+        """The rank that connects to this one."""
+        return (self.rank - 1) % self.ranks
+
+    def greeting(self, rank: int, channel: int) -> Greeting:
+        """Return what `rank` sends first on `channel`."""
+        return Greeting(self.ranks, rank, channel, self.incarnation, self.fingerprint)
 
 
 class PlainSocket:
@@ -163,17 +176,27 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
         raise RingError(f"a ring needs at least 2 ranks, not {place.ranks}")
     deadline = time.monotonic() + timeout
     channels = range(place.channels)
-    with contextlib.ExitStack() as listening, contextlib.ExitStack() as undo:
-        listeners = [listening.enter_context(_listen(place, channel)) for channel in channels]
+    expected = [place.greeting(place.previous, channel) for channel in channels]
+    with contextlib.ExitStack() as starting, contextlib.ExitStack() as undo:
+        listeners = [starting.enter_context(_listen(place, channel)) for channel in channels]
+        peer_ip = place.ips[place.previous]
+        acceptor = starting.enter_context(Acceptor(listeners, expected, peer_ip, place.key))
         senders = []
         for channel in channels:
-            senders.append(_connect(place, channel, tagger, deadline))
+            try:
+                senders.append(_connect(place, channel, tagger, deadline))
+            except RingError as error:
+                seen = acceptor.seen(channel)
+                raise RingError(f"{error}{seen and f'; meanwhile {seen}'}") from error
             undo.callback(senders[-1].socket.close)
-            senders[-1].send_chunk(place.greeting(place.rank, channel))
         receivers = []
         for channel in channels:
-            receivers.append(_accept(place, channel, listeners[channel], deadline))
-            undo.callback(receivers[-1].close)
+            found = acceptor.wait(channel, deadline)
+            if isinstance(found, str):
+                what = f"rank {place.rank} timed out waiting for rank {place.previous} on channel {channel}"
+                raise RingError(f"{what}: {found}")
+            receivers.append(found)
+            undo.callback(found.close)
         undo.pop_all()
     return Ring(place, senders, receivers)
 
@@ -185,7 +208,7 @@ def _listen(place: RingPlace, channel: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _enlarge(listener, socket.SO_RCVBUF, tcp.SO_RCVBUFFORCE)
         listener.bind(address)
-        listener.listen()
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise RingError(
@@ -197,11 +220,12 @@ def _listen(place: RingPlace, channel: int) -> socket.socket:
 def _connect(
     place: RingPlace, channel: int, tagger: Tagger | None, deadline: float
 ) -> TaggedSocket | PlainSocket:
-    """Connect to the next rank; retry until it listens."""
+    """Connect to the next rank, and greet it; retry until it listens and answers."""
     peer = (place.rank + 1) % place.ranks
     address = (place.ips[peer], place.port + channel)
     while True:
         sock = socket.socket()
+        doing = "reach"
         try:
             tcp.tune_for_bulk(sock)
             _enlarge(sock, socket.SO_SNDBUF, tcp.SO_SNDBUFFORCE)
@@ -211,6 +235,8 @@ def _connect(
                 sender = TaggedSocket(tagger, sock, channel, place.incarnation, place.dscp_bit)
             sock.settimeout(max(deadline - time.monotonic(), _RETRY_SECONDS))
             sock.connect(address)
+            doing = "join"
+            _greet(place, channel, sender, deadline)
             sock.settimeout(None)
             return sender
         except OSError as error:
@@ -218,7 +244,7 @@ def _connect(
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 where = f"{address[0]}:{address[1]}"
                 raise RingError(
-                    f"rank {place.rank} can't reach rank {peer} on {where}: {error.strerror or error}"
+                    f"rank {place.rank} can't {doing} rank {peer} on {where}: {error.strerror or error}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
         except BaseException:
@@ -226,39 +252,32 @@ def _connect(
             raise
 
 
-def _accept(place: RingPlace, channel: int, listener: socket.socket, deadline: float) -> socket.socket:
-    """Return the connection from the previous rank. Close others, and mention them if it times out."""
-    peer = (place.rank - 1) % place.ranks
-    expected = place.greeting(peer, channel)
-    why = "it has not connected"
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
-        try:
-            connection, address = listener.accept()
-        except TimeoutError:
-            break
-        connection.settimeout(left)
-        try:
-            greeting = bytearray(len(expected))
-            receive_into(connection.recv_into, memoryview(greeting))
-        except OSError as error:
-            greeting, why = bytearray(), f"{address[0]} connected, but sent no greeting ({error})"
-        if greeting == expected:
-            connection.settimeout(None)
-            tcp.notice_vanished(connection, _VANISHED_SECONDS)
-            return connection
-        connection.close()
-        why = _difference(greeting, expected, address[0]) if greeting else why
-    raise RingError(f"rank {place.rank} timed out waiting for rank {peer} on channel {channel}: {why}")
-
-
-def _difference(greeting: bytearray, expected: bytes, address: str) -> str:
-    names = ("magic", "number of ranks", "rank", "channel", "incarnation", "fingerprint of the buckets")
-    for name, theirs, ours in zip(names, _GREETING.unpack(greeting), _GREETING.unpack(expected), strict=True):
-        if theirs != ours:
-            shown = [value.hex() if isinstance(value, bytes) else value for value in (theirs, ours)]
-            return f"{address} connected with {name} {shown[0]}, not {shown[1]}"
-    raise AssertionError("the greetings are equal")
+def _greet(place: RingPlace, channel: int, sender: TaggedSocket | PlainSocket, deadline: float) -> None:
+    """Greet the next rank, and check and send proofs. Raise `ConnectionError` if it is not the next rank."""
+    sock, greeting, nonce = sender.socket, place.greeting(place.rank, channel).pack(), new_nonce()
+    sock.settimeout(max(min(deadline - time.monotonic(), _ANSWER_SECONDS), _RETRY_SECONDS))
+    sender.send_chunk(greeting + nonce)
+    answer = bytearray(greetings.ANSWER_BYTES)
+    try:
+        receive_into(sock.recv_into, memoryview(answer)[: greetings.HEADER_BYTES])
+    except ConnectionResetError:
+        raise ConnectionError(
+            "it refused the greeting; its error names the difference, unless its version of Checkmate is old"
+        ) from None
+    except TimeoutError:
+        raise TimeoutError("it has not answered the greeting") from None
+    if fault := greetings.version_fault(answer):
+        raise ConnectionError(f"it {fault}")
+    rest = memoryview(answer)[greetings.HEADER_BYTES :]
+    receive_into(sock.recv_into, rest)
+    proof = RingProof(place.key, greeting, nonce, bytes(rest[:NONCE_BYTES]))
+    if not proof.is_authentic(RingSide.ACCEPTS, bytes(rest[NONCE_BYTES:])):
+        raise ConnectionError(
+            "it has another ring.key: copy the folder of role trainer to all hosts of ranks"
+        )
+    sender.send_chunk(proof.mac(RingSide.CONNECTS))
+    accepted = bytearray(len(greetings.ACCEPTED))
+    receive_into(sock.recv_into, memoryview(accepted))
 
 
 def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryview) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
@@ -19,7 +18,8 @@ from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training.checks import check_script
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, fence, membership
+from checkmate.training.start import disk, exchange, fence, membership
+from checkmate.training.start.exchange import ExchangeError
 from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import FetchError, fetch
 from checkmate.training.start.install import (
@@ -34,7 +34,7 @@ from checkmate.training.start.install import (
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.standing import ModelStanding, Start
 
-T = TypeVar("T")
+A = TypeVar("A", RestartPlan, disk.OnDisk)
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -116,7 +116,7 @@ def _begin(
         plan = plan_fresh(place, stubs, min(timeout, FRESH_SECONDS), checkpoints)
         _log_once(place, "fresh=True: training begins with iteration 0")
         return Start(plan), None
-    plan = _agree(place, lambda: fence.plan_restore(place.job, stubs, timeout))
+    plan = _agree(place, RestartPlan, lambda: fence.plan_restore(place.job, stubs, timeout))
     if plan.kind == "nodes":
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _together(place, lambda: _from_nodes(place, watched, stubs, start, timeout))
@@ -124,8 +124,9 @@ def _begin(
             _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
-        plan = _agree(place, partial(fence.plan_new_run, plan.incarnation, trouble, plan.generation_seen))
-    found = _agree(place, lambda: disk.look(checkpoints))
+        anew = partial(fence.plan_new_run, plan.incarnation, trouble, plan.generation_seen)
+        plan = _agree(place, RestartPlan, anew)
+    found = _agree(place, disk.OnDisk, lambda: disk.look(checkpoints))
     plan = fence.after_disk(plan, found.generation)
     if found.paths:
         if plan.trouble:
@@ -146,7 +147,7 @@ def plan_fresh(
         generation = disk.look(checkpoints).generation
         return fence.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
-    return _agree(place, make)
+    return _agree(place, RestartPlan, make)
 
 
 def _log_once(place: Membership, message: str) -> None:
@@ -154,19 +155,23 @@ def _log_once(place: Membership, message: str) -> None:
         _log.info("%s", message)
 
 
-def _agree(place: Membership, make: Callable[[], T]) -> T:
+def _agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
     """Return on all ranks what `make` returns on rank 0; raise `RestoreError` on all ranks if it raises."""
-    box: list[Any] = [None, None]
+    message: Any = None
     if place.rank == 0:
         try:
-            box = [make(), None]
+            message = {"made": make().message()}
         except Exception as error:  # noqa: BLE001 - others would wait for ever
-            box = [None, f"rank 0: {type(error).__name__}: {error}"]
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise RestoreError(box[1])
-    made: T = box[0]
-    return made
+            message = {"trouble": exchange.shortened(f"rank 0: {type(error).__name__}: {error}")}
+    told = exchange.broadcast(message, 0)
+    if not isinstance(told, dict) or told.keys() not in ({"made"}, {"trouble"}):
+        raise ExchangeError("rank 0 sent neither a plan nor an error")
+    if "trouble" in told:
+        raise RestoreError(str(told["trouble"]))
+    try:
+        return kind.of_message(told["made"])
+    except ValueError as error:
+        raise ExchangeError(f"rank 0 sent a malformed {kind.__name__}: {error}") from None
 
 
 def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
@@ -179,9 +184,8 @@ def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
         trouble = f"rank {place.rank}: {type(error).__name__}: {error}"
-    troubles: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(troubles, trouble)
-    return result, "; ".join(one for one in troubles if one)
+    troubles = exchange.gather(trouble and exchange.shortened(trouble))
+    return result, "; ".join(str(one) for one in troubles if one)
 
 
 def _from_disk(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from contextlib import ExitStack
 
-import torch.distributed as dist
-
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.standing import Start
 from checkmate.wire.layout import Layout
@@ -18,6 +19,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
     """Connect the ring, with a tagger on boundary ranks; `undo` closes both.
 
     Raises:
+        KeysError: The keys of role trainer are missing or can't be used.
         TaggerUnavailable: On all ranks, if one of them can't tag.
         RingError: The ring could not be connected.
     """
@@ -29,6 +31,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         incarnation=start.plan.incarnation,
         dscp_bit=place.job.tag.dscp_bit,
         fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+        key=access(place.job, Role.TRAINER).secret(Secret.RING),
     )
     tagger, trouble = None, None
     if place.side is not None:
@@ -36,9 +39,8 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
             tagger = undo.enter_context(Tagger.attach())
         except TaggerUnavailable as error:
             trouble = (f"rank {place.rank}: {error.missing}", error.remedy)
-    troubles: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(troubles, trouble)
-    found = next((one for one in troubles if one is not None), None)
+    found = next((one for one in exchange.gather(trouble) if one is not None), None)
     if found is not None:
-        raise TaggerUnavailable(*found)
+        missing, remedy = found
+        raise TaggerUnavailable(str(missing), str(remedy))
     return undo.enter_context(connect_ring(where, tagger))

@@ -40,6 +40,17 @@ class OnDisk:
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         return ", ".join(names[:_LISTED]) + more
 
+    def message(self) -> list[object]:
+        """Return what JSON can express, for `of_message`."""
+        return [self.generation, *map(str, self.paths)]
+
+    @classmethod
+    def of_message(cls, message: Any) -> OnDisk:
+        """Return what a `message` of another rank describes. Raise `ValueError` if it is something else."""
+        if not isinstance(message, list) or not message or not isinstance(message[0], int):
+            raise ValueError("must be a generation and paths")
+        return cls(tuple(Path(str(path)) for path in message[1:]), message[0])
+
 
 def look(folder: str | Path | None) -> OnDisk:
     """Return the checkpoints in a folder, by default $CHECKMATE_CHECKPOINTS.

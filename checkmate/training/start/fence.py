@@ -8,9 +8,10 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import grpc
+from pydantic import BaseModel, ConfigDict, Field
 
 from checkmate.job.schema import Job
 from checkmate.nodes import target
@@ -55,6 +56,37 @@ class RestartPlan:
     """The greatest generation that any node knows."""
     start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
     """Identifies this start of training, because incarnations wrap and a run continues over restarts."""
+
+    def message(self) -> dict[str, object]:
+        """Return what JSON can express, for `of_message`."""
+        holders = [[*shard, *nodes] for shard, nodes in self.holders.items()]
+        return {**vars(self), "holders": holders, "start": self.start.hex()}
+
+    @classmethod
+    def of_message(cls, message: Any) -> RestartPlan:
+        """Return the plan of a `message` of another rank. Raise `ValueError` if it is something else."""
+        return _PlanMessage.model_validate(message).plan()
+
+
+class _PlanMessage(BaseModel):
+    """A `RestartPlan` as JSON expresses it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    kind: Literal["nodes", "nothing", "none"]
+    incarnation: Annotated[int, Field(ge=0, lt=256)]
+    run: str
+    iteration: Annotated[int, Field(ge=-1)]
+    holders: list[Annotated[list[int], Field(min_length=2)]]
+    trouble: str
+    generation: int
+    generation_seen: int
+    start: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+    def plan(self) -> RestartPlan:
+        """Return the plan."""
+        holders = {(group, shard): nodes for group, shard, *nodes in self.holders}
+        return RestartPlan(**{**dict(self), "holders": holders, "start": bytes.fromhex(self.start)})
 
 
 class Fence:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
@@ -20,6 +19,7 @@ from checkmate.training.lines.line import Line
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers, state_names
 from checkmate.training.record.windows import Slices
+from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.ready import await_ready, await_stepped
 from checkmate.training.start.standing import Start
@@ -131,22 +131,22 @@ class Followers:
         place, opening = self._place, self._opening
         for line in self.lines:
             line.start()
-        box: list[list[int]] = [[]]
+        ranks = opening.ddp.process_group
         if place.first:
             for line in self.lines:
                 line.begun.wait(max(deadline - time.monotonic(), 0))
-            box = [[line.node.id for line in self.lines if line.begun.is_set()]]
-        dist.broadcast_object_list(box, src=place.spokesman, group=opening.ddp.process_group)
-        seeders = {node: self._seeders[node] for node in box[0]}
+        begun = [line.node.id for line in self.lines if line.begun.is_set()]
+        begun = exchange.broadcast(begun, place.spokesman, ranks)
+        seeders = {node: seeder for node, seeder in self._seeders.items() if node in begun}
         seed_at_start(place, opening.layout, opening.start, seeders)
         if place.first:
             give_buffers(place, opening.buffers, opening.start, seeders, deadline)
-        waiting = [""]
+        waiting = ""
         if place.first:
-            waiting = [await_ready(place, self._stubs, opening.start.plan.incarnation, deadline)]
-        dist.broadcast_object_list(waiting, src=place.spokesman, group=opening.ddp.process_group)
-        if place.first and waiting[0]:
-            _log.warning("training begins without all shadow nodes: %s", waiting[0])
+            waiting = await_ready(place, self._stubs, opening.start.plan.incarnation, deadline)
+        exchange.broadcast(None, place.spokesman, ranks)  # nobody trains before the spokesman has waited
+        if waiting:
+            _log.warning("training begins without all shadow nodes: %s", waiting)
 
     def finish(self, deadline: float) -> None:
         """Wait until the nodes have every record, but not beyond the deadline, and less for nodes away."""

@@ -1,0 +1,203 @@
+"""Accepts the connections of the previous rank, on all channels at once, whoever else connects.
+
+A thread reads all greetings concurrently. Only the previous rank's address is listened to, and each
+connection from it has two seconds to prove that it has the ring's key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from checkmate.keys.macs import MAC_BYTES, RingProof, RingSide, new_nonce
+from checkmate.ring import greetings
+from checkmate.ring.greetings import Greeting
+from checkmate.wire import tcp
+
+GREETING_SECONDS: Final = 2.0
+"""How long a connection may take for its greeting and its proof."""
+STRANGERS_MOST: Final = 256
+"""Connections whose greetings are read at one time; the oldest makes room for a new one."""
+_LOOK_SECONDS: Final = 0.1
+_VANISHED_SECONDS: Final = 120  # longer than a restart of the switch takes
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A connection that has not proved anything yet."""
+
+    sock: socket.socket
+    channel: int
+    until: float
+    received: bytearray = field(default_factory=bytearray)
+    proof: RingProof | None = None
+    """Set once its greeting is right and the answer is sent."""
+
+    @property
+    def lacks(self) -> int:
+        """Bytes still to come in this step of the exchange."""
+        whole = greetings.OPENING_BYTES + (0 if self.proof is None else MAC_BYTES)
+        return whole - len(self.received)
+
+
+class Acceptor:
+    """Accepts one connection per listener from the previous rank. It is a context manager."""
+
+    def __init__(
+        self, listeners: Sequence[socket.socket], expected: Sequence[Greeting], peer_ip: str, key: bytes
+    ) -> None:
+        """Start. `expected`: the previous rank's greeting on each channel; `peer_ip`: its address."""
+        self._listeners = listeners
+        self._expected = expected
+        self._peer_ip = peer_ip
+        self._key = key
+        self._arrivals: list[_Arrival] = []
+        self._accepted: dict[int, socket.socket] = {}
+        self._seen = [""] * len(listeners)
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        for channel, listener in enumerate(listeners):
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, channel)
+        self._thread = threading.Thread(target=self._run, name="checkmate ring greetings", daemon=True)
+        self._thread.start()
+
+    def wait(self, channel: int, deadline: float) -> socket.socket | str:
+        """Return a channel's connection, which is the caller's then, or why there is none in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: channel in self._accepted, timeout=max(deadline - time.monotonic(), 0)
+            )
+            return self._accepted.pop(channel, None) or self._seen[channel] or "it has not connected"
+
+    def seen(self, channel: int) -> str:
+        """Return who else has connected on a channel, and why that was refused; empty if nobody has."""
+        return self._seen[channel]
+
+    def close(self) -> None:
+        """End the thread, and close all connections that `wait` has not returned."""
+        self._ended.set()
+        self._thread.join()
+        for sock in [*(arrival.sock for arrival in self._arrivals), *self._accepted.values()]:
+            sock.close()
+        self._selector.close()
+
+    def __enter__(self) -> Acceptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        open_channels = set(range(len(self._listeners)))
+        while open_channels and not self._ended.is_set():
+            now = time.monotonic()
+            for late in [arrival for arrival in self._arrivals if arrival.until <= now]:
+                got = f"only {len(late.received)} bytes" if late.received else "nothing"
+                self._drop(late, f"{self._peer_ip} connected, but sent {got} in {GREETING_SECONDS:g} s")
+            soonest = min((arrival.until - now for arrival in self._arrivals), default=_LOOK_SECONDS)
+            for event, _ in self._selector.select(min(soonest, _LOOK_SECONDS)):
+                if isinstance(event.data, int):
+                    self._accept(event.data)
+                elif event.data in self._arrivals and self._step(event.data):
+                    open_channels.remove(event.data.channel)
+                    self._finish(event.data)
+
+    def _accept(self, channel: int) -> None:
+        """Take a new connection, or close it if it comes from elsewhere."""
+        try:
+            sock, address = self._listeners[channel].accept()
+        except BlockingIOError:
+            return  # it was gone already
+        except OSError as error:  # no file descriptor is left, for example
+            self._seen[channel] = f"a connection can't be accepted: {error.strerror}"
+            if self._arrivals:
+                self._drop(self._arrivals[0], self._seen[channel])
+            self._ended.wait(_LOOK_SECONDS)
+            return
+        if address[0] != self._peer_ip:
+            sock.close()
+            self._seen[channel] = f"{address[0]} connected, but it has {self._peer_ip}"
+            return
+        if len(self._arrivals) >= STRANGERS_MOST:
+            self._drop(self._arrivals[0], f"{STRANGERS_MOST} connections from {self._peer_ip} sent nothing")
+        sock.setblocking(False)
+        arrival = _Arrival(sock, channel, time.monotonic() + GREETING_SECONDS)
+        self._arrivals.append(arrival)
+        self._selector.register(sock, selectors.EVENT_READ, arrival)
+
+    def _step(self, arrival: _Arrival) -> bool:
+        """Read what has come. Return whether the connection has proved itself; drop it if it never will."""
+        try:
+            data = arrival.sock.recv(arrival.lacks)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._drop(arrival, f"{self._peer_ip} connected, but sent no greeting ({error.strerror})")
+            return False
+        arrival.received += data
+        try:
+            fault = self._fault(arrival) if data else _ended(arrival)
+        except OSError as error:
+            fault = f"connected, but took no answer ({error.strerror})"
+        if fault:
+            self._drop(arrival, f"{self._peer_ip} {fault}")
+            return False
+        return arrival.proof is not None and not arrival.lacks
+
+    def _fault(self, arrival: _Arrival) -> str | None:
+        """Answer a whole greeting, or check a whole proof. Return what is wrong so far."""
+        versioned = arrival.proof is None and len(arrival.received) >= greetings.HEADER_BYTES
+        if versioned and (fault := greetings.version_fault(arrival.received)):
+            arrival.sock.send(greetings.header())
+            return fault
+        if arrival.lacks:
+            return None
+        if arrival.proof is None:
+            opening = bytes(arrival.received)
+            greeting, nonce = opening[: greetings.GREETING_BYTES], opening[greetings.GREETING_BYTES :]
+            if fault := self._expected[arrival.channel].fault(greeting):
+                return fault
+            arrival.proof = RingProof(self._key, greeting, nonce, new_nonce())
+            mac = arrival.proof.mac(RingSide.ACCEPTS)
+            arrival.sock.send(greetings.header() + arrival.proof.accepts_nonce + mac)
+            return None
+        if not arrival.proof.is_authentic(RingSide.CONNECTS, bytes(arrival.received[-MAC_BYTES:])):
+            return greetings.OTHER_KEY
+        arrival.sock.send(greetings.ACCEPTED)
+        return None
+
+    def _finish(self, arrival: _Arrival) -> None:
+        """Hand a proved connection over, and stop listening on its channel."""
+        self._selector.unregister(arrival.sock)
+        self._arrivals.remove(arrival)
+        self._selector.unregister(self._listeners[arrival.channel])
+        arrival.sock.setblocking(True)
+        tcp.notice_vanished(arrival.sock, _VANISHED_SECONDS)
+        with self._changed:
+            self._accepted[arrival.channel] = arrival.sock
+            self._changed.notify_all()
+        for other in [one for one in self._arrivals if one.channel == arrival.channel]:
+            self._drop(other, "")
+
+    def _drop(self, arrival: _Arrival, why: str) -> None:
+        self._seen[arrival.channel] = why or self._seen[arrival.channel]
+        self._arrivals.remove(arrival)
+        self._selector.unregister(arrival.sock)
+        with contextlib.suppress(OSError):  # it may be broken already
+            arrival.sock.shutdown(socket.SHUT_WR)
+        arrival.sock.close()
+
+
+def _ended(arrival: _Arrival) -> str:
+    """Return why a connection may have ended: one that saw our proof may not have believed it."""
+    if arrival.proof is None:
+        return "connected, but ended the connection before its greeting"
+    return f"ended the connection instead of a proof, because it {greetings.OTHER_KEY}"

@@ -1,0 +1,121 @@
+"""What ranks tell each other over `torch.distributed`: JSON of bounded size, with a version.
+
+Torch's own collectives for objects carry pickled ones, which run code of whoever sends them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from checkmate.training.start.membership import SessionError
+from checkmate.wording import counted
+
+VERSION: Final = 2
+"""Of these messages and of their order. Version 1 had pickled objects, and did not name itself."""
+MESSAGE_BYTES: Final = 16 << 20
+"""The largest message; the longest are plans, with some bytes per shard."""
+_MAGIC: Final = 0xC4EC_0000
+_VERSIONS: Final = 0x10000
+_NAMED: Final = 8
+"""Ranks that an error names."""
+_SHOWN: Final = 2000
+"""Characters of an error of another rank."""
+
+
+class ExchangeError(SessionError):
+    """Another rank sent what this version of Checkmate does not understand. The message names the rank."""
+
+
+def gather(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the messages of all ranks, by rank in the group. All ranks call it, in the same order.
+
+    Args:
+        message: What JSON can express.
+        group: The process group; by default all ranks.
+
+    Raises:
+        ExchangeError: On all ranks, if one has another version or a message that is too large.
+    """
+    data = _encoded(message)
+    sizes = _headers(len(data), group)
+    longest = torch.zeros(max(sizes), dtype=torch.uint8, device=_device(group))
+    longest[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    received = [torch.empty_like(longest) for _ in sizes]
+    dist.all_gather(received, longest, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    return [_decoded(one[:size], rank) for one, size, rank in zip(received, sizes, ranks, strict=True)]
+
+
+def broadcast(message: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the message of one rank. All ranks call it; the others' `message` is not used.
+
+    Args:
+        message: What JSON can express.
+        source: The global rank that sends.
+        group: The process group; by default all ranks.
+
+    Raises:
+        ExchangeError: On all ranks, if one has another version or the message is too large.
+    """
+    data = _encoded(message if dist.get_rank() == source else None)
+    ranks = dist.get_process_group_ranks(group)
+    size = _headers(len(data), group)[ranks.index(source)]
+    tensor = torch.zeros(size, dtype=torch.uint8, device=_device(group))
+    if dist.get_rank() == source:
+        tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(tensor, src=source, group=group)
+    return _decoded(tensor, source)
+
+
+def shortened(error: str) -> str:
+    """Return an error's text, cut so that it fits into a message."""
+    return error if len(error) <= _SHOWN else f"{error[:_SHOWN]}..."
+
+
+def _headers(size: int, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the sizes of all ranks' messages, once all ranks are known to have the same version."""
+    own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=_device(group))
+    ranks = dist.get_process_group_ranks(group)
+    received = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(received, own, group=group)
+    headers = [(int(version), int(length)) for version, length in (one.tolist() for one in received)]
+    _check(ranks, headers)
+    return [length for _, length in headers]
+
+
+def _check(ranks: list[int], headers: list[tuple[int, int]]) -> None:
+    """Raise the same error on all ranks if a header can't be used."""
+    versions = [marked - _MAGIC if 0 < marked - _MAGIC < _VERSIONS else 0 for marked, _ in headers]
+    newest = max(versions)
+    if old := [rank for rank, version in zip(ranks, versions, strict=True) if version < newest]:
+        names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(f"rank {rank}" for rank in old)
+        new = ranks[versions.index(newest)]
+        raise ExchangeError(
+            f"{names}: an older version of Checkmate than rank {new}'s; all ranks need the same one"
+        )
+    for rank, (_, size) in zip(ranks, headers, strict=True):
+        if not 0 <= size <= MESSAGE_BYTES:
+            raise ExchangeError(f"rank {rank} has a message of more than {MESSAGE_BYTES >> 20} MiB")
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the group's backend takes tensors: the CPU if it can."""
+    backends = str(dist.get_backend_config(group))
+    if "cpu:" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _encoded(message: Any) -> bytes:
+    return json.dumps(message, allow_nan=False).encode()
+
+
+def _decoded(data: torch.Tensor, rank: int) -> Any:
+    try:
+        return json.loads(bytes(data.cpu().numpy()))
+    except (ValueError, RecursionError):
+        raise ExchangeError(f"rank {rank} sent a message that is not JSON") from None

@@ -1,0 +1,137 @@
+"""Messages between ranks: JSON of bounded size; a rank with another version is named, and runs no code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from checkmate.training.start import exchange
+from checkmate.training.start.disk import OnDisk
+from checkmate.training.start.exchange import ExchangeError
+from checkmate.training.start.fence import RestartPlan
+from tests.support.training.rank_processes import RankProcesses
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as processes:
+        yield processes
+
+
+def _exchanged(rank: int, count: int) -> tuple[list[Any], Any, Any]:
+    pair = dist.new_group([0, 2])
+    gathered = exchange.gather({"rank": rank, "text": "é" * rank})
+    told = exchange.broadcast(["from", rank] if rank == 1 else None, 1)
+    within = exchange.broadcast("of two", 2, pair) if rank != 1 else None
+    assert count == 3
+    return gathered, told, within
+
+
+def test_messages_arrive_whatever_their_length(ranks: RankProcesses) -> None:
+    for rank, (gathered, told, within) in enumerate(ranks.run(3, _exchanged)):
+        assert gathered == [{"rank": one, "text": "é" * one} for one in range(3)]
+        assert told == ["from", 1]
+        assert within == (None if rank == 1 else "of two")
+
+
+def _fails(rank: int, _: int, version: int, size: int) -> str:
+    if rank == 1:
+        exchange.VERSION = version  # type: ignore[misc]
+        exchange._encoded = lambda _: b" " * size  # type: ignore[assignment]
+    try:
+        exchange.gather("here")
+    except ExchangeError as error:
+        return str(error)
+    finally:
+        exchange.VERSION = 2  # type: ignore[misc]
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "words"),
+    [
+        (1, 2, "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"),
+        (3, 2, "rank 0, rank 2: an older version of Checkmate than rank 1's; all ranks need the same one"),
+        (2, (16 << 20) + 1, "rank 1 has a message of more than 16 MiB"),
+        (2, 2, "rank 1 sent a message that is not JSON"),
+    ],
+)
+def test_all_ranks_end_with_the_same_error(version: int, size: int, words: str) -> None:
+    with RankProcesses() as fresh:
+        assert fresh.run(3, _fails, version, size) == [words] * 3
+
+
+class _Attack:
+    """An object that runs a command when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self._file),)
+
+
+def _attacked(rank: int, _: int, file: Path) -> str:
+    data = pickle.dumps(_Attack(file))
+    if rank == 1:
+        exchange._encoded = lambda _: data  # type: ignore[assignment]
+    try:
+        exchange.gather(None)
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def _attacked_objects(rank: int, count: int, file: Path) -> None:
+    dist.all_gather_object([None] * count, _Attack(file) if rank == 1 else None)
+
+
+def test_a_message_runs_no_code() -> None:
+    """Torch's own collective for objects does: that is what it is compared with."""
+    with RankProcesses() as fresh, tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "made by rank 1"
+        assert fresh.run(2, _attacked, file) == ["rank 1 sent a message that is not JSON"] * 2
+        assert not file.exists()
+        with pytest.raises(AssertionError, match="FileExistsError"):
+            fresh.run(2, _attacked_objects, file)
+        assert file.exists()
+
+
+def test_a_plan_survives() -> None:
+    plan = RestartPlan("nodes", 7, "run", 41, {(0, 1): [2, 3], (1, 0): []}, "why", 5, 4)
+    sent = RestartPlan.of_message(plan.message())
+    assert (sent, sent.start) == (plan, plan.start)
+    found = OnDisk((Path("/a/b"), Path("/c")), 9)
+    assert OnDisk.of_message(found.message()) == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"incarnation": 256},
+        {"incarnation": True},
+        {"holders": [[0]]},
+        {"holders": [["a", 1]]},
+        {"start": "zz"},
+        {"kind": "?"},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_plan_is_refused(change: dict[str, Any]) -> None:
+    right = RestartPlan("nodes", 7, "run", 41, {(0, 1): [2, 3]}).message()
+    with pytest.raises(ValueError, match="validation error"):
+        RestartPlan.of_message({**right, **change})
+
+
+def test_malformed_paths_are_refused() -> None:
+    messages: tuple[Any, ...] = (None, [], ["a"], {})
+    for message in messages:
+        with pytest.raises(ValueError, match="must be a generation and paths"):
+            OnDisk.of_message(message)
