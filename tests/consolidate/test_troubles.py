@@ -218,6 +218,7 @@ def test_the_command_waits_in_plain_words(tmp_path: Path) -> None:
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
+            assert "without keys: " in process.stderr.readline()
             line = process.stderr.readline()
         finally:
             process.send_signal(signal.SIGTERM)

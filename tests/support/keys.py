@@ -63,3 +63,8 @@ def check_whole(job: Job, keys: Path) -> None:
     assert contents(keys / job.job).keys() == FILES
     for role in Role:
         read_keys(keys / job.job / role, job.job, role, now=NOW)
+
+
+def without_warning(text: str) -> str:
+    """Return what a command printed, without the warning that it uses no keys."""
+    return "".join(line for line in text.splitlines(keepends=True) if "without keys: " not in line)

@@ -20,7 +20,7 @@ import pytest
 
 from checkmate.job.files import read_job
 from checkmate.job.schema import Nic
-from checkmate.keys.access import access
+from checkmate.keys.access import INSECURE, access
 from checkmate.keys.roles import Role, Secret
 from checkmate.shadow.receive.connect import node_time
 from checkmate.wire.tag import Hello
@@ -71,6 +71,7 @@ class LiveSwitch:
             [*CHECKMATE, *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
+            environment={INSECURE: "1"},
         )
 
     @contextlib.contextmanager
@@ -78,7 +79,8 @@ class LiveSwitch:
         """Run `checkmate run` until the block ends."""
         with Crew(self.lab) as crew:
             self._controller = None  # earlier output must not count until it serves
-            with serving(crew, *arguments) as self._controller:
+            files = arguments or ("--no-view", self.job)
+            with serving(crew, "--insecure", *files) as self._controller:
                 yield self._controller
         assert "Traceback" not in self.log(), self.log()
 
