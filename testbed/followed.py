@@ -17,6 +17,7 @@ from rich.progress import track
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from testbed.copies import Copies
 from testbed.small_training import SmallTraining
@@ -79,7 +80,7 @@ def node(job: Job) -> Iterator[None]:
 
 def status(stub: ShadowStub, job: Job) -> pb.NodeStatus:
     """Return the node's status."""
-    return stub.Status(pb.StatusRequest(job=job.job), timeout=10)
+    return stub.Status(pb.StatusRequest(protocol=PROTOCOL, job=job.job), timeout=10)
 
 
 def wait(condition: Callable[[], bool]) -> None:

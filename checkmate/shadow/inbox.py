@@ -17,7 +17,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.frames import GREETING, FrameError, Unpacker, pack
+from checkmate.rpc.frames import FrameError, OtherProtocol, Unpacker, pack
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.receive.inlet import waiting
 from checkmate.state import StateError
@@ -96,6 +96,10 @@ class Inbox:
         why = ""
         try:
             self._answer_all(sock)
+        except OtherProtocol as error:
+            why = str(error)
+            with contextlib.suppress(OSError):  # the trainer has left
+                sock.sendall(pack(pb.RecordReply(iteration=-1, refused=why).SerializeToString()))
         except (OSError, FrameError, DecodeError) as error:
             why = str(error) or type(error).__name__
         except Exception as error:  # our own bug
@@ -111,7 +115,7 @@ class Inbox:
 
         Nothing is sent while data waits to be read, because the trainer may have ended.
         """
-        unpacker, replies, newest = Unpacker(GREETING), bytearray(), -1
+        unpacker, replies, newest = Unpacker(greeted=False), bytearray(), -1
         while not self._stopping.is_set() and (data := sock.recv(_READ_BYTES)):
             for frame in unpacker.feed(data):
                 reply: pb.RecordReply | None = pb.RecordReply(iteration=newest)

@@ -17,7 +17,7 @@ import torch
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.windows import SLICE_BYTES, Slices
-from testbed.small_training import RUN, SmallTraining
+from testbed.small_training import RUN, START, SmallTraining
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, check_now, fence, going_on, settle
 from tests.support.waiting import wait_until
@@ -392,9 +392,9 @@ def test_a_hold_of_another_run_or_beyond_the_target_is_emptied(world: Callable[.
     for _ in range(2):
         check_now(here, training)
     fence(here, training)
-    other = pb.SettleRequest(job=here.job.job, iteration=1, run="another")
+    other = pb.SettleRequest(job=here.job.job, iteration=1, run="another", continues=START)
     assert not training.stubs[0].Settle(other, timeout=10).holds
-    beyond = pb.SettleRequest(job=here.job.job, iteration=0, run=RUN)
+    beyond = pb.SettleRequest(job=here.job.job, iteration=0, run=RUN, continues=START)
     assert not training.stubs[1].Settle(beyond, timeout=10).holds
 
 
