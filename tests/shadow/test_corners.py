@@ -24,7 +24,7 @@ from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
-from testbed.small_training import RUN
+from testbed.small_training import RUN, START
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, check_now, fence, going_on, settle
 from tests.support.waiting import wait_until
@@ -316,7 +316,7 @@ def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callab
     again = here.training(group=0)
     again.begin([0], start=b"the second start")
     node = here.nodes[0].node
-    assert (node.state.committee.start, node.state.committee.committed) == (b"second", NEVER)
+    assert (node.state.committee.start, node.state.committee.committed) == (b"the second start", NEVER)
     node.touch()
     assert node.state.committee.mine.stepped == NEVER
 
@@ -409,7 +409,7 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
     here = world(nodes=1, ranks=2)
     training = here.training()
     training.begin([0])
-    header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, parameters=[0])
+    header = pb.SeedHeader(start=START, job=here.job.job, run=RUN, iteration=-1, parameters=[0])
     seeds = state.to_seeds(header, [(0, torch.zeros(3), {})])
     with pytest.raises(grpc.RpcError, match="its seed has") as refused:
         training.stubs[0].Seed(seeds, timeout=5)

@@ -269,7 +269,7 @@ def test_buffers_given_at_the_start_make_the_first_iteration_whole(world: Callab
         record = pb.IterationRecord(iteration=-1, buffers={name: state.dumps(tensor)})
         for node in (0, 1):
             header = pb.SeedHeader(
-                job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(shard=1), record=record
+                start=START, job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(shard=1), record=record
             )
             assert not training.stubs[node].Seed(state.to_seeds(header, ()), timeout=5).again
     training.seed_all()
@@ -405,7 +405,9 @@ def test_a_record_given_with_seeds_is_served_with_them(world: Callable[..., Worl
     training.begin([0])
     part = pb.RecordPart(iteration=-1, position=0, rng=b"then")
     record = pb.IterationRecord(iteration=-1, parts=[part], buffers={"mean": state.dumps(torch.ones(2))})
-    header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(), record=record)
+    header = pb.SeedHeader(
+        start=START, job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(), record=record
+    )
     now = training.states[-1]
     header.parameters.extend(now)
     training.stubs[0].Seed(state.to_seeds(header, ((n, *v) for n, v in now.items())), timeout=5)
