@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def shortened(text: str, most: int = 300) -> str:
+    """Return a text that another host has influenced, in one line of at most `most` printable characters."""
+    line = "".join(one if one.isprintable() else " " for one in text[: most + 1])
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     """Return `1 stream` or `2 streams`; `many` is the plural if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

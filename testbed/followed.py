@@ -18,6 +18,7 @@ from checkmate.job.schema import Job
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from testbed.copies import Copies
 from testbed.jobs import keys_of
@@ -83,7 +84,7 @@ def node(job: Job) -> Iterator[None]:
 
 def status(stub: ShadowStub, job: Job) -> pb.NodeStatus:
     """Return the node's status."""
-    return stub.Status(pb.StatusRequest(job=job.job), timeout=10)
+    return stub.Status(pb.StatusRequest(protocol=PROTOCOL, job=job.job), timeout=10)
 
 
 def wait(condition: Callable[[], bool]) -> None:

@@ -79,7 +79,7 @@ class RecordLine:
                 select.select([self._socket], [], [], 0.05)
 
     def _read(self) -> None:
-        unpacker = Unpacker()
+        unpacker = Unpacker(greeted=True)
         with contextlib.suppress(OSError):  # broken: treated like its end
             while (data := self._receive()) != b"":
                 for frame in unpacker.feed(data):

@@ -17,6 +17,7 @@ from checkmate.keys.roles import Role
 from checkmate.optim import supported
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.record.windows import Slices, to_message
 from checkmate.wire.layout import Layout, Parameter, make_layout
@@ -27,12 +28,13 @@ from testbed.record_line import RecordLine
 
 SHAPES = ((64, 32), (32,), (40, 64), (40,), (3, 40), (3,))
 RUN = "first"
+START = b"the first start."
 
 
 def status(job: Job, node: int) -> pb.NodeStatus:
     """Return a shadow node's status."""
     with open_channel(job, node, keys_of(job, Role.READER)) as channel:
-        return ShadowStub(channel).Status(pb.StatusRequest(job=job.job), timeout=10)
+        return ShadowStub(channel).Status(pb.StatusRequest(protocol=PROTOCOL, job=job.job), timeout=10)
 
 
 class SmallTraining:
@@ -68,7 +70,9 @@ class SmallTraining:
         )
         self.incarnation = 0
         self.run = RUN
-        self.start = b""
+        self.start = START
+        self.continues = START
+        """The start whose state `begin` keeps."""
         self.last = False
         """Whether the next record announces the end of training."""
         self.buffers: dict[str, torch.Tensor] = {}
@@ -129,6 +133,8 @@ class SmallTraining:
             ranks=self.ranks,
             run=run,
             start=self.start,
+            continues=self.continues,
+            protocol=PROTOCOL,
             buffers=sorted(self.buffers),
         )
 
@@ -256,7 +262,7 @@ class SmallTraining:
             job=self.job.job, shard=pb.Shard(group=self.group, shard=shard), iteration=iteration
         )
         reader = state.SeedReader(self.stubs[node].Fetch(request, timeout=10))
-        return reader.header, reader.all()
+        return reader.header, reader.all(self.layout.parameters)
 
     def check(self, node: int, shard: int, iteration: int) -> pb.SeedHeader:
         """Check that a node's state of an iteration is the optimizer's; return its header."""

@@ -14,6 +14,7 @@ from checkmate.consolidate.snapshot import GroupState, Snapshot
 from checkmate.optim.options import parse_options
 from checkmate.optim.supported import FROZEN
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 
 
 def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
@@ -21,8 +22,8 @@ def checkpoint(snapshot: Snapshot, *, by_name: bool = False) -> dict[str, Any]:
 
     Each group has `model`, `optimizer`, `scheduler` and `scaler` for `load_state_dict` (the last two may be
     `None`), `scheduler_class` (may be empty), `rng` and `extra` by global rank, `buffers` by name (and
-    `rank_buffers` if ranks have different ones), `job`, `run`, `generation`, `group` and `iteration`, the
-    last one trained.
+    `rank_buffers` if ranks have different ones), `protocol` (the format), `job`, `run`, `generation`,
+    `group` and `iteration`, the last one trained.
 
     Args:
         snapshot: The state.
@@ -55,6 +56,7 @@ def _group(snapshot: Snapshot, index: int, group: GroupState, by_name: bool) -> 
     }
     found: dict[str, Any] = {
         "job": snapshot.job.job,
+        "protocol": PROTOCOL,
         "run": snapshot.run,
         "generation": snapshot.generation,
         "group": index,

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from torch.distributed.checkpoint import default_planner, filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkmate import state
-from checkmate.consolidate import unfinished
+from checkmate.consolidate import folder, unfinished
+from checkmate.rpc.protocol import PROTOCOL
 
 Format = Literal["dcp", "torch"]
 """PyTorch Distributed Checkpoint, a folder; or one `torch.save` file."""
 
-_METADATA: Final = ".metadata"  # DCP writes it last
+_METADATA: Final = folder.INDEX  # DCP writes it last
+_MODE: Final = 0o600  # parameters may be secret
+_FOLDER_MODE: Final = 0o700
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # of renameat2(2): there is a checkpoint at every moment
 
@@ -47,7 +50,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, kind: Format, *, replace: bo
         DiskError: `path` is a folder that is not empty, or the disk is full or fails.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         if not replace:
             _check_free(path, kind)
         with unfinished.unfinished(path) as temporary:
@@ -77,10 +80,21 @@ def load(path: Path) -> dict[str, Any]:
     try:
         found = _read(path)
         if "model" in found:
-            return _by_number(found)
-        return {f"group{i}": _by_number(found[f"group{i}"]) for i in range(max(len(found), 1))}
+            return _checked(_by_number(found))
+        return {f"group{i}": _checked(_by_number(found[f"group{i}"])) for i in range(max(len(found), 1))}
     except (CheckpointException, Exception) as error:  # noqa: BLE001 - pickle and torch raise anything
         raise DiskError(f"can't read {path} as a checkpoint: {reason_of(error)}") from None
+
+
+def _checked(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a DP group's part of a checkpoint. Raise `ValueError` if a newer version has written it."""
+    protocol = group.get("protocol", 0)  # versions without one wrote the same keys
+    if type(protocol) is not int or not 0 <= protocol <= PROTOCOL:
+        raise ValueError(
+            f"it has format {protocol}, and this version of Checkmate reads up to {PROTOCOL}: this version "
+            "is older than the one that wrote it; install that one"
+        )
+    return group
 
 
 def run_of(path: Path) -> str | None:
@@ -126,29 +140,27 @@ def _put(temporary: Path, path: Path) -> None:
 
 
 def _save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE), "wb") as file:
         torch.save(dict(checkpoint), file)
     _sync(path)
 
 
 def _save_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
+    path.mkdir(_FOLDER_MODE)  # nobody else reaches the files while PyTorch writes them
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the missing process group
         writer = filesystem.FileSystemWriter(path, sync_files=True)
         state_dict_saver.save(dict(checkpoint), storage_writer=writer, no_dist=True)
     for one in (*path.iterdir(), path):
+        one.chmod(_FOLDER_MODE if one == path else _MODE)
         _sync(one)
 
 
 def _read(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
-    """Read all or some keys; a folder like `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`."""
-    found: dict[str, Any] = {}
+    """Read all or some keys, without running anything that is in the checkpoint."""
     if path.is_dir():
-        planner = default_planner._EmptyStateDictLoadPlanner(keys)  # type: ignore[no-untyped-call]
-        reader = filesystem.FileSystemReader(path)
-        state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
-    else:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=keys is not None)
+        return folder.read(path, keys)
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=keys is not None)
     return found
 
 

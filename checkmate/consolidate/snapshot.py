@@ -24,6 +24,7 @@ from checkmate.nodes.reserve import NotReserved, Reservation, reserved
 from checkmate.nodes.standing import Lacking, NoAnswer, Shard, lacking, name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.wire.layout import Layout
 
 STEP_SECONDS: Final = 10.0
@@ -128,7 +129,7 @@ class SnapshotReader:
         return self._source(time.monotonic() + ANSWER_SECONDS)
 
     def _source(self, deadline: float) -> Source:
-        request = pb.StatusRequest(job=self.job.job)
+        request = pb.StatusRequest(protocol=PROTOCOL, job=self.job.job)
         timeout = max(min(ANSWER_SECONDS, deadline - time.monotonic()), 0.1)
         nodes = [node.id for node in self.job.shadow_nodes]
         answers = self._stubs.ask(nodes, lambda stub: stub.Status, request, timeout)

@@ -33,6 +33,11 @@ class Beginning:
     run: str
     first_iteration: int
     start: bytes
+    continues: bytes = b""
+
+    def source(self, iteration: int) -> bytes:
+        """Return the start to which its state after an iteration belongs; see `BeginRequest.continues`."""
+        return self.start if iteration >= self.first_iteration else self.continues
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,9 @@ def newest_incarnation(incarnations: Iterable[int]) -> int | None:
 
 def beginning_of(hold: pb.HoldStatus) -> Beginning:
     """Return the start of training that a hold is of."""
-    return Beginning(hold.generation, hold.incarnation, hold.run, hold.first_iteration, hold.start)
+    return Beginning(
+        hold.generation, hold.incarnation, hold.run, hold.first_iteration, hold.start, hold.continues
+    )
 
 
 def stranger(hold: pb.HoldStatus, beginning: Beginning) -> str:

@@ -14,7 +14,9 @@ import grpc
 from checkmate.job.schema import Job
 from checkmate.keys.contexts import client_context
 from checkmate.keys.folder import RoleKeys
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
+from checkmate.rpc.protocol import mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.rpc.tls_faults import tls_fault
 
@@ -93,7 +95,7 @@ class Stubs:
         found: dict[int, R | str] = {}
         for node, answer in calls.items():
             try:
-                found[node] = answer.result()
+                found[node] = checked(answer.result())
             except grpc.RpcError as error:
                 found[node] = reason(error)
         return found
@@ -111,6 +113,13 @@ class Stubs:
                 channel.close()
 
 
+def checked(answer: R) -> R | str:
+    """Return a node's answer, or in one sentence which side has an older version of Checkmate."""
+    if not isinstance(answer, pb.NodeStatus):
+        return answer
+    return mismatch(answer.protocol, "the node", "this host") or answer
+
+
 def reason(error: Exception) -> str:
     """Return what went wrong with a node, in one line that follows the node's name."""
     if not isinstance(error, grpc.Call):
@@ -121,6 +130,12 @@ def reason(error: Exception) -> str:
     if code == grpc.StatusCode.UNAVAILABLE:
         return f"{UNREACHABLE}{unreached(detail)}"
     return _PLAIN.get(code) or f"{code.name}{detail and ': '}{detail}"
+
+
+def refusal(error: grpc.RpcError) -> str:
+    """Return a node's message if it has refused a call, or ""."""
+    refused = isinstance(error, grpc.Call) and error.code() in _REFUSALS
+    return reason(error) if refused else ""
 
 
 def unreached(detail: str) -> str:

@@ -38,6 +38,8 @@ class Target:
     behind: int = 0
     """Number of later iterations that some node has stepped, but that not all shards can reach."""
     generation: int = 0
+    start: bytes = b""
+    """The start to which the state after that iteration belongs."""
 
     @property
     def complete(self) -> bool:
@@ -70,9 +72,9 @@ def find_target(job: Job, answers: Answers) -> Target:
     it is the newest iteration that all shards can be settled at.
 
     A hold counts if it is seeded, not doubtful, and of the newest start of training. It also counts if it is
-    of an older incarnation of the same run, and can be settled at the iteration from which the newest start
-    began. Of a shard's holders, those that lack buffers are left out if another one has all: ranks accept
-    buffers from any shard.
+    of exactly the start that the newest one continues, and can be settled at the iteration from which the
+    newest one began. Of a shard's holders, those that lack buffers are left out if another one has all: ranks
+    accept buffers from any shard.
 
     Raises:
         Lacking: The shards that no node can settle at a common iteration.
@@ -100,7 +102,15 @@ def _target(job: Job, stood: Standings, beginning: Beginning) -> Target:
     behind = max(stepped - iteration, 0)
     holders = {shard: most_complete([one.standing for one in able if one.shard == shard]) for shard in stood}
     lacks = _lacking_buffers(able)
-    return Target(iteration, beginning.run, holders, lacks, behind, beginning.generation)
+    return Target(
+        iteration,
+        beginning.run,
+        holders,
+        lacks,
+        behind,
+        beginning.generation,
+        beginning.source(iteration),
+    )
 
 
 def _without(shards: Iterable[Shard], holds: Iterable[_Reach]) -> list[Shard]:
@@ -124,14 +134,15 @@ def _reach(standing: Standing, shard: Shard, beginning: Beginning) -> _Reach | N
         return None
     if beginning_of(hold) == beginning:
         return _Reach(standing, shard, hold.stepped, hold.in_full, hold.lacks_buffers)
-    if _older(hold, beginning) and hold.stepped <= origin <= hold.in_full:
+    if _continued(hold, beginning) and hold.stepped <= origin <= hold.in_full:
         return _Reach(standing, shard, hold.stepped, origin, hold.lacks_buffers)
     return None
 
 
-def _older(hold: pb.HoldStatus, beginning: Beginning) -> bool:
-    """Return whether a hold is of an older incarnation of the same run."""
-    return hold.run == beginning.run and hold.incarnation != beginning.incarnation
+def _continued(hold: pb.HoldStatus, beginning: Beginning) -> bool:
+    """Return whether a hold's state before the newest start is what that start continues."""
+    theirs = beginning_of(hold).source(beginning.first_iteration - 1)
+    return hold.run == beginning.run and theirs == beginning.continues
 
 
 def _lacking_buffers(holds: Sequence[_Reach]) -> int:
@@ -149,7 +160,7 @@ def _trouble(standing: Standing, beginning: Beginning, stepped: int) -> str:
     if hold is None:
         return standing.trouble
     strange = stranger(hold, beginning)
-    if strange and _older(hold, beginning):
+    if strange and _continued(hold, beginning):
         strange = f"{strange}, which began at iteration {beginning.first_iteration}, and {_progress(hold)}"
     return strange or unfit(hold) or hold.trouble or f"{_progress(hold)}, but another has stepped {stepped}"
 
@@ -177,6 +188,7 @@ def _unsettled(standing: Standing, target: Target) -> str:
     hold = standing.hold
     if hold is None:
         return standing.trouble
-    if (hold.stepped, hold.run) == (target.iteration, target.run):
+    ours = (hold.stepped, hold.run, beginning_of(hold).source(target.iteration))
+    if ours == (target.iteration, target.run, target.start):
         return unfit(hold)
     return unfit(hold) or hold.trouble or _progress(hold)

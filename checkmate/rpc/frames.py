@@ -3,9 +3,9 @@
 When a sender dies, gRPC drops received data that it has not delivered yet, but a socket keeps its receive
 buffer. A shadow node that was stopped therefore still gets every record of trainers that died meanwhile.
 
-A trainer first sends `GREETING`. Then each side sends frames: 4 bytes length, big-endian, 1 byte flags, and
-a message: `RecordPart` from trainers, `RecordReply` from shadow nodes. An empty frame from a trainer only
-requests a reply.
+A trainer first sends `GREETING`, with its protocol in the last four bytes. Then each side sends frames: 4
+bytes length, big-endian, 1 byte flags, and a message: `RecordPart` from trainers, `RecordReply` from shadow
+nodes. An empty frame from a trainer only requests a reply.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from checkmate.rpc.channels import MESSAGE_BYTES
+from checkmate.rpc.protocol import PROTOCOL, mismatch
 
-GREETING: Final = bytes.fromhex("c4ec0002")
-"""The first bytes from a trainer. The hello of a shadow stream begins with c4ec0002."""
+_MAGIC: Final = bytes.fromhex("c4ec0003")
+_OLD_MAGIC: Final = bytes.fromhex("c4ec0002")
+"""The whole greeting before it had a protocol."""
+GREETING: Final = _MAGIC + PROTOCOL.to_bytes(4, "big")
+"""The first bytes from a trainer."""
 ANSWER: Final = 1
 """Flag that requests a reply, which also answers all parts before it."""
 _HEADER: Final = struct.Struct(">IB")
@@ -25,6 +29,10 @@ _HEADER: Final = struct.Struct(">IB")
 
 class FrameError(ValueError):
     """Bytes that are not frames."""
+
+
+class OtherProtocol(FrameError):
+    """The greeting of a trainer of another version. The message says which side is older."""
 
 
 class RecordFrame(NamedTuple):
@@ -47,16 +55,21 @@ def pack(data: bytes, flags: int = 0) -> bytes:
 
 
 class Unpacker:
-    """Splits received bytes, which must begin with `greeting`, into frames."""
+    """Splits received bytes into frames."""
 
-    def __init__(self, greeting: bytes = b"") -> None:
-        self._awaited = greeting
+    def __init__(self, *, greeted: bool) -> None:
+        """Start; the bytes begin with a trainer's greeting unless `greeted`."""
+        self._greeted = greeted
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[RecordFrame]:
-        """Yield the frames that `data` completes. Raise `FrameError` if it is not the greeting or a frame."""
+        """Yield the frames that `data` completes.
+
+        Raises `FrameError` if it is not the greeting or a frame, and `OtherProtocol` if it is a greeting of
+        another version.
+        """
         self._bytes += data
-        if not self._greeted():
+        if not self._greeted and not self._take_greeting():
             return
         while len(self._bytes) >= _HEADER.size:
             length, flags = _HEADER.unpack_from(self._bytes)
@@ -69,10 +82,18 @@ class Unpacker:
             del self._bytes[:end]
             yield frame
 
-    def _greeted(self) -> bool:
-        count = min(len(self._awaited), len(self._bytes))
-        if self._bytes[:count] != self._awaited[:count]:
+    def _take_greeting(self) -> bool:
+        """Remove the greeting. Return whether all of it has come."""
+        start = bytes(self._bytes[: len(_MAGIC)])
+        if start == _OLD_MAGIC:
+            raise OtherProtocol(mismatch(0, "the trainer", "this shadow node"))
+        if not _MAGIC.startswith(start) and not _OLD_MAGIC.startswith(start):
             raise FrameError(f"not a trainer's greeting: {bytes(self._bytes[:8]).hex(' ')}")
-        del self._bytes[:count]
-        self._awaited = self._awaited[count:]
-        return not self._awaited
+        if len(self._bytes) < len(GREETING):
+            return False
+        protocol = int.from_bytes(self._bytes[len(_MAGIC) : len(GREETING)], "big")
+        if different := mismatch(protocol, "the trainer", "this shadow node"):
+            raise OtherProtocol(different)
+        del self._bytes[: len(GREETING)]
+        self._greeted = True
+        return True

@@ -291,13 +291,17 @@ class StatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     job: builtins.str
+    protocol: builtins.int
+    """PROTOCOL of the sender (protocol.py), here and below; 0: a version before it"""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "protocol", b"protocol"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StatusRequest: typing_extensions.TypeAlias = StatusRequest
@@ -309,19 +313,22 @@ class FenceRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     job: builtins.str
     timeout: builtins.float
     """seconds that it may continue to read"""
     drain: builtins.bool
     """refuse new starts, but commit as usual until all recorded iterations are stepped"""
+    protocol: builtins.int
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         timeout: builtins.float = ...,
         drain: builtins.bool = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["drain", b"drain", "job", b"job", "timeout", b"timeout"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["drain", b"drain", "job", b"job", "protocol", b"protocol", "timeout", b"timeout"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___FenceRequest: typing_extensions.TypeAlias = FenceRequest
@@ -474,18 +481,22 @@ class SettleRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    CONTINUES_FIELD_NUMBER: builtins.int
     job: builtins.str
     iteration: builtins.int
     run: builtins.str
     """holds of another run are dropped"""
+    continues: builtins.bytes
+    """and those whose state is of another start: as in BeginRequest"""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         iteration: builtins.int = ...,
         run: builtins.str = ...,
+        continues: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["iteration", b"iteration", "job", b"job", "run", b"run"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["continues", b"continues", "iteration", b"iteration", "job", b"job", "run", b"run"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SettleRequest: typing_extensions.TypeAlias = SettleRequest
@@ -513,6 +524,7 @@ class HoldStatus(google.protobuf.message.Message):
     LACKS_BUFFERS_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    CONTINUES_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     stepped: builtins.int
     """the last stepped iteration, or -1"""
@@ -546,6 +558,8 @@ class HoldStatus(google.protobuf.message.Message):
     """as in BeginRequest"""
     generation: builtins.int
     """as in BeginRequest"""
+    continues: builtins.bytes
+    """as in BeginRequest"""
     @property
     def shard(self) -> Global___Shard: ...
     def __init__(
@@ -570,10 +584,11 @@ class HoldStatus(google.protobuf.message.Message):
         lacks_buffers: builtins.int = ...,
         start: builtins.bytes = ...,
         generation: builtins.int = ...,
+        continues: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["shard", b"shard"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "connected", b"connected", "continues", b"continues", "doubtful", b"doubtful", "first_iteration", b"first_iteration", "generation", b"generation", "in_full", b"in_full", "incarnation", b"incarnation", "lacks_buffers", b"lacks_buffers", "last", b"last", "live", b"live", "offered", b"offered", "receiving", b"receiving", "run", b"run", "seeded", b"seeded", "shard", b"shard", "start", b"start", "stepped", b"stepped", "streams", b"streams", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HoldStatus: typing_extensions.TypeAlias = HoldStatus
@@ -599,6 +614,7 @@ class NodeStatus(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     DRAINED_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -620,6 +636,7 @@ class NodeStatus(google.protobuf.message.Message):
     """in the answer to Fence: all recorded iterations are stepped"""
     generation: builtins.int
     """the greatest of the job that it knows"""
+    protocol: builtins.int
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -654,8 +671,9 @@ class NodeStatus(google.protobuf.message.Message):
         parts: collections.abc.Iterable[Global___PartsHeld] | None = ...,
         drained: builtins.bool = ...,
         generation: builtins.int = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
@@ -796,6 +814,8 @@ class BeginRequest(google.protobuf.message.Message):
     BUFFERS_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    CONTINUES_FIELD_NUMBER: builtins.int
     job: builtins.str
     group: builtins.int
     incarnation: builtins.int
@@ -821,6 +841,11 @@ class BeginRequest(google.protobuf.message.Message):
     """Identifies a start of training, because incarnations wrap and a run continues over restarts. A UUID, 16 bytes."""
     generation: builtins.int
     """Orders runs by age: 1 + the greatest generation that was known when the run began."""
+    protocol: builtins.int
+    continues: builtins.bytes
+    """The start to which the state before the first iteration belongs: its own for a new run. A node keeps only holds
+    with exactly that state.
+    """
     @property
     def optimizer(self) -> Global___OptimizerSpec: ...
     @property
@@ -855,10 +880,12 @@ class BeginRequest(google.protobuf.message.Message):
         buffers: collections.abc.Iterable[builtins.str] | None = ...,
         start: builtins.bytes = ...,
         generation: builtins.int = ...,
+        protocol: builtins.int = ...,
+        continues: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["optimizer", b"optimizer"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "device", b"device", "first_iteration", b"first_iteration", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["buffers", b"buffers", "capability", b"capability", "continues", b"continues", "device", b"device", "first_iteration", b"first_iteration", "generation", b"generation", "group", b"group", "incarnation", b"incarnation", "job", b"job", "keep", b"keep", "layout", b"layout", "names", b"names", "next_iteration", b"next_iteration", "optimizer", b"optimizer", "protocol", b"protocol", "ranks", b"ranks", "run", b"run", "start", b"start", "torch", b"torch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginRequest: typing_extensions.TypeAlias = BeginRequest
@@ -868,6 +895,8 @@ class BeginReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WARNINGS_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    protocol: builtins.int
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """such as another version of torch"""
@@ -876,8 +905,9 @@ class BeginReply(google.protobuf.message.Message):
         self,
         *,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["warnings", b"warnings"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["protocol", b"protocol", "warnings", b"warnings"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BeginReply: typing_extensions.TypeAlias = BeginReply
@@ -976,7 +1006,7 @@ Global___NumpyGenerator: typing_extensions.TypeAlias = NumpyGenerator
 @typing.final
 class RecordPart(google.protobuf.message.Message):
     """A rank's part of the step record of one iteration. Only the group's first rank sets `step`.
-    Parts do not use gRPC but their own TCP connection, in frames (frames.py).
+    Parts do not use gRPC but their own TCP connection, in frames (frames.py). Its greeting has the protocol.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1496,6 +1526,7 @@ class Progress(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     PRESSED_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     incarnation: builtins.int
@@ -1510,6 +1541,7 @@ class Progress(google.protobuf.message.Message):
     """a live hold has hardly any room: both sets of buckets and a socket buffer are full"""
     start: builtins.bytes
     """as in BeginRequest"""
+    protocol: builtins.int
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]:
         """of its live holds"""
@@ -1530,8 +1562,9 @@ class Progress(google.protobuf.message.Message):
         kept: collections.abc.Iterable[Global___Kept] | None = ...,
         pressed: builtins.bool = ...,
         start: builtins.bytes = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "kept", b"kept", "live", b"live", "node", b"node", "patience", b"patience", "pressed", b"pressed", "shards", b"shards", "start", b"start", "stepped", b"stepped"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["in_full", b"in_full", "incarnation", b"incarnation", "job", b"job", "kept", b"kept", "live", b"live", "node", b"node", "patience", b"patience", "pressed", b"pressed", "protocol", b"protocol", "shards", b"shards", "start", b"start", "stepped", b"stepped"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
@@ -1571,6 +1604,7 @@ class Decision(google.protobuf.message.Message):
     START_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     PATIENCE_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     step_to: builtins.int
     """all live holds step up to this iteration"""
@@ -1580,6 +1614,7 @@ class Decision(google.protobuf.message.Message):
     """as in BeginRequest"""
     patience: builtins.float
     """as in Progress"""
+    protocol: builtins.int
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Kept]: ...
     @property
@@ -1596,8 +1631,9 @@ class Decision(google.protobuf.message.Message):
         start: builtins.bytes = ...,
         shards: collections.abc.Iterable[Global___Shard] | None = ...,
         patience: builtins.float = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "patience", b"patience", "shards", b"shards", "start", b"start", "step_to", b"step_to"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active", b"active", "incarnation", b"incarnation", "kept", b"kept", "patience", b"patience", "protocol", b"protocol", "shards", b"shards", "start", b"start", "step_to", b"step_to"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision

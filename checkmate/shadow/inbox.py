@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from checkmate.keys.callers import CallerRefused
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.rpc.frames import GREETING, FrameError, Unpacker, pack
+from checkmate.rpc.frames import GREETING, FrameError, OtherProtocol, Unpacker, pack
 from checkmate.shadow.admission import RecordsGate, StrangerLog
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.receive.inlet import waiting
@@ -161,7 +161,7 @@ class Inbox:
                 self._gate.admit(connection.sock, connection.host)
                 connection.admitted = True
             self._answer_all(connection)
-        except CallerRefused as error:
+        except (CallerRefused, OtherProtocol) as error:
             why = str(error)
             _refuse(connection.sock, why)
         except (OSError, FrameError, DecodeError) as error:
@@ -180,7 +180,7 @@ class Inbox:
         Nothing is sent while data waits to be read, because the trainer may have ended.
         """
         sock, replies, newest = connection.sock, bytearray(), -1
-        unpacker, left = Unpacker(GREETING), len(GREETING)
+        unpacker, left = Unpacker(greeted=False), len(GREETING)
         deadline = time.monotonic() + GREETING_SECONDS
         sock.settimeout(GREETING_SECONDS)
         while not self._stopping.is_set() and (data := sock.recv(_READ_BYTES)):

@@ -6,6 +6,7 @@ iteration to step (`commit`).
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -17,13 +18,20 @@ from google.protobuf.message import Message
 
 from checkmate.job.schema import split_address
 from checkmate.nodes.standing import Shard
+from checkmate.nodes.stubs import refusal
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import open_channel
+from checkmate.rpc.protocol import PROTOCOL
+from checkmate.shadow.logic.bounds import check_decision, check_progress
 from checkmate.shadow.logic.commit import PATIENCE, Kept, Progress
+from checkmate.shadow.logic.group import CallRefused, check_job
 from checkmate.shadow.node import Node
+from checkmate.wording import shortened
 
 M = TypeVar("M", bound=Message)
+
+log = logging.getLogger("checkmate")
 
 HEARTBEAT = 0.25
 _BACKOFF = (0.05, 1.0)
@@ -37,8 +45,9 @@ class Peers:
         self._node = node
         self._stopping = threading.Event()
         self._calls: dict[int, grpc.Call] = {}
-        self._newest: dict[int, object] = {}
-        """The newest stream from each node with a higher id."""
+        self._newest: dict[int, threading.Event] = {}
+        """The end of the newest stream from each node with a higher id."""
+        self._complaints: dict[int, str] = {}
         lower = [other.id for other in node.job.shadow_nodes if other.id < node.id]
         self._threads = [
             threading.Thread(
@@ -65,30 +74,49 @@ class Peers:
             thread.join()
 
     def answer(self, reports: Iterable[pb.Progress], done: threading.Event) -> Iterator[pb.Decision]:
-        """Process the reports of a node with a higher id, and yield decisions, until its stream ends."""
-        ended = threading.Event()
-        threading.Thread(target=self._hear, args=(reports, ended), name="peer reports", daemon=True).start()
+        """Process the reports of a node with a higher id, and yield decisions, until its stream ends.
+
+        Raises `CallRefused` if a report is invalid.
+        """
+        ended, why = threading.Event(), list[str]()
+        hear = threading.Thread(
+            target=self._hear, args=(reports, ended, why), name="peer reports", daemon=True
+        )
+        hear.start()
         news = News(self._decision, lambda: True)
         while not (ended.is_set() or done.is_set() or self._stopping.is_set()):
             if (decision := news.wait(self._node.changed)) is not None:
                 yield decision
+        if why:
+            raise CallRefused(why[0])
 
-    def _hear(self, reports: Iterable[pb.Progress], ended: threading.Event) -> None:
-        node, stream = None, object()
+    def _hear(self, reports: Iterable[pb.Progress], ended: threading.Event, why: list[str]) -> None:
+        node = None
         try:
             for report in reports:
+                self._check(report)
                 if node is None:
-                    self._newest[report.node] = stream
-                node = report.node
-                if self._newest[node] is not stream:
+                    node = report.node
+                    if older := self._newest.get(node):
+                        older.set()
+                    self._newest[node] = ended
+                if report.node != node or ended.is_set():
                     break  # an old stream that ends late
                 self._take(report)
         except grpc.RpcError:
             pass  # a broken stream is handled like one that ended
+        except CallRefused as error:
+            why.append(str(error))
         finally:
             ended.set()
-            if node is not None and self._newest[node] is stream:
+            if node is not None and self._newest[node] is ended:
                 self._ended(node)
+
+    def _check(self, report: pb.Progress) -> None:
+        with self._node.changed:
+            state = self._node.state
+            check_job(state.job, report.job)
+            check_progress(state.job, state.id, report, state.committee.start, state.newest)
 
     def _ended(self, other: int) -> None:
         """Handle the end of a stream: if the node refuses connections, its process has ended."""
@@ -124,18 +152,29 @@ class Peers:
                 call = stub.Commit(self._reports(other))
                 self._calls[other] = call
                 for decision in call:
+                    self._complaints.pop(other, None)
                     pause = _BACKOFF[0]
                     self._told(other, decision)
-            except grpc.RpcError:
-                pass  # the committee reports it if it matters
+            except grpc.RpcError as error:  # the committee reports a broken stream if it matters
+                self._complain(other, refusal(error))
+            except CallRefused as error:
+                call.cancel()
+                self._complain(other, str(error))
             self._ended(other)
             self._stopping.wait(pause)
             pause = min(2 * pause, _BACKOFF[1])
         channel.close()
 
+    def _complain(self, other: int, why: str) -> None:
+        """Log why a node and this one do not understand each other, unless that is known."""
+        if why and self._complaints.get(other) != why:
+            self._complaints[other] = why
+            log.warning("shadow node %d: %s", other, shortened(why))
+
     def _told(self, other: int, decision: pb.Decision) -> None:
         with self._node.moving() as state:
             committee = state.committee
+            check_decision(state.job, decision, committee.start, state.newest)
             if (decision.incarnation, decision.start) != (committee.incarnation, committee.start):
                 decision = pb.Decision(step_to=committee.committed, patience=decision.patience)
             committee.told(
@@ -161,6 +200,7 @@ class Peers:
         mine = self._node.state.committee.mine
         return pb.Progress(
             job=self._node.job.job,
+            protocol=PROTOCOL,
             node=self._node.id,
             incarnation=mine.incarnation % 256,
             in_full=mine.in_full,
@@ -176,6 +216,7 @@ class Peers:
     def _decision(self) -> pb.Decision:
         committee = self._node.state.committee
         return pb.Decision(
+            protocol=PROTOCOL,
             incarnation=committee.incarnation % 256,
             step_to=committee.committed,
             active=committee.active,

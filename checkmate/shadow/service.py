@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,9 +17,11 @@ from checkmate.keys.contexts import server_credentials
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, fence, transfer
-from checkmate.shadow.calls.status import node_status
+from checkmate.shadow.calls.status import status
+from checkmate.shadow.guard import Guard, Handlers
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
@@ -33,6 +35,12 @@ FETCH_SECONDS: Final = 600.0
 """Time limit of a Fetch without a deadline."""
 
 _NAME: Final = "checkmate.v1.Shadow"
+_HEALTH: Final = "grpc.health.v1.Health"
+_RECOVERY: Final = ("Status", "Fence", "Copy", "Parts", "Settle", "Begin", "Commit", "Check")
+"""Methods with workers of their own, so that transfers of state cannot delay them."""
+_CALLS_MAX: Final = 1024
+_OPTIONS: Final = (*OPTIONS, ("grpc.max_concurrent_streams", 128))
+"""The second is the most calls of one connection at a time."""
 _BACKLOG: Final = 128
 
 
@@ -43,12 +51,11 @@ class ShadowService(rpc.ShadowServicer):
         self._node, self._peers = node, peers
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        return self._answer(context, lambda: node_status(self._node, request.job))
+        return self._answer(context, lambda: status(self._node, request))
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        timeout = min(request.timeout or _left(context), _left(context))
-        stop = fence.drain if request.drain else fence.fence
-        return self._answer(context, lambda: stop(self._node, request.job, timeout, context.is_active))
+        left = _left(context)
+        return self._answer(context, lambda: fence.stop(self._node, request, left, context.is_active))
 
     def Copy(self, request: pb.CopyRequest, context: grpc.ServicerContext) -> pb.CopyReply:
         return self._answer(context, lambda: fence.copy(self._node, request))
@@ -59,11 +66,11 @@ class ShadowService(rpc.ShadowServicer):
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return self._answer(
             context,
-            lambda: fence.settle(self._node, request.job, request.iteration, request.run, context.is_active),
+            lambda: fence.settle(self._node, request, context.is_active),
         )
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
-        return self._answer(context, lambda: pb.BeginReply(warnings=begin.begin(self._node, request)))
+        return self._answer(context, lambda: _begun(begin.begin(self._node, request)))
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
@@ -71,9 +78,7 @@ class ShadowService(rpc.ShadowServicer):
         )
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
-        return self._answer(
-            context, lambda: transfer.reserve(self._node, request.job, request.iteration, request.seconds)
-        )
+        return self._answer(context, lambda: transfer.reserve(self._node, request))
 
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
         self._answer(context, lambda: transfer.release(self._node, request.job, request.iteration))
@@ -90,13 +95,20 @@ class ShadowService(rpc.ShadowServicer):
     ) -> Iterator[pb.Decision]:
         done = threading.Event()
         context.add_callback(done.set)
-        yield from self._peers.answer(request_iterator, done)
+        try:
+            yield from self._peers.answer(request_iterator, done)
+        except CallRefused as error:
+            _abort(context, error)
 
     def _answer(self, context: grpc.ServicerContext, call: Callable[[], R]) -> R:
         try:
             return call()
         except (CallRefused, StateError, ReplicaError) as error:
             _abort(context, error)
+
+
+def _begun(warnings: list[str]) -> pb.BeginReply:
+    return pb.BeginReply(warnings=warnings, protocol=PROTOCOL)
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
@@ -173,14 +185,17 @@ class Server:
         """Bind the address. Raise `ServeError` if that fails."""
         job = node.job
         ranks = sum(len(group.ranks) for group in job.dp_groups)
-        workers = 2 * ranks + 2 * len(job.shadow_nodes) + 16  # seeds, fetches, commits
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="rpc")
+        self._pool = ThreadPoolExecutor(2 * ranks + 16, thread_name_prefix="rpc")  # seeds, fetches
+        self._recovery = ThreadPoolExecutor(2 * len(job.shadow_nodes) + 16, thread_name_prefix="recovery")
         keys = node.access.keys
         checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
-        self._server = grpc.server(self._pool, interceptors=checks, options=OPTIONS)
-        rpc.add_ShadowServicer_to_server(ShadowService(node, peers), self._server)
+        self._server = grpc.server(
+            self._pool, interceptors=checks, options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX
+        )
+        self._guard = Guard()
+        self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers))
         self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._add(_HEALTH, health_pb2_grpc.add_HealthServicer_to_server, self._health)
         address = job.node(node.id).mgmt
         try:
             if keys is None:
@@ -190,7 +205,17 @@ class Server:
         except RuntimeError as error:  # taken since `check_address`
             raise ServeError(f"{_named(job, node.id)} can't be used: {error}") from None
 
+    def _add(self, name: str, add: Callable[[Any, Any], None], servicer: object) -> None:
+        """Add a generated service to the server, guarded."""
+        made = Handlers()
+        add(servicer, made)
+        found = {method: handler for method, handler in made.found.items() if method != "Watch"}
+        pools = dict.fromkeys(_RECOVERY, self._recovery)
+        guarded = self._guard.handlers(found, pools)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))
+
     def __enter__(self) -> Server:
+        self._guard.start()
         self._server.start()
         for name in ("", _NAME):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -199,4 +224,6 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._health.enter_graceful_shutdown()
         self._server.stop(0.2).wait()
+        self._guard.stop()
         self._pool.shutdown()
+        self._recovery.shutdown()

@@ -9,17 +9,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state.tensors import DTYPES, StateError, bytes_of, dtype_name
+from checkmate.wire.layout import Parameter
 from checkmate.wording import counted
 
 PIECE_BYTES: Final = 1 << 20
 """Maximum tensor data of a piece."""
+ENTRIES_MAX: Final = 16
+NAME_MAX: Final = 64
+"""Limits of a parameter's optimizer state; torch's optimizers have at most four entries."""
 
 
 def to_pieces(
@@ -80,6 +84,7 @@ class SeedReader:
     """
 
     def __init__(self, seeds: Iterable[pb.Seeds]) -> None:
+        """Read the header. Raise `StateError` if there is none."""
         self._seeds = iter(seeds)
         first = next(self._seeds, None)
         if first is None or first.WhichOneof("kind") != "header":
@@ -87,19 +92,28 @@ class SeedReader:
         self.header: pb.SeedHeader = first.header
         self._checksum = Checksum(first.header)
 
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
+    def each(
+        self, known: Sequence[Parameter] | None
+    ) -> Iterator[tuple[int, torch.Tensor, dict[str, object]]]:
+        """Yield each parameter: its number, tensor and optimizer state.
+
+        Pieces that do not fit the parameters of the layout, `known`, are refused before memory is allocated.
+        `None` accepts all; it is only for seeds of this process itself. Raises `StateError`.
+        """
         expected = set(self.header.parameters)
+        if known is not None and (unknown := [number for number in expected if number >= len(known)]):
+            raise StateError(f"parameter {min(unknown)} was announced, but the layout has {len(known)}")
         for number, pieces in itertools.groupby(self._pieces(), lambda piece: piece.parameter):
             if number not in expected:
                 raise StateError(f"parameter {number} was not announced, or comes twice")
             expected.remove(number)
-            yield number, *_assemble(number, pieces)
+            yield number, *_assemble(number, known[number] if known is not None else None, pieces)
         if expected:
             raise StateError(f"{counted(len(expected), 'parameter')} missing, the first: {min(expected)}")
 
-    def all(self) -> dict[int, tuple[torch.Tensor, dict[str, object]]]:
-        """Return all parameters by number, after the checksum has been verified."""
-        return {number: (tensor, state) for number, tensor, state in self}
+    def all(self, known: Sequence[Parameter] | None) -> dict[int, tuple[torch.Tensor, dict[str, object]]]:
+        """Return all parameters by number, after the checksum has been verified; see `each`."""
+        return {number: (tensor, state) for number, tensor, state in self.each(known)}
 
     def _pieces(self) -> Iterator[pb.ParameterPiece]:
         for message in self._seeds:
@@ -157,23 +171,32 @@ def _tensor_pieces(parameter: int, name: str, tensor: torch.Tensor) -> Iterator[
         yield pb.ParameterPiece(parameter=parameter, state=name, tensor=piece)
 
 
-def _assemble(number: int, pieces: Iterable[pb.ParameterPiece]) -> tuple[torch.Tensor, dict[str, object]]:
+def _assemble(
+    number: int, known: Parameter | None, pieces: Iterable[pb.ParameterPiece]
+) -> tuple[torch.Tensor, dict[str, object]]:
     """Assemble a parameter and its state from its pieces. Raise `StateError` if there are gaps."""
     found: dict[str, object] = {}
     for name, run in itertools.groupby(pieces, lambda piece: piece.state):
         if name in found:
             raise StateError(f"parameter {number}: {name or 'its own data'} comes twice")
-        found[name] = _value(f"parameter {number}{f', {name}' if name else ''}", run)
+        if len(found) > ENTRIES_MAX or len(name) > NAME_MAX:
+            raise StateError(
+                f"parameter {number} has more than {ENTRIES_MAX} entries of optimizer state, or one whose "
+                f"name has more than {NAME_MAX} characters"
+            )
+        found[name] = _value(f"parameter {number}{f', {name}' if name else ''}", known, not name, run)
     tensor = found.pop("", None)
     if not isinstance(tensor, torch.Tensor):
         raise StateError(f"parameter {number} has optimizer state but no data")
     return tensor, found
 
 
-def _value(what: str, run: Iterable[pb.ParameterPiece]) -> object:
+def _value(what: str, known: Parameter | None, own: bool, run: Iterable[pb.ParameterPiece]) -> object:
     pieces = iter(run)
     first = next(pieces)
     if first.WhichOneof("value") == "tensor":
+        if known is not None:
+            _check_shape(what, known, own, first.tensor)
         return _tensor(what, first.tensor, pieces)
     if next(pieces, None) is not None:
         raise StateError(f"{what}: a number is one piece")
@@ -183,10 +206,24 @@ def _value(what: str, run: Iterable[pb.ParameterPiece]) -> object:
     return None if kind == "none" else getattr(first.number, kind)
 
 
+def _check_shape(what: str, known: Parameter, own: bool, first: pb.TensorPiece) -> None:
+    """Refuse a tensor without the parameter's shape, and type if `own`, that is not a single number."""
+    shape = tuple(first.shape)
+    if own and (shape, first.dtype) != (known.memory_shape, known.dtype):
+        raise StateError(
+            f"{known.name} has shape {known.memory_shape} and type {known.dtype}, but its seed has "
+            f"{shape[:8]} and {first.dtype[:NAME_MAX]}"
+        )
+    if shape != known.memory_shape and (len(shape) > 1 or any(size != 1 for size in shape)):
+        raise StateError(f"{what} has shape {shape[:8]}; the parameter has {known.memory_shape}")
+
+
 def _tensor(what: str, first: pb.TensorPiece, more: Iterator[pb.ParameterPiece]) -> torch.Tensor:
     dtype = DTYPES.get(first.dtype)
     if dtype is None or any(size < 0 for size in first.shape):
-        raise StateError(f"{what} is not a tensor: type {first.dtype}, shape {list(first.shape)}")
+        raise StateError(
+            f"{what} is not a tensor: type {first.dtype[:NAME_MAX]}, shape {list(first.shape[:8])}"
+        )
     nbytes = math.prod(first.shape) * dtype.itemsize
     if first.offset or (nbytes and not first.data):
         raise StateError(f"{what} does not begin with its first bytes")

@@ -12,12 +12,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from checkmate.wire.schedule import Bucket
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 """Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""
+
+ELEMENTS_MAX: Final = 1 << 48
+DIMENSIONS_MAX: Final = 64
+"""Limits of a parameter in a description, well beyond any real one."""
 
 ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Supported types of gradients, by their name in torch, and bytes per element."""
@@ -153,13 +157,33 @@ def from_json(text: str) -> Layout:
     """Return the layout that `Layout.to_json` describes. Raise `LayoutError` if the text is invalid."""
     try:
         said = json.loads(text)
-        parameters = [
-            Parameter(p["name"], tuple(p["shape"]), p["dtype"], tuple(p["dim_order"]))
-            for p in said["parameters"]
-        ]
-        return make_layout(parameters, int(said["shards"]), int(said["bucket_bytes"]))
-    except (KeyError, TypeError, ValueError) as error:
+        parameters = [_parameter(p) for p in said["parameters"]]
+        shards, bucket_bytes = _numbers([said["shards"], said["bucket_bytes"]])
+        return make_layout(parameters, shards, bucket_bytes)
+    except KeyError as error:
+        raise LayoutError(f"not a layout: it lacks {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:
         raise LayoutError(f"not a layout: {error}") from None
+
+
+def _parameter(said: Any) -> Parameter:
+    """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
+    name, dtype = said["name"], said["dtype"]
+    if not isinstance(name, str) or not isinstance(dtype, str):
+        raise TypeError("a parameter's name and type must be strings")
+    found = Parameter(name, _numbers(said["shape"]), dtype, _numbers(said["dim_order"]))
+    if len(found.shape) > DIMENSIONS_MAX:
+        raise ValueError(f"{name} has {len(found.shape)} dimensions, more than {DIMENSIONS_MAX}")
+    if math.prod(max(size, 1) for size in found.shape) > ELEMENTS_MAX:
+        raise ValueError(f"{name} has more than {ELEMENTS_MAX} elements")
+    return found
+
+
+def _numbers(said: Any) -> tuple[int, ...]:
+    """Return a list of numbers as a tuple. Raise `TypeError` if it contains anything else."""
+    if not isinstance(said, list) or not all(type(one) is int and 0 <= one <= ELEMENTS_MAX for one in said):
+        raise TypeError(f"sizes must be a list of numbers from 0 to {ELEMENTS_MAX}")
+    return tuple(said)
 
 
 def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int = BUCKET_BYTES) -> Layout:

@@ -29,8 +29,9 @@ from checkmate.nodes.standing import Lacking
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.wire.layout import Parameter, make_layout
-from testbed.small_training import RUN
+from testbed.small_training import RUN, START
 from tests.support.checkpoints import half_way, hidden
 from tests.support.cli import COMMAND
 from tests.support.keys import without_warning
@@ -83,9 +84,11 @@ def test_from_fenced_nodes(place: Callable[..., ConsolidatePlace]) -> None:
     here.iterate(2)
     training = here.trainings[0]
     for node in here.world.nodes:
-        training.stubs[node].Fence(pb.FenceRequest(job=here.job.job, timeout=2), timeout=5)
+        training.stubs[node].Fence(pb.FenceRequest(protocol=PROTOCOL, job=here.job.job, timeout=2), timeout=5)
     for node in here.world.nodes:
-        training.stubs[node].Settle(pb.SettleRequest(job=here.job.job, iteration=1, run=RUN), timeout=5)
+        training.stubs[node].Settle(
+            pb.SettleRequest(job=here.job.job, iteration=1, run=RUN, continues=START), timeout=5
+        )
     here.check(checkpoint(here.read()), 1)
 
 

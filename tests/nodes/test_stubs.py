@@ -11,8 +11,9 @@ import pytest
 from checkmate.job.schema import Job
 from checkmate.nodes.stubs import Stubs, unreached
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from testbed.jobs import job_data
-from tests.support.shadow.recording_node import RecordingNode
+from tests.support.shadow.recording_node import RecordingNode, current
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
     addresses = [slow.address, slower.address, f"127.0.0.1:{port}", away.address]
     for described, address in zip(data["shadow_nodes"], addresses, strict=True):
         described["mgmt"] = address
-    request = pb.StatusRequest(job="demo")
+    request = pb.StatusRequest(protocol=PROTOCOL, job="demo")
     try:
         with Stubs(Job.model_validate(data), None) as stubs:
             stubs.ask([0, 1], lambda stub: stub.Status, request)  # to connect
@@ -68,8 +69,8 @@ def test_all_are_asked_at_once_and_each_says_why_it_gave_no_answer() -> None:
             answers = stubs.ask(range(4), lambda stub: stub.Status, request)
             assert time.monotonic() - begun < 0.9
             assert answers == {
-                0: slow.status,
-                1: slower.status,
+                0: current(slow.status),
+                1: current(slower.status),
                 2: "runs a service other than a shadow node's",
                 3: "can't be reached (Connection refused)",
             }

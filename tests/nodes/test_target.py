@@ -39,9 +39,14 @@ def usable(said: Answers) -> dict[str, list[tuple[int, Shard, int, int]]]:
                     continue
                 if (one.incarnation, one.start) == (start.incarnation, start.start):
                     reach.append((number, shard, one.stepped, one.in_full))
-                elif one.incarnation != start.incarnation and one.stepped <= origin <= one.in_full:
+                elif origin_of(one, origin) == start.continues and one.stepped <= origin <= one.in_full:
                     reach.append((number, shard, one.stepped, origin))
     return found
+
+
+def origin_of(one: pb.HoldStatus, iteration: int) -> bytes:
+    """Return the start that stepped an iteration of a hold."""
+    return one.start if iteration >= one.first_iteration else one.continues
 
 
 def whole_at(reach: list[tuple[int, Shard, int, int]]) -> list[int]:
@@ -189,6 +194,21 @@ def test_what_an_old_incarnation_has_done_beyond_a_restart_is_not_mixed_in() -> 
         Lacking, match="is still in incarnation 3, not 4, which began at iteration 7, and has"
     ):
         find_target(TWO, {0: node(0, now), 1: node(1, elsewhere)})
+
+
+def test_a_hold_that_forked_from_the_run_before_the_newest_start_is_left_out() -> None:
+    """Node 1 was away when start B continued A at iteration 5; C continues B at 7. A's 6 is not B's 6."""
+    now = [hold((0, s), 7, 7, incarnation=5, first=7, start=b"C", continues=b"B") for s in range(2)]
+    forked = [hold((0, s), 5, 9, incarnation=3, first=0, start=b"A", continues=b"A") for s in range(2)]
+    found = find_target(TWO, {0: node(0, *now), 1: node(1, *forked)})
+    assert (found.iteration, found.start) == (7, b"C")
+    assert found.holders == {(0, 0): (0,), (0, 1): (0,)}
+    with pytest.raises(Lacking, match="is still in incarnation 3, not 5"):
+        find_target(TWO, {0: node(0, now[0]), 1: node(1, forked[1])})
+    missed = hold((0, 1), 5, 9, incarnation=4, first=5, start=b"B", continues=b"A")
+    same = hold((0, 0), 6, 6, incarnation=5, first=7, start=b"C", continues=b"B")
+    found = find_target(TWO, {0: node(0, same), 1: node(1, missed)})
+    assert (found.iteration, found.start) == (6, b"B")
 
 
 def test_another_run_is_not_mixed_in() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls import fence as restarting
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.commit import NEVER, Committee
@@ -23,7 +24,7 @@ from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
 from checkmate.shadow.peers import Peers
 from checkmate.shadow.replica.replica import ReplicaError
-from testbed.small_training import RUN
+from testbed.small_training import RUN, START
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, check_now, fence, going_on, settle
 from tests.support.waiting import wait_until
@@ -41,7 +42,7 @@ def test_a_late_fence_leaves_the_next_incarnation_alone(
     training = here.started()
     check_now(here, training)
     node = here.nodes[0].node
-    request = pb.FenceRequest(job=here.job.job, timeout=30)
+    request = pb.FenceRequest(protocol=PROTOCOL, job=here.job.job, timeout=30)
     late = training.stubs[0].Fence.future(request, timeout=40)
     wait_until(lambda: node.state.fenced, "fenced")
     training.incarnation, training.first = 1, 1
@@ -281,7 +282,7 @@ def test_a_hold_that_would_step_otherwise_is_seeded_anew(
     assert not reusable(here.nodes[0].node.state.groups[0], request, training.layout)
 
 
-@pytest.mark.parametrize("other", [{"run": "second"}, {"start": b"second", "keep": True}])
+@pytest.mark.parametrize("other", [{"run": "second"}, {"start": b"the second start", "keep": True}])
 def test_another_start_of_training_with_the_same_incarnation_is_told_apart(
     world: Callable[..., World], other: dict[str, Any]
 ) -> None:
@@ -313,9 +314,9 @@ def test_a_group_of_an_earlier_start_has_no_say_in_the_present_one(world: Callab
             stage.iterate()
     here.stepped(2)
     again = here.training(group=0)
-    again.begin([0], start=b"second")
+    again.begin([0], start=b"the second start")
     node = here.nodes[0].node
-    assert (node.state.committee.start, node.state.committee.committed) == (b"second", NEVER)
+    assert (node.state.committee.start, node.state.committee.committed) == (b"the second start", NEVER)
     node.touch()
     assert node.state.committee.mine.stepped == NEVER
 
@@ -331,12 +332,12 @@ def test_an_old_commit_stream_that_ends_late_changes_nothing(world: Callable[...
     go_on = [threading.Event(), threading.Event()]
 
     def reports(index: int) -> Iterator[pb.Progress]:
-        yield pb.Progress(node=1, incarnation=5, in_full=index, live=True)
+        yield pb.Progress(job="demo", protocol=PROTOCOL, node=1, incarnation=5, in_full=index, live=True)
         assert go_on[index].wait(5)
 
     streams = []
     for index in (0, 1):
-        stream = threading.Thread(target=peers._hear, args=(reports(index), threading.Event()))
+        stream = threading.Thread(target=peers._hear, args=(reports(index), threading.Event(), []))
         stream.start()
         streams.append(stream)
         wait_until(lambda: heard.progress is not None and heard.progress.in_full == index, "heard")  # noqa: B023
@@ -408,7 +409,7 @@ def test_seeds_of_another_shape_are_refused(world: Callable[..., World]) -> None
     here = world(nodes=1, ranks=2)
     training = here.training()
     training.begin([0])
-    header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, parameters=[0])
+    header = pb.SeedHeader(start=START, job=here.job.job, run=RUN, iteration=-1, parameters=[0])
     seeds = state.to_seeds(header, [(0, torch.zeros(3), {})])
     with pytest.raises(grpc.RpcError, match="its seed has") as refused:
         training.stubs[0].Seed(seeds, timeout=5)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.logic.commit import SILENCE_MIN
 from checkmate.shadow.logic.effects import Log
 from checkmate.shadow.logic.node_state import NodeState
@@ -122,7 +123,7 @@ def test_once_one_node_is_fenced_nobody_commits_what_it_lacks(
     training.iterate()
     here.stepped(0)
     here.nodes[fenced].node.state.grace = 60  # no gap is detected
-    request = pb.FenceRequest(job=here.job.job, timeout=5)
+    request = pb.FenceRequest(protocol=PROTOCOL, job=here.job.job, timeout=5)
     training.stubs[fenced].Fence(request, timeout=10)
     training.iterate(records=[1 - fenced])
     wait_until(lambda: here.status(1 - fenced).holds[0].in_full == 1, "in full")

@@ -14,6 +14,7 @@ from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.process import Serving
 from checkmate.shadow.receive.connect import StreamError
@@ -21,7 +22,7 @@ from checkmate.shadow.service import ServeError
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.copies import Copies, local_job
 from testbed.record_line import RecordLine
-from testbed.small_training import RUN, SmallTraining, status
+from testbed.small_training import RUN, SHAPES, START, SmallTraining, status
 from tests.support.labs.end_hosts import needs_buffers
 
 pytestmark = needs_buffers
@@ -56,6 +57,9 @@ def request_of(of: Job, **other: Any) -> pb.BeginRequest:
     spec.groups.add(parameters=[0], options='{"lr": 0.1}')
     fields = {
         "job": of.job,
+        "protocol": PROTOCOL,
+        "start": START,
+        "continues": START,
         "ranks": len(of.dp_groups[0].ranks),
         "layout": layout.to_json(),
         "optimizer": spec,
@@ -126,8 +130,10 @@ def test_seeds_and_records_of_another_run_are_refused() -> None:
         stub = ShadowStub(channel)
         stub.Begin(request_of(job, incarnation=7, run="now"), timeout=5)
         for run in ("then", ""):
-            header = pb.SeedHeader(job=job.job, incarnation=7, run=run, shard=pb.Shard(), iteration=-1)
-            part = pb.RecordPart(job=job.job, incarnation=7, run=run, iteration=0)
+            header = pb.SeedHeader(
+                job=job.job, incarnation=7, run=run, start=START, shard=pb.Shard(), iteration=-1
+            )
+            part = pb.RecordPart(job=job.job, incarnation=7, run=run, start=START, iteration=0)
             named = f"run {run or '(unnamed)'}: DP group 0 is in run now here"
             with refused(grpc.StatusCode.FAILED_PRECONDITION, named):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
@@ -142,19 +148,19 @@ def test_seeds_and_records_of_another_start_are_refused() -> None:
     job = local_job(nodes=1)
     with Serving(job, 0), open_channel(job, 0, None) as channel:
         stub = ShadowStub(channel)
-        stub.Begin(request_of(job, incarnation=7, run="one", start=b"now"), timeout=5)
+        stub.Begin(request_of(job, incarnation=7, run="one", start=START), timeout=5)
         header = pb.SeedHeader(job=job.job, incarnation=7, run="one", shard=pb.Shard(), iteration=-1)
         part = pb.RecordPart(job=job.job, incarnation=7, run="one", iteration=0)
         for part.start, why in (
-            (b"then", "another start of training"),
-            (b"", "another version of Checkmate"),
+            (b"the other start.", "another start of training"),
+            (b"", "another start of training"),
         ):
             header.start = part.start
             with refused(grpc.StatusCode.FAILED_PRECONDITION, why):
                 stub.Seed(state.to_seeds(header, ()), timeout=5)
             assert why in said_of(job, part).refused
         assert not status(job, 0).holds[0].seeded
-        part.start = header.start = b"now"
+        part.start = header.start = START
         assert (said_of(job, part).iteration, said_of(job, part).refused) == (0, "")
         assert not stub.Seed(state.to_seeds(header, ()), timeout=5).again
 
@@ -180,9 +186,11 @@ def test_seeds_with_a_wrong_checksum_are_refused_and_nothing_of_them_is_taken() 
         training = SmallTraining(job, copies)
         stack.callback(training.close)
         training.begin([0])
-        header = pb.SeedHeader(job=job.job, run=RUN, iteration=-1, parameters=[0], shard=pb.Shard())
+        header = pb.SeedHeader(
+            job=job.job, run=RUN, start=START, iteration=-1, parameters=[0], shard=pb.Shard()
+        )
         piece = pb.ParameterPiece(
-            parameter=0, tensor=pb.TensorPiece(dtype="float32", shape=[1], data=b"1234")
+            parameter=0, tensor=pb.TensorPiece(dtype="float32", shape=SHAPES[0], data=bytes(64 * 32 * 4))
         )
         wrong = [pb.Seeds(header=header), pb.Seeds(piece=piece), pb.Seeds(checksum=b"no")]
         with pytest.raises(grpc.RpcError, match="wrong checksum"):

@@ -13,6 +13,7 @@ import pytest
 from checkmate.job.schema import Job
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.fence import QUIET
 from checkmate.shadow.clock import STALL, AwakeClock
 from checkmate.shadow.replica.replica import Replica
@@ -71,7 +72,7 @@ def test_a_node_that_was_quiet_for_long_enough_is_not_waited_for_again(start: St
 
 def drained(training: SmallTraining) -> tuple[bool, float]:
     """Return whether node 0 reports all sent iterations as stepped, and the time of its answer."""
-    request = pb.FenceRequest(job=training.job.job, timeout=SECONDS, drain=True)
+    request = pb.FenceRequest(protocol=PROTOCOL, job=training.job.job, timeout=SECONDS, drain=True)
     began = time.monotonic()
     answer = training.stubs[0].Fence(request, timeout=SECONDS)
     return answer.drained, time.monotonic() - began

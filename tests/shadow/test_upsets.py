@@ -17,7 +17,7 @@ import torch
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.record.windows import SLICE_BYTES, Slices
-from testbed.small_training import RUN, SmallTraining
+from testbed.small_training import RUN, START, SmallTraining
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, check_now, fence, going_on, settle
 from tests.support.waiting import wait_until
@@ -269,7 +269,7 @@ def test_buffers_given_at_the_start_make_the_first_iteration_whole(world: Callab
         record = pb.IterationRecord(iteration=-1, buffers={name: state.dumps(tensor)})
         for node in (0, 1):
             header = pb.SeedHeader(
-                job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(shard=1), record=record
+                start=START, job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(shard=1), record=record
             )
             assert not training.stubs[node].Seed(state.to_seeds(header, ()), timeout=5).again
     training.seed_all()
@@ -392,9 +392,9 @@ def test_a_hold_of_another_run_or_beyond_the_target_is_emptied(world: Callable[.
     for _ in range(2):
         check_now(here, training)
     fence(here, training)
-    other = pb.SettleRequest(job=here.job.job, iteration=1, run="another")
+    other = pb.SettleRequest(job=here.job.job, iteration=1, run="another", continues=START)
     assert not training.stubs[0].Settle(other, timeout=10).holds
-    beyond = pb.SettleRequest(job=here.job.job, iteration=0, run=RUN)
+    beyond = pb.SettleRequest(job=here.job.job, iteration=0, run=RUN, continues=START)
     assert not training.stubs[1].Settle(beyond, timeout=10).holds
 
 
@@ -405,7 +405,9 @@ def test_a_record_given_with_seeds_is_served_with_them(world: Callable[..., Worl
     training.begin([0])
     part = pb.RecordPart(iteration=-1, position=0, rng=b"then")
     record = pb.IterationRecord(iteration=-1, parts=[part], buffers={"mean": state.dumps(torch.ones(2))})
-    header = pb.SeedHeader(job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(), record=record)
+    header = pb.SeedHeader(
+        start=START, job=here.job.job, run=RUN, iteration=-1, shard=pb.Shard(), record=record
+    )
     now = training.states[-1]
     header.parameters.extend(now)
     training.stubs[0].Seed(state.to_seeds(header, ((n, *v) for n, v in now.items())), timeout=5)

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Mapping
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow import memory
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_begin, reusable, start_of, warnings
+from checkmate.shadow.logic.begin_bounds import check_begin
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, reusable, start_of, warnings
 from checkmate.shadow.logic.hold_state import AHEAD, HoldState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
@@ -21,9 +23,11 @@ log = logging.getLogger("checkmate")
 def begin(node: Node, request: pb.BeginRequest) -> list[str]:
     """Create the group's holds and connect their streams. Return warnings.
 
-    Does nothing if this start of training has begun already. Raises `CallRefused` if the request is wrong.
+    If this start of training has begun already, it only notes how far trainers are. Raises `CallRefused` if
+    the request is wrong.
     """
-    layout = check_begin(node.job, request)
+    shards = [plan.shard for plan in node.plans if plan.group == request.group]
+    layout = check_begin(node.job, request, shards, memory.physical())
     with node.moving() as state:
         start = start_of(request)
         if start in state.fenced_starts:
@@ -33,6 +37,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
             )
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
+            old.reached = max(old.reached, request.next_iteration)
             return warnings(request)
         kept = {hold.plan.shard: hold for hold in reusable(old, request, layout)}
         records = Records(request.ranks, request.first_iteration, request.buffers)
@@ -77,5 +82,5 @@ def _new_holds(
 def _replica(layout: Layout, plan: HoldPlan, request: pb.BeginRequest) -> Replica:
     try:
         return Replica(layout, plan.shard, request.optimizer, exact=not request.device.startswith("cuda"))
-    except ValueError as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # torch checks options in its own ways
         raise CallRefused(f"unsupported optimizer: {error}") from None

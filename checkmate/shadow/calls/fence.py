@@ -14,7 +14,14 @@ from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.calls.status import locked_status, node_status
 from checkmate.shadow.calls.transfer import record
-from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start
+from checkmate.shadow.logic.bounds import (
+    FENCE_SECONDS_MAX,
+    check_copy,
+    check_fence,
+    check_parts,
+    check_settle,
+)
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.logic.phase import Phase
@@ -32,6 +39,13 @@ QUIET_UNDECIDED = 2.0
 
 Wanted = Callable[[], bool]
 """Whether the caller still waits for the answer."""
+
+
+def stop(node: Node, request: pb.FenceRequest, left: float, wanted: Wanted) -> pb.NodeStatus:
+    """Drain or fence for at most the `left` seconds of the call. Raise `CallRefused` like both."""
+    check_fence(request)
+    timeout = min(request.timeout or left, left, FENCE_SECONDS_MAX)
+    return (drain if request.drain else fence)(node, request.job, timeout, wanted)
 
 
 def drain(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -> pb.NodeStatus:
@@ -83,6 +97,7 @@ def fence(node: Node, job: str, timeout: float, wanted: Wanted = lambda: True) -
 def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
     """Copy parts of step records from other nodes. Ignore parts that this node has already."""
     check_job(node.job, request.job)
+    check_copy(node.job, node.id, request)
     reply = pb.CopyReply()
     for wanted in request.wanted:
         try:
@@ -91,7 +106,7 @@ def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
                 for part in ShadowStub(channel).Parts(asked, timeout=_COPY_SECONDS):
                     record(node, part, answer=False)
                     reply.copied += 1
-        except (grpc.RpcError, CallRefused) as error:
+        except (grpc.RpcError, CallRefused) as error:  # also a part that does not fit
             reply.troubles.append(f"records from shadow node {wanted.node}: {reason(error)}")
     return reply
 
@@ -99,6 +114,7 @@ def copy(node: Node, request: pb.CopyRequest) -> pb.CopyReply:
 def parts(node: Node, request: pb.PartsRequest) -> list[pb.RecordPart]:
     """Return parts of step records. Raise `CallRefused` if another start of training has begun here."""
     check_job(node.job, request.job)
+    check_parts(node.job, request.parts)
     asked = request.parts
     with node.changed:
         group = in_start(node.state.groups.get(asked.group), asked.group, asked)
@@ -162,25 +178,27 @@ def _seen(node: Node) -> tuple[int, ...]:
     return (*(reader.bytes for reader in node.readers), *(group.records.count for group in groups), *steps)
 
 
-def settle(node: Node, job: str, iteration: int, run: str, wanted: Wanted = lambda: True) -> pb.NodeStatus:
+def settle(node: Node, request: pb.SettleRequest, wanted: Wanted = lambda: True) -> pb.NodeStatus:
     """Step to the target iteration, then discard streams and gradients. Drop holds that cannot step to it."""
-    check_job(node.job, job)
+    check_job(node.job, request.job)
+    check_settle(request)
     with node.changed:
         _check_wanted(wanted)
         if not node.state.fenced and node.state.groups:
             raise CallRefused("the node is not fenced: call Fence first", precondition=True)
         holds = list(node.state.holds)
     for group, hold in holds:
-        _settle(node, group, hold, iteration, run)
+        _settle(node, group, hold, request)
     with node.changed:
         node.state.forget()
-    return node_status(node, job)
+    return node_status(node, request.job)
 
 
-def _settle(node: Node, group: ShadowGroup, hold: HoldState, iteration: int, run: str) -> None:
+def _settle(node: Node, group: ShadowGroup, hold: HoldState, request: pb.SettleRequest) -> None:
+    iteration, why = request.iteration, _other_state(group, request)
     with node.changed:
         node.wait_for(lambda: not hold.busy, QUIET)
-        fits = hold.seeded and not hold.doubtful and group.begin.run == run
+        fits = hold.seeded and not hold.doubtful and not why
     while fits and hold.stepped == (before := hold.released) < min(iteration, hold.in_full):
         node.step(Due(group, hold, before + 1))
         if hold.released == before:
@@ -191,15 +209,22 @@ def _settle(node: Node, group: ShadowGroup, hold: HoldState, iteration: int, run
             return  # training has restarted in the meantime
         if not (fits and hold.stepped == iteration and not hold.doubtful):
             asked = f"dropped when a restart asked for iteration {iteration}"
-            state.drop(group, hold, f"{hold}: {asked}: {_why(group, hold, run)}")
+            state.drop(group, hold, f"{hold}: {asked}: {why or _stood(hold)}")
             return
         hold.settle()
     data.settle()
 
 
-def _why(group: ShadowGroup, hold: HoldState, run: str) -> str:
-    """Return why a restart cannot use a hold."""
-    if group.begin.run != run:
-        return f"it was of run {group.begin.run}, not of {run}"
+def _other_state(group: ShadowGroup, request: pb.SettleRequest) -> str:
+    """Return why the state of a group is not what a restart resumes from, or ""."""
+    if group.begin.run != request.run:
+        return f"it was of run {group.begin.run}, not of {request.run}"
+    if source_of(group.begin, request.iteration) != request.continues:
+        return "it was of another start of training of this run"
+    return ""
+
+
+def _stood(hold: HoldState) -> str:
+    """Return how far a hold is that a restart cannot use."""
     stood = f"it had stepped iteration {hold.stepped}" if hold.seeded else "it was not seeded"
     return hold.trouble or stood

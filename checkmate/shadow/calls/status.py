@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
 from checkmate.shadow.hold import Hold
+from checkmate.shadow.logic.bounds import check_protocol
 from checkmate.shadow.logic.group import ShadowGroup, check_job
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.node import Node
+
+
+def status(node: Node, request: pb.StatusRequest) -> pb.NodeStatus:
+    """Return the node's status. Raise `CallRefused` for another job or a caller of another version."""
+    check_protocol(request.protocol)
+    return node_status(node, request.job)
 
 
 def node_status(node: Node, job: str) -> pb.NodeStatus:
@@ -28,6 +36,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
     dropped = [why for group in state.groups.values() for why in group.dropped.values()]
     return pb.NodeStatus(
         job=node.job.job,
+        protocol=PROTOCOL,
         node=node.id,
         holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
         fenced=state.fenced,
@@ -66,6 +75,7 @@ def hold_status(group: ShadowGroup, hold: HoldState) -> pb.HoldStatus:
         bytes=sum(stream.received for stream in hold.streams),
         run=begin.run,
         start=begin.start,
+        continues=begin.continues,
         generation=begin.generation,
         first_iteration=begin.first_iteration,
         doubtful=hold.doubtful,

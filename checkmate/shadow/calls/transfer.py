@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.logic.bounds import check_numbers, check_reserve
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
 from checkmate.shadow.logic.hold_state import HoldState
+from checkmate.shadow.logic.record_bounds import check_part, check_seed_header
 from checkmate.shadow.node import Node
 from checkmate.shadow.replica.replica import Replica
 
@@ -23,8 +25,9 @@ def seed(node: Node, seeds: state.SeedReader) -> list[int]:
     header = seeds.header
     with node.changed:
         group = node.state.group(header.shard.group, header)
+        check_seed_header(group, header)
         hold = group.hold(header.shard.shard)
-    late = node.load(hold, header.iteration, seeds.all())
+    late = node.load(hold, header.iteration, seeds.all(group.layout.parameters))
     with node.moving():
         group.records.adopt(header.record)
     return late
@@ -34,6 +37,7 @@ def record(node: Node, part: pb.RecordPart, answer: bool) -> pb.RecordReply | No
     """Add a rank's part of a step record. Return the reply, with requests for seeds, if one is wanted."""
     with node.moving() as moved:
         group = moved.group(part.group, part)
+        check_part(node.job, group, part)
         group.records.add(part, node.now())
     if not answer:
         return None
@@ -63,10 +67,12 @@ def _to_ask(hold: HoldState, now: float) -> list[int]:
     return hold.wanted()
 
 
-def reserve(node: Node, job: str, iteration: int, seconds: float) -> pb.ReserveReply:
+def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
     """Keep the current iteration or a future one readable for the given seconds."""
-    check_job(node.job, job)
+    check_job(node.job, request.job)
+    iteration, seconds = request.iteration, request.seconds
     with node.changed:
+        check_reserve(request, node.state.newest, sum(map(len, node.state.reserved.values())))
         live = [hold for _, hold in node.state.holds if hold.live]
         stepped = max((hold.stepped for hold in live), default=-1)
         if not live or node.state.fenced or not _reserve_all(node, live, iteration):
@@ -108,6 +114,7 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         if group is None:
             raise CallRefused(f"DP group {request.shard.group} has not begun here", precondition=True)
         hold = group.hold(request.shard.shard)
+        check_numbers("the request", request.parameters, hold.parameters)
         replica = node.data[hold].replica
         if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")

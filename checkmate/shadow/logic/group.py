@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from checkmate.job.schema import Job
-from checkmate.optim.supported import SUPPORTED, steps_alike
+from checkmate.optim.supported import steps_alike
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.records import Records
-from checkmate.wire.layout import Layout, LayoutError, from_json
+from checkmate.wire.layout import Layout
 
 
 class CallRefused(Exception):
@@ -32,6 +32,11 @@ def start_of(begin: pb.BeginRequest) -> Start:
     return (begin.incarnation, begin.run, begin.first_iteration, begin.start)
 
 
+def source_of(begin: pb.BeginRequest, iteration: int) -> bytes:
+    """Return the start to which a group's state after an iteration belongs."""
+    return begin.start if iteration >= begin.first_iteration else begin.continues
+
+
 @dataclass
 class ShadowGroup:
     """One incarnation of a DP group."""
@@ -40,6 +45,8 @@ class ShadowGroup:
     layout: Layout
     records: Records
     holds: list[HoldState] = field(default_factory=list)
+    reached: int = 0
+    """The newest iteration of the trainers when they last connected."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Reasons, by shard, why a restart dropped the hold; kept until the next `Begin`."""
 
@@ -47,7 +54,7 @@ class ShadowGroup:
     def newest(self) -> int:
         """The newest iteration that the trainers are known to have reached."""
         seen = [hold.receiving for hold in self.holds]
-        return max([self.records.newest + 1, self.begin.next_iteration, *seen])
+        return max([self.records.newest + 1, self.begin.next_iteration, self.reached, *seen])
 
     def hold(self, shard: int) -> HoldState:
         """Return a shard's hold. Raise `CallRefused` if the node has none."""
@@ -55,36 +62,6 @@ class ShadowGroup:
             if hold.plan.shard == shard:
                 return hold
         raise CallRefused(f"this node does not hold shard {shard} of group {self.begin.group}")
-
-
-def check_begin(job: Job, request: pb.BeginRequest) -> Layout:
-    """Return the layout of a `Begin`. Raise `CallRefused` if the request does not fit the job."""
-    check_job(job, request.job)
-    if request.group >= len(job.dp_groups):
-        raise CallRefused(f"no DP group {request.group}: job {job.job} has {len(job.dp_groups)}")
-    if request.incarnation > 255:
-        raise CallRefused(f"incarnation {request.incarnation}: must be a number from 0 to 255")
-    if not 0 <= request.first_iteration <= request.next_iteration:
-        raise CallRefused(
-            f"first iteration {request.first_iteration}, next {request.next_iteration}: neither may be "
-            "negative, nor the next below the first"
-        )
-    ranks = len(job.dp_groups[request.group].ranks)
-    if request.ranks != ranks:
-        raise CallRefused(f"{request.ranks} ranks: DP group {request.group} of job {job.job} has {ranks}")
-    try:
-        layout = from_json(request.layout)
-    except LayoutError as error:
-        raise CallRefused(str(error)) from None
-    if request.optimizer.name not in SUPPORTED:
-        raise CallRefused(f"unsupported optimizer: {request.optimizer.name or '(unnamed)'}")
-    shards = job.shards(request.group)
-    if layout.shards != shards:
-        raise CallRefused(
-            f"a layout of {layout.shards} shards: DP group {request.group} of job {job.job} has {shards}; "
-            "trainers and shadow nodes must read the same job file"
-        )
-    return layout
 
 
 def check_job(job: Job, name: str) -> None:
@@ -114,12 +91,6 @@ def in_start(
             precondition=True,
         )
     if begin.start != said.start:
-        if not (begin.start and said.start):
-            raise CallRefused(
-                f"DP group {number} has trainers of another version of Checkmate: some of their calls "
-                "lack the start of training; install the same version on all hosts",
-                precondition=True,
-            )
         raise CallRefused(
             f"DP group {number} is in another start of training here, with the same incarnation "
             f"{said.incarnation} and run {said.run}",
@@ -143,12 +114,13 @@ def warnings(request: pb.BeginRequest) -> list[str]:
 
 
 def reusable(old: ShadowGroup | None, request: pb.BeginRequest, layout: Layout) -> Sequence[HoldState]:
-    """Return settled holds that continue in the new start: of the same run, layout, step and iteration."""
+    """Return settled holds with exactly the state that a new start continues, and its layout and step."""
     if old is None or not request.keep:
         return ()
-    same = old.layout.fingerprint == layout.fingerprint and old.begin.run == request.run
+    last = request.first_iteration - 1
+    ours, theirs = (old.begin.run, source_of(old.begin, last)), (request.run, request.continues)
+    same = old.layout.fingerprint == layout.fingerprint and ours == theirs
     if not same or not steps_alike(old.begin.optimizer, request.optimizer):
         return ()
-    last = request.first_iteration - 1
     good = [hold for hold in old.holds if hold.settled and hold.seeded and not hold.doubtful]
     return [hold for hold in good if hold.stepped == last]

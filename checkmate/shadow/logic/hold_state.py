@@ -266,7 +266,8 @@ class HoldState:
             if lost or stream.stands_below(end, now) > grace:
                 return f"{plan}: {end - stream.position} bytes have not come"
         following = self.in_full + 1
-        if now - records.missing.get(following, now) > grace:
+        since = records.missing.since(following)
+        if since is not None and now - since > grace:
             return f"a rank passed over its record of iteration {following}"
         if records.newest <= following or records.complete(following):
             self._record_since = now

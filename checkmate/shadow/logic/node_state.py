@@ -66,6 +66,11 @@ class NodeState:
             for hold in list(group.holds):
                 yield group, hold
 
+    @property
+    def newest(self) -> int:
+        """The newest iteration that trainers are known to have reached."""
+        return max((group.newest for group in self.groups.values()), default=0)
+
     def group(self, number: int, said: pb.RecordPart | pb.SeedHeader) -> ShadowGroup:
         """Return a group. Raise `CallRefused` unless it has begun here, in the same start as `said`."""
         check_job(self.job, said.job)

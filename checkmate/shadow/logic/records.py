@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.shadow.logic.spans import Spans
 
 StreamKey = tuple[int, int, int]
 """Side, channel, shard."""
 
 SPARE_BYTES, SPARE_ITERATIONS = 16 << 20, 256
 """Limits of parts that are kept although no hold here needs them."""
+PART_BYTES = 1024
+"""Memory of a part beside its data."""
 
 
 class _Done(NamedTuple):
@@ -34,6 +37,8 @@ class Records:
         self._expected = frozenset(buffers)
         self._parts: dict[int, dict[int, pb.RecordPart]] = {}
         self._sizes: dict[int, int] = {}  # bytes of an iteration's parts
+        self.nbytes = 0
+        """Bytes of all parts."""
         self._done: dict[int, _Done] = {}
         self._buffers: dict[str, bytes] = {}  # replaced, never changed, because served data shares it
         self._said: dict[str, int] = {}
@@ -41,7 +46,7 @@ class Records:
         self._merged = first - 1
         self._oldest = first - 1
         """Parts of earlier iterations are spare."""
-        self._passed_over: set[int] = set()
+        self._passed_over = Spans()
         """Iterations whose part from the first rank is lost, in which buffers may have changed."""
         self._forgotten = first - 1
         """The newest iteration at which all earlier buffers were discarded."""
@@ -55,7 +60,7 @@ class Records:
         """Newest recorded end of each stream."""
         self.newest = first - 1
         """The newest iteration with a part."""
-        self.missing: dict[int, float] = {}
+        self.missing = Spans()
         """Iterations that a rank skipped, with the time when this was noticed."""
         self.count = 0
         """Number of received parts."""
@@ -67,22 +72,25 @@ class Records:
         if part.position in parts:
             return
         parts[part.position] = part
-        self._sizes[part.iteration] = self._sizes.get(part.iteration, 0) + part.ByteSize()
+        nbytes = part.ByteSize() + PART_BYTES
+        self._sizes[part.iteration] = self._sizes.get(part.iteration, 0) + nbytes
+        self.nbytes += nbytes
         self.count += 1
         self.newest = max(self.newest, part.iteration)
         for end in part.ends:
             key = (end.side, end.channel, end.shard)
             self.ends[key] = max(self.ends.get(key, 0), end.end)
-        for passed in range(self._last_of.get(part.position, part.iteration) + 1, part.iteration):
-            self.missing.setdefault(passed, now)
+        passed = range(self._last_of.get(part.position, part.iteration) + 1, part.iteration)
+        if passed:
+            self.missing.add(passed, now)
             if part.position == 0:
-                self._passed_over.add(passed)
+                self._passed_over.add(passed, now)
                 self._wants_buffers = bool(self._expected)
         if part.position == 0:
-            self._passed_over.discard(part.iteration)  # it has been copied from another node
+            self._passed_over.remove(part.iteration)  # it has been copied from another node
         self._last_of[part.position] = max(self._last_of.get(part.position, -1), part.iteration)
         if self.complete(part.iteration):
-            self.missing.pop(part.iteration, None)
+            self.missing.remove(part.iteration)
         if part.iteration <= self._merged:
             self._merge(part.iteration)
 
@@ -131,9 +139,8 @@ class Records:
 
     def _forget_buffers(self, iteration: int) -> None:
         """Discard buffers that are older than a skipped iteration."""
-        if passed := {one for one in self._passed_over if one <= iteration}:
-            self._passed_over -= passed
-            self._forgotten = max(passed)
+        if (passed := self._passed_over.forget(iteration)) is not None:
+            self._forgotten = passed
             self._said = {name: said for name, said in self._said.items() if said >= self._forgotten}
             self._buffers = {name: self._buffers[name] for name in self._said}
 
@@ -158,13 +165,13 @@ class Records:
         nbytes = sum(self._sizes[t] for t in spare)
         while spare and (nbytes > SPARE_BYTES or len(spare) > SPARE_ITERATIONS):
             done = spare.pop(0)
+            self.nbytes -= self._sizes[done]
             nbytes -= self._sizes.pop(done)
             del self._parts[done]
             self._taken.discard(done)
         for done in [t for t in self._done if t < oldest and t not in held and t not in reserved]:
             del self._done[done]
-        for done in [t for t in self.missing if t <= oldest]:
-            del self.missing[done]
+        self.missing.forget(oldest)
 
     def held(self) -> list[pb.PartRange]:
         """Return the present parts, as ranges by rank."""

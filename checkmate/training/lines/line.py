@@ -26,6 +26,7 @@ from checkmate.job.schema import ShadowNode
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.frames import ANSWER, GREETING, FrameError, Unpacker, pack
+from checkmate.rpc.protocol import mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.wire import tcp
 
@@ -48,6 +49,10 @@ _WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 class _Queued(NamedTuple):
     iteration: int
     data: bytes
+
+
+class OtherVersion(RuntimeError):
+    """The node has another version of Checkmate."""
 
 
 class Line:
@@ -153,7 +158,7 @@ class Line:
                 why = reason(error)
             except grpc.FutureCancelledError:
                 return  # closed
-            except (OSError, FrameError, DecodeError) as error:
+            except (OSError, FrameError, DecodeError, OtherVersion) as error:
                 why = reason(error)
             if not why:
                 return
@@ -168,7 +173,10 @@ class Line:
         self._call = self.stub.Begin.future(request, timeout=BEGIN_SECONDS)
         if self._closing.is_set():
             self._call.cancel()
-        for warning in self._call.result().warnings:
+        reply = self._call.result()
+        if different := mismatch(reply.protocol, "the node", "this trainer"):
+            raise OtherVersion(different)
+        for warning in reply.warnings:
             _log.warning("shadow node %d: %s", self.node.id, warning)
         self._on_begun(request)
 
@@ -187,7 +195,7 @@ class Line:
 
     def _exchange(self, sock: socket.socket) -> str:
         """Send records and read replies. Return why it ended; empty if all is sent or the line is closed."""
-        outgoing, unpacker = bytearray(GREETING), Unpacker()
+        outgoing, unpacker = bytearray(GREETING), Unpacker(greeted=True)
         with self._changed:
             self._sent = self._calm = 0
             self._taken = self._written = -1

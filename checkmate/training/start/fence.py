@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from checkmate.job.schema import Job
 from checkmate.nodes import target
 from checkmate.nodes.standing import Answers, Lacking, Shard, node_name
-from checkmate.nodes.stubs import Stubs, reason
+from checkmate.nodes.stubs import Stubs, checked, reason
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.start.repair import wanted_parts
 
@@ -56,6 +57,13 @@ class RestartPlan:
     """The greatest generation that any node knows."""
     start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
     """Identifies this start of training, because incarnations wrap and a run continues over restarts."""
+    continued: bytes = b""
+    """The start whose state it continues; empty for a new run."""
+
+    @property
+    def continues(self) -> bytes:
+        """The start to which the state before its first iteration belongs."""
+        return self.continued or self.start
 
     def message(self) -> dict[str, object]:
         """Return what JSON can express, for `of_message`."""
@@ -147,9 +155,12 @@ class Fence:
 
     def _ask(self, node: int, stub: ShadowStub) -> None:
         while not self._ended.is_set() and (left := self._deadline - time.monotonic()) > 0:
-            request = pb.FenceRequest(job=self._job.job, timeout=min(self._seconds, left), drain=self._drain)
+            seconds = min(self._seconds, left)
+            request = pb.FenceRequest(
+                job=self._job.job, timeout=seconds, drain=self._drain, protocol=PROTOCOL
+            )
             try:
-                reply: pb.NodeStatus | str = stub.Fence(request, timeout=left)
+                reply: pb.NodeStatus | str = checked(stub.Fence(request, timeout=left))
             except grpc.RpcError as error:
                 reply = reason(error)
             with self._changed:
@@ -186,7 +197,9 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     answers = fence.answers.values()
     try:
         chosen = target.find_target(job, fence.replies)
-        request = pb.SettleRequest(job=job.job, iteration=chosen.iteration, run=chosen.run)
+        request = pb.SettleRequest(
+            job=job.job, iteration=chosen.iteration, run=chosen.run, continues=chosen.start
+        )
         asked, seconds = list(fence.answers), fence.within(SETTLE_SECONDS)
         settled = stubs.ask(asked, lambda stub: stub.Settle, request, seconds)
         holders = target.find_settled(job, chosen, {**fence.replies, **settled})
@@ -204,6 +217,7 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
         holders,
         generation=chosen.generation,
         generation_seen=max(answer.generation for answer in answers),
+        continued=chosen.start,
     )
 
 
@@ -213,11 +227,11 @@ def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     for node, reply in stubs.ask_each(wanted, lambda stub: stub.Copy, fence.within(COPY_SECONDS)).items():
         for trouble in [reply] if isinstance(reply, str) else reply.troubles:
             _log.warning("%s: %s", node_name(job, node), trouble)
-    drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True)
+    drain = pb.FenceRequest(job=job.job, timeout=DRAIN_SECONDS, drain=True, protocol=PROTOCOL)
     if wanted or not all(answer.drained for answer in fence.answers.values()):
         # The first drain of an early node may have lacked parts from a late one.
         stubs.ask(list(fence.answers), lambda stub: stub.Fence, drain, fence.within(2 * DRAIN_SECONDS))
-    stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS)
+    stop = pb.FenceRequest(job=job.job, timeout=READ_SECONDS, protocol=PROTOCOL)
     stopped = stubs.ask(list(fence.answers), lambda stub: stub.Fence, stop, fence.within(2 * READ_SECONDS))
     fence.replies.update(stopped)
 

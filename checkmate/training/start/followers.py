@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate import state
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.training.lines.line import Line
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers, state_names
@@ -74,6 +75,8 @@ class Opening:
             ranks=self.place.ranks,
             run=start.plan.run,
             start=start.plan.start,
+            continues=start.plan.continues,
+            protocol=PROTOCOL,
             generation=start.plan.generation,
             names=self._names(),
             buffers=sorted(self.buffers.names),

@@ -13,11 +13,19 @@ import grpc
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.inbox import Inbox
 from checkmate.state import SeedReader
 
 SECONDS = 20.0
 """Longer than any wait in tests."""
+
+
+def current(said: pb.NodeStatus) -> pb.NodeStatus:
+    """Return an answer as a node of this version gives it."""
+    answer = pb.NodeStatus(protocol=PROTOCOL)
+    answer.MergeFrom(said)
+    return answer
 
 
 class RecordingNode(rpc.ShadowServicer):
@@ -71,7 +79,7 @@ class RecordingNode(rpc.ShadowServicer):
             self.status.holds.add(
                 shard=pb.Shard(group=request.group, shard=shard), incarnation=request.incarnation, seeded=True
             )
-        return pb.BeginReply()
+        return pb.BeginReply(protocol=PROTOCOL)
 
     def _take(self, part: pb.RecordPart, answer: bool) -> pb.RecordReply | None:
         self.records.append(part)
@@ -85,15 +93,15 @@ class RecordingNode(rpc.ShadowServicer):
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         reader = SeedReader(request_iterator)
-        self.seeds.append((reader.header, dict(reader.all())))
+        self.seeds.append((reader.header, dict(reader.all(None))))
         return pb.SeedReply(again=self.again(reader.header))
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         self.answering.wait(SECONDS)
-        return self.status
+        return current(self.status)
 
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        return self.status
+        return current(self.status)
 
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return pb.ReserveReply(granted=False)
@@ -116,4 +124,4 @@ class RecordingNode(rpc.ShadowServicer):
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "parts are not available")
 
     def Settle(self, request: pb.SettleRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
-        return self.settled
+        return current(self.settled)

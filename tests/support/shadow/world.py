@@ -9,11 +9,12 @@ from typing import Any
 
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.calls.status import node_status
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.process import Serving
 from testbed.copies import Copies, local_job
-from testbed.small_training import RUN, SmallTraining
+from testbed.small_training import RUN, START, SmallTraining
 from tests.support.waiting import wait_until
 
 
@@ -87,12 +88,12 @@ class World:
 
 
 def fence(here: World, training: SmallTraining) -> dict[int, pb.NodeStatus]:
-    request = pb.FenceRequest(job=here.job.job, timeout=5)
+    request = pb.FenceRequest(protocol=PROTOCOL, job=here.job.job, timeout=5)
     return {node: training.stubs[node].Fence(request, timeout=10) for node in here.nodes}
 
 
 def settle(here: World, training: SmallTraining, iteration: int) -> dict[int, pb.NodeStatus]:
-    request = pb.SettleRequest(job=here.job.job, iteration=iteration, run=RUN)
+    request = pb.SettleRequest(job=here.job.job, iteration=iteration, run=RUN, continues=START)
     return {node: training.stubs[node].Settle(request, timeout=10) for node in here.nodes}
 
 

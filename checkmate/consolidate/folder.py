@@ -1,0 +1,135 @@
+"""Reads a folder of PyTorch Distributed Checkpoint without running what is in it.
+
+PyTorch unpickles the folder's index and its values that are not tensors, which may run code. Here the index
+is read with the few classes that PyTorch itself writes there, and values as tensors and plain values only.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import default_planner, filesystem, state_dict_loader
+from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.planner import ReadItem
+
+from checkmate import state
+
+INDEX: Final = ".metadata"
+INDEX_MAX: Final = 256 << 20
+"""Bytes of an index."""
+
+_CLASSES: Final[dict[tuple[str, str], object]] = {
+    **{
+        (kind.__module__, kind.__qualname__): kind
+        for kind in (
+            meta.BytesStorageMetadata,
+            meta.ChunkStorageMetadata,
+            meta.Metadata,
+            meta.MetadataIndex,
+            meta.StorageMeta,
+            meta.TensorProperties,
+            meta.TensorStorageMetadata,
+            meta._MEM_FORMAT_ENCODING,
+            filesystem._StorageInfo,
+        )
+    },
+    ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # the folder's place when it was written
+    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
+    **{("torch", name): dtype for name, dtype in state.DTYPES.items()},
+}
+"""What an index of PyTorch refers to."""
+
+
+class FolderError(ValueError):
+    """A folder's index is not one that PyTorch writes."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _CLASSES[module, name]
+        except KeyError:
+            raise FolderError(f"its index refers to {module}.{name}, which no checkpoint needs") from None
+
+
+class _Reader(filesystem.FileSystemReader):
+    """A reader whose index is checked before anything is allocated or opened."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> meta.Metadata:
+        return read_index(self._folder)
+
+
+class _Planner(default_planner._EmptyStateDictLoadPlanner):
+    """A planner that reads values without running code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        mapping = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, mapping, state.loads(value.getvalue()))
+
+
+def read(folder: Path, keys: set[str] | None = None) -> dict[str, Any]:
+    """Return all or some values of a folder, like PyTorch's `dcp_to_torch_save`.
+
+    Raises:
+        FolderError: Its index is not one that PyTorch writes, or does not fit its files.
+        StateError: A value is not plain.
+        CheckpointException: PyTorch can't read it.
+        OSError: A file can't be read.
+    """
+    found: dict[str, Any] = {}
+    planner = _Planner(keys)  # type: ignore[no-untyped-call]
+    state_dict_loader._load_state_dict(found, storage_reader=_Reader(folder), planner=planner, no_dist=True)
+    return found
+
+
+def read_index(folder: Path) -> meta.Metadata:
+    """Return a folder's index. Raise `FolderError` if it is not one that PyTorch writes, or lies."""
+    path = folder / INDEX
+    if path.stat().st_size > INDEX_MAX:
+        raise FolderError(f"its index has {path.stat().st_size} bytes; it may have {INDEX_MAX}")
+    try:
+        with path.open("rb") as file:
+            found: meta.Metadata = _Unpickler(file).load()
+    except FolderError:
+        raise
+    except Exception as error:  # noqa: BLE001 - pickle raises anything
+        raise FolderError(f"its index cannot be read: {error}") from None
+    try:
+        _check(found, {one.name: one.stat().st_size for one in folder.iterdir()})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise FolderError(f"its index is incomplete: {error}") from None
+    found.storage_meta = meta.StorageMeta()
+    return found
+
+
+def _check(found: Any, files: dict[str, int]) -> None:
+    """Refuse an index whose tensors are larger than the files, or that refers to other files."""
+    if not isinstance(found, meta.Metadata):
+        raise FolderError(f"its index is a {type(found).__name__}")
+    for place in found.storage_data.values():
+        known = files.get(place.relative_path)
+        if known is None or not 0 <= place.offset <= place.offset + place.length <= known:
+            raise FolderError(
+                f"its index refers to bytes {place.offset} to {place.offset + place.length} of "
+                f"{str(place.relative_path)[:100]}, which the folder does not have"
+            )
+    nbytes = 0
+    for name, value in found.state_dict_metadata.items():
+        if not isinstance(value, meta.TensorStorageMetadata):
+            continue
+        if not all(type(size) is int and size >= 0 for size in value.size):
+            raise FolderError(f"{name[:100]} has shape {list(value.size)}")
+        nbytes += math.prod(value.size) * value.properties.dtype.itemsize
+    if nbytes > sum(files.values()):
+        raise FolderError(f"its index has {nbytes} bytes of tensors, its files have {sum(files.values())}")

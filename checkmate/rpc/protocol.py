@@ -1,0 +1,25 @@
+"""The version of everything that trainers, shadow nodes and checkpoints on disk exchange. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PROTOCOL: Final = 1
+"""The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older."""
+
+
+def mismatch(theirs: int, them: str, us: str) -> str:
+    """Return in one sentence which side is older, or "" if both have the same version.
+
+    Args:
+        theirs: the other side's version.
+        them: what the other side is, such as `the caller`.
+        us: what this side is.
+    """
+    if theirs == PROTOCOL:
+        return ""
+    older = them if theirs < PROTOCOL else us
+    return (
+        f"{them} has protocol {theirs}, {us} has {PROTOCOL}: {older} has an older version of Checkmate; "
+        "install the same version on all hosts"
+    )

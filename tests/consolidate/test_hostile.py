@@ -1,0 +1,154 @@
+"""Checkpoints that someone has prepared: nothing in them runs, and no memory is spent on claims."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as meta
+
+from checkmate import state
+from checkmate.consolidate import disk, folder
+from checkmate.consolidate.assemble import checkpoint
+from tests.support.checkpoints import DiskRun
+
+
+class Runs:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "generation-0001-iteration-00000002"
+    disk.save(checkpoint(DiskRun().snapshot(), by_name=True), path, "dcp")
+    return path
+
+
+def refused(path: Path, words: str) -> None:
+    with pytest.raises(disk.DiskError, match=words) as caught:
+        disk.load(path)
+    assert "\n" not in str(caught.value)
+    assert disk.run_of(path) is None
+
+
+def test_an_index_runs_nothing(written: Path) -> None:
+    mark = written.parent / "ran"
+    (written / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    refused(written, "its index refers to posix.mkdir, which no checkpoint needs")
+    assert not mark.exists()
+
+
+def test_a_value_runs_nothing(written: Path) -> None:
+    mark = written.parent / "ran"
+    index = folder.read_index(written)
+    name, place = next((one.fqn, at) for one, at in index.storage_data.items() if one.fqn == "run")
+    blob = io.BytesIO()
+    torch.save(Runs(mark), blob)
+    (written / "evil.distcp").write_bytes(blob.getvalue())
+    (key,) = [one for one in index.storage_data if one.fqn == name]
+    index.storage_data[key] = replace(
+        place, relative_path="evil.distcp", offset=0, length=len(blob.getvalue())
+    )
+    (written / ".metadata").write_bytes(pickle.dumps(index))
+    refused(written, "unreadable state|mkdir")
+    assert not mark.exists()
+
+
+def test_an_index_that_claims_more_than_the_files_have_is_refused(written: Path) -> None:
+    index = folder.read_index(written)
+    tensor = next(
+        one for one in index.state_dict_metadata.values() if isinstance(one, meta.TensorStorageMetadata)
+    )
+    tensor.size = torch.Size([1 << 45])
+    (written / ".metadata").write_bytes(pickle.dumps(index))
+    refused(written, "its index has 140737.* bytes of tensors, its files have")
+
+
+@pytest.mark.parametrize("other", ["../secret", "/etc/passwd"])
+def test_an_index_reaches_no_other_file(written: Path, other: str) -> None:
+    (written.parent / "secret").write_bytes(bytes(1 << 20))
+    index = folder.read_index(written)
+    index.storage_data = {key: replace(at, relative_path=other) for key, at in index.storage_data.items()}
+    (written / ".metadata").write_bytes(pickle.dumps(index))
+    refused(written, f"of {other}, which the folder does not have")
+
+
+def test_a_checkpoint_of_a_newer_version_says_so(tmp_path: Path) -> None:
+    for kind in ("dcp", "torch"):
+        made = {**checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), "protocol": 99}
+        disk.save(made, tmp_path / kind, kind)
+        with pytest.raises(disk.DiskError, match="it has format 99, .* reads up to 1: this version is older"):
+            disk.load(tmp_path / kind)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_only_the_owner_can_read_a_checkpoint(tmp_path: Path, kind: disk.Format) -> None:
+    before = os.umask(0)
+    try:
+        path = tmp_path / "new" / "one.pt"
+        disk.save(checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), path, kind)
+    finally:
+        os.umask(before)
+    for one in (tmp_path / "new").rglob("*"):
+        assert stat.S_IMODE(one.stat().st_mode) == (0o700 if one.is_dir() else 0o600), one
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def damaged(written: Path, name: str, data: st.DataObject) -> None:
+    """Change some bytes of a file, or cut it; it must be read, or be refused in one line."""
+    path = written / name
+    whole = path.read_bytes()
+    raw = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2]))]))
+    try:
+        disk.load(written)
+    except disk.DiskError as error:
+        assert "\n" not in str(error)
+    finally:
+        path.write_bytes(whole)
+
+
+@settings(FUZZ, max_examples=60)
+@given(st.data())
+def test_a_damaged_folder_is_read_or_refused(written: Path, data: st.DataObject) -> None:
+    damaged(written, data.draw(st.sampled_from([".metadata", "__0_0.distcp"])), data)
+
+
+@pytest.mark.slow
+@settings(FUZZ, max_examples=20_000)
+@given(st.data())
+def test_a_damaged_folder_is_read_or_refused_long(written: Path, data: st.DataObject) -> None:
+    damaged(written, data.draw(st.sampled_from([".metadata", "__0_0.distcp"])), data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.data())
+def test_plain_state_is_read_or_refused(blob: bytes, data: st.DataObject) -> None:
+    good = bytearray(state.dumps({"a": torch.ones(3), "b": [1, "x", None]}))
+    for _ in range(3):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    for one in (blob, b"PK\x03\x04" + blob, bytes(good)):
+        try:
+            state.loads(one)
+        except state.StateError as error:
+            assert "\n" not in str(error)

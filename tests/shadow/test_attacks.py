@@ -1,0 +1,334 @@
+"""Forged, corrupt and half-open calls to a shadow node: refused with a reason, while others are served."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkmate import state
+from checkmate.job.schema import Job
+from checkmate.nodes.stubs import reason
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.channels import open_channel
+from checkmate.rpc.frames import FrameError, Unpacker
+from checkmate.rpc.protocol import PROTOCOL
+from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.shadow import memory
+from checkmate.shadow.process import Serving
+from checkmate.wire.layout import Parameter, make_layout
+from testbed.copies import local_job
+from testbed.record_line import RecordLine
+from testbed.small_training import START, status
+from tests.support.labs.end_hosts import needs_buffers
+from tests.support.waiting import wait_until
+
+pytestmark = needs_buffers
+METHODS = ("Status", "Fence", "Settle", "Begin", "Copy", "Reserve", "Release")
+NAN = float("nan")
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = local_job(nodes=1)
+    with Serving(made, 0):
+        yield made
+
+
+@pytest.fixture
+def stub(job: Job) -> Iterator[ShadowStub]:
+    with open_channel(job, 0, None) as channel:
+        yield ShadowStub(channel)
+
+
+def request_of(job: Job, **other: Any) -> pb.BeginRequest:
+    layout = make_layout([Parameter("w", (4,), "float32")], job.shards(0))
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=[0], options='{"lr": 0.1}')
+    fields: dict[str, Any] = {
+        "job": job.job,
+        "protocol": PROTOCOL,
+        "ranks": len(job.dp_groups[0].ranks),
+        "run": "one",
+        "layout": layout.to_json(),
+        "optimizer": spec,
+        "start": START,
+        "continues": START,
+    }
+    return pb.BeginRequest(**{**fields, **other})
+
+
+def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    assert isinstance(caught.value, grpc.Call)
+    return caught.value.code(), str(caught.value.details())
+
+
+def laid(shape: object) -> str:
+    parameter = {"name": "w", "shape": shape, "dtype": "float32", "dim_order": []}
+    return json.dumps({"parameters": [parameter], "shards": 1, "bucket_bytes": 1000})
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"layout": laid([1 << 45])}, "its shards have 141 TB of parameters"),
+        ({"layout": laid([-4])}, "sizes must be a list of numbers"),
+        ({"layout": laid("four")}, "sizes must be a list of numbers"),
+        ({"layout": laid([True])}, "sizes must be a list of numbers"),
+        ({"layout": "[" * 100_000}, "not a layout"),
+        ({"first_iteration": 1 << 62, "next_iteration": 1 << 62}, "neither may be negative or above"),
+        ({"start": b"short"}, "start has 5 bytes"),
+        ({"continues": b""}, "continues has 0 bytes"),
+        ({"run": "r" * 1000}, "run has 1000 characters"),
+        ({"protocol": 0}, "the caller has an older version of Checkmate"),
+        ({"protocol": PROTOCOL + 1}, "this shadow node has an older version of Checkmate"),
+    ],
+)
+def test_a_begin_beyond_its_bounds_is_refused(
+    job: Job, stub: ShadowStub, other: dict[str, Any], words: str
+) -> None:
+    code, details = refusal(lambda: stub.Begin(request_of(job, **other), timeout=5))
+    assert words in details
+    assert code == grpc.StatusCode.FAILED_PRECONDITION or "protocol" not in other
+    assert not status(job, 0).holds
+
+
+def forged(job: Job, **other: Any) -> pb.RecordPart:
+    fields = {"job": job.job, "run": "one", "start": START, **other}
+    return pb.RecordPart(**fields)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"iteration": 1 << 40}, "more than 1048576 beyond iteration"),
+        ({"iteration": (1 << 62)}, "must be a number from 0 to"),
+        ({"iteration": -5}, "must be a number from 0"),
+        ({"position": 900}, "position 900"),
+        ({"position": 1, "step": pb.Step()}, "only the group's first rank describes it"),
+        ({"ends": [pb.StreamEnd(end=1 << 50)]}, "an end at byte"),
+        ({"ends": [pb.StreamEnd(channel=99)]}, "an end of channel 99"),
+        ({"step": pb.Step(options=["{}"] * 9)}, "options of 9 parameter groups"),
+        ({"step": pb.Step(without_gradient=[7])}, "parameter 7, which the shard does not have"),
+        ({"step": pb.Step(slices=[pb.Slice(offset=1 << 63)])}, "a slice of bytes"),
+        ({"step": pb.Step(scalings=[pb.Scaling(parameters=[0] * 1000)])}, "lists 1000 parameters"),
+    ],
+)
+def test_a_forged_record_is_refused_and_the_node_goes_on(
+    job: Job, stub: ShadowStub, other: dict[str, Any], words: str
+) -> None:
+    stub.Begin(request_of(job), timeout=5)
+    line = RecordLine(job, 0)
+    begun = time.monotonic()
+    reply = line.answer(forged(job, **other))
+    line.close()
+    assert words in reply.refused
+    assert status(job, 0).holds
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda s: s.Fence(pb.FenceRequest(protocol=PROTOCOL, job="demo", timeout=NAN), timeout=5),
+            "timeout nan",
+        ),
+        (lambda s: s.Fence(pb.FenceRequest(job="demo"), timeout=5), "the caller has an older version"),
+        (lambda s: s.Status(pb.StatusRequest(job="demo"), timeout=5), "the caller has an older version"),
+        (lambda s: s.Reserve(pb.ReserveRequest(job="demo", seconds=NAN), timeout=5), "a hold time of nan"),
+        (
+            lambda s: s.Reserve(pb.ReserveRequest(job="demo", iteration=1 << 39), timeout=5),
+            "more than 1048576",
+        ),
+        (lambda s: s.Settle(pb.SettleRequest(job="demo", iteration=-9), timeout=5), "iteration -9"),
+        (
+            lambda s: s.Copy(pb.CopyRequest(job="demo", wanted=[pb.PartsWanted(node=9)]), timeout=5),
+            "no shadow node 9 in job demo",
+        ),
+        (
+            lambda s: list(s.Commit(iter([pb.Progress(job="demo", node=77, protocol=PROTOCOL)]), timeout=5)),
+            "no shadow node 77",
+        ),
+    ],
+)
+def test_a_call_beyond_its_bounds_is_refused(
+    stub: ShadowStub, call: Callable[[ShadowStub], object], words: str
+) -> None:
+    code, details = refusal(lambda: call(stub))
+    assert words in details
+    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+def test_reservations_have_a_limit(job: Job, stub: ShadowStub) -> None:
+    from checkmate.shadow.logic.bounds import RESERVATIONS_MAX, check_reserve  # noqa: PLC0415
+    from checkmate.shadow.logic.group import CallRefused  # noqa: PLC0415
+
+    request = pb.ReserveRequest(job=job.job, iteration=3, seconds=10)
+    check_reserve(request, 0, RESERVATIONS_MAX - 1)
+    with pytest.raises(CallRefused, match=f"this node has {RESERVATIONS_MAX} reservations"):
+        check_reserve(request, 0, RESERVATIONS_MAX)
+
+
+def test_a_seed_is_checked_before_it_is_collected(job: Job, stub: ShadowStub) -> None:
+    """A header that does not fit ends the call at once; today all pieces would be read first."""
+    stub.Begin(request_of(job), timeout=5)
+    sent: list[int] = []
+
+    def seeds(parameter: int, shape: list[int]) -> Iterator[pb.Seeds]:
+        header = pb.SeedHeader(job=job.job, run="one", start=START, iteration=-1, shard=pb.Shard())
+        header.parameters.append(parameter)
+        yield pb.Seeds(header=header)
+        for number in range(10_000):
+            sent.append(number)
+            tensor = pb.TensorPiece(dtype="float32", shape=shape, offset=number << 16, data=bytes(1 << 16))
+            yield pb.Seeds(piece=pb.ParameterPiece(parameter=parameter, tensor=tensor))
+
+    assert "lists parameter 5" in refusal(lambda: stub.Seed(seeds(5, [4]), timeout=10))[1]
+    assert "its seed has (35184372088832,)" in refusal(lambda: stub.Seed(seeds(0, [1 << 45]), timeout=10))[1]
+    assert len(sent) < 10_000
+
+
+def said_to(stub: ShadowStub, request: pb.FenceRequest) -> pb.NodeStatus | str:
+    try:
+        return stub.Fence(request, timeout=10)
+    except grpc.RpcError as error:
+        return reason(error)
+
+
+def raw(job: Job, method: str, channel: grpc.Channel) -> Any:
+    return channel.stream_unary(f"/checkmate.v1.Shadow/{method}", None, None)
+
+
+def test_half_open_calls_do_not_keep_a_fence_waiting(job: Job, stub: ShadowStub) -> None:
+    """Headers without a body, from our own host: a Fence that is refused is tried again, as trainers do."""
+    release: list[bool] = []
+
+    def nothing() -> Iterator[bytes]:
+        while not release:
+            time.sleep(0.05)
+        yield from ()
+
+    with open_channel(job, 0, None) as channel:
+        calls = [
+            raw(job, method, channel).future(nothing()) for method in ("Fence", "Seed") for _ in range(60)
+        ]
+        time.sleep(0.2)
+        begun = time.monotonic()
+        request = pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=0.1)
+        wait_until(lambda: not isinstance(said_to(stub, request), str), "fenced")
+        took = time.monotonic() - begun
+        release.append(True)
+        for call in calls:
+            call.cancel()
+    assert took < 4, f"{took:.1f} s"
+
+
+def test_a_message_that_is_cut_is_refused_and_leaves_no_memory(job: Job) -> None:
+    """Today grpcio keeps about 16 KB for each."""
+    with open_channel(job, 0, None) as channel:
+        call: Any = channel.unary_unary("/checkmate.v1.Shadow/Status", None, None)
+
+        def send(count: int) -> None:
+            for _ in range(count):
+                code, details = refusal(lambda: call(b"\x0a\xff\xff", timeout=5))
+                assert code == grpc.StatusCode.INVALID_ARGUMENT
+                assert "Status: unreadable message of 3 bytes" in details
+
+        send(200)
+        memory.trim()
+        before = memory.resident()
+        send(1000)
+        memory.trim()
+        assert (memory.resident() - before) / 1000 < 4000
+
+
+def test_a_trainer_of_another_version_hears_who_is_older(job: Job) -> None:
+    for greeting, words in (
+        (bytes.fromhex("c4ec0002"), "the trainer has an older version"),
+        (bytes.fromhex("c4ec000300000009"), "this shadow node has an older version"),
+    ):
+        with socket.create_connection(job.node(0).records_at, 5) as sock:
+            sock.sendall(greeting)
+            found = b"".join(iter(lambda s=sock: s.recv(4096), b""))  # type: ignore[misc]
+        (frame,) = Unpacker(greeted=True).feed(found)
+        assert words in pb.RecordReply.FromString(frame.data).refused
+
+
+def attack(job: Job, blob: bytes, data: st.DataObject) -> None:
+    with ExitStack() as stack:
+        channel = stack.enter_context(open_channel(job, 0, None))
+        method = data.draw(st.sampled_from(METHODS))
+        call: Any = channel.unary_unary(f"/checkmate.v1.Shadow/{method}", None, None)
+        try:
+            call(blob, timeout=10)
+        except grpc.RpcError as error:
+            assert isinstance(error, grpc.Call)
+            assert error.code() in (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.FAILED_PRECONDITION,
+            ), f"{method}: {error.code()} {error.details()}"
+
+
+def changed(blob: bytes, data: st.DataObject) -> bytes:
+    made = bytearray(blob)
+    for _ in range(data.draw(st.integers(0, 3))):
+        made[data.draw(st.integers(0, len(made) - 1))] = data.draw(st.integers(0, 255))
+    return bytes(made)
+
+
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(FUZZ, max_examples=80)
+@given(st.data())
+def test_any_request_is_answered_or_refused(job: Job, data: st.DataObject) -> None:
+    attack(job, changed(request_of(job).SerializeToString(), data), data)
+
+
+@pytest.mark.slow
+@settings(FUZZ, max_examples=20_000)
+@given(st.data())
+def test_any_request_is_answered_or_refused_long(job: Job, data: st.DataObject) -> None:
+    attack(job, changed(request_of(job).SerializeToString(), data), data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64), st.lists(st.integers(1, 9), max_size=5))
+def test_any_bytes_are_frames_or_not(blob: bytes, cuts: list[int]) -> None:
+    unpacker = Unpacker(greeted=False)
+    try:
+        for at in range(0, len(blob), max(cuts, default=64)):
+            list(unpacker.feed(blob[at : at + max(cuts, default=64)]))
+    except FrameError as error:
+        assert len(str(error)) < 300
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_seeds_are_read_or_refused(data: st.DataObject) -> None:
+    import torch  # noqa: PLC0415
+
+    known = [Parameter("w", (4,), "float32")]
+    header = pb.SeedHeader(parameters=[0])
+    made = list(state.to_seeds(header, [(0, torch.ones(4), {"step": torch.tensor(1.0)})]))
+    messages = []
+    for one in made:
+        try:
+            messages.append(pb.Seeds.FromString(changed(one.SerializeToString(), data)))
+        except Exception:  # noqa: BLE001 - protobuf's DecodeError, which the service refuses earlier
+            return
+    try:
+        state.SeedReader(messages).all(known)
+    except state.StateError as error:
+        assert len(str(error)) < 1000
