@@ -24,6 +24,7 @@ from checkmate.nodes.stubs import Stubs, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc
 from checkmate.rpc.channels import OPTIONS, open_channel
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import admission
 from checkmate.shadow.admission import CallerCheck
@@ -80,7 +81,7 @@ def attack(job: Job, keys: RoleKeys | None) -> list[str]:
     done = []
     fetch = pb.FetchRequest(job=job.job, shard=pb.Shard(), iteration=0)
     reserve = pb.ReserveRequest(job=job.job, iteration=0, seconds=5)
-    fence = pb.FenceRequest(job=job.job, timeout=1)
+    fence = pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=1)
     begin = request_of(job, incarnation=9, run="theirs")
     calls: dict[str, Callable[[ShadowStub], object]] = {
         "Reserve": lambda stub: stub.Reserve(reserve, timeout=5),
@@ -99,7 +100,7 @@ def attack(job: Job, keys: RoleKeys | None) -> list[str]:
         line = RecordLine(job, 0, keys)
     except OSError:
         return done
-    part = pb.RecordPart(job=job.job, incarnation=9, run="theirs", iteration=0)
+    part = pb.RecordPart(job=job.job, incarnation=9, run="theirs", start=begin.start, iteration=0)
     line.send(part)
     wait_until(lambda: bool(line.replies) or line.ended.is_set(), "an answer")
     if line.replies and not line.refused:
@@ -137,9 +138,9 @@ def test_each_role_does_its_own_part_and_no_more(trained: SmallTraining, job: Jo
         stubs = {r: ShadowStub(stack.enter_context(open_channel(job, 0, k))) for r, k in of_role.items()}
         for role in (Role.READER, Role.CONTROLLER):
             stub = stubs[role]
-            assert stub.Status(pb.StatusRequest(job=name), timeout=5).holds
+            assert stub.Status(pb.StatusRequest(protocol=PROTOCOL, job=name), timeout=5).holds
             denied(lambda: stub.Begin(request_of(job), timeout=5), "Begin", role)  # noqa: B023
-            denied(lambda: stub.Fence(pb.FenceRequest(job=name), timeout=5), "Fence", role)  # noqa: B023
+            denied(lambda: stub.Fence(pb.FenceRequest(protocol=PROTOCOL, job=name), timeout=5), "Fence", role)  # noqa: B023
             denied(lambda: stub.Settle(pb.SettleRequest(job=name), timeout=5), "Settle", role)  # noqa: B023
             denied(lambda: stub.Seed(iter([pb.Seeds()]), timeout=5), "Seed", role)  # noqa: B023
         fetch = pb.FetchRequest(job=name, shard=shard, iteration=0)
@@ -185,7 +186,7 @@ def test_a_shadow_node_of_another_host_is_refused(tmp_path: Path) -> None:
 
 def test_refusals_are_one_sentence(trained: SmallTraining, job: Job, tmp_path: Path) -> None:
     other = secured(job, tmp_path / "theirs")
-    fence = pb.FenceRequest(job=job.job)
+    fence = pb.FenceRequest(protocol=PROTOCOL, job=job.job)
     found = {}
     for name, keys in (
         ("role", keys_of(job, Role.READER)),
@@ -209,7 +210,7 @@ def test_a_node_without_tls_is_named(job: Job) -> None:
     words = "it does not use TLS: it runs with --insecure, or is an older version"
     keys = keys_of(job, Role.TRAINER)
     with Serving(job, 0, insecure=True), Stubs(job, keys) as stubs:
-        status_of = stubs.ask([0], lambda stub: stub.Status, pb.StatusRequest(job=job.job))
+        status_of = stubs.ask([0], lambda stub: stub.Status, pb.StatusRequest(protocol=PROTOCOL, job=job.job))
         assert status_of[0] == f"can't be reached ({words})"
         with pytest.raises(OSError, match="SSL") as caught:
             RecordLine(job, 0, keys)
@@ -234,7 +235,7 @@ def test_half_open_handshakes_hold_neither_workers_nor_trainers(
         before = time.monotonic()
         line = RecordLine(job, 0, keys_of(job, Role.TRAINER))
         stack.callback(line.close)
-        fence = pb.FenceRequest(job=job.job, timeout=1)
+        fence = pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=1)
         with Stubs(job, keys_of(job, Role.TRAINER)) as stubs:
             assert isinstance(stubs.ask([0], lambda stub: stub.Fence, fence)[0], pb.NodeStatus)
         assert "is not a start" in line.answer(pb.RecordPart(job=job.job)).refused or line.refused
