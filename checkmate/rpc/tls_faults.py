@@ -15,7 +15,7 @@ _WORDS: Final = (
         "it does not accept this host's certificate, which is of another authority",
     ),
     (
-        ("wrong_version_number", "wrong version number", "unexpected_eof"),
+        ("wrong_version_number", "wrong version number", "unexpected_eof", "has been closed (eof)"),
         "it does not use TLS: it runs with --insecure, or is an older version",
     ),
 )

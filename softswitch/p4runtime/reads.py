@@ -6,15 +6,15 @@ the answer. All refusals are `StatusError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from finsy.proto import p4d, p4r
 
-from softswitch.p4runtime.entities import encode_count, encode_meter
+from softswitch.p4runtime.entities import TableCodec, encode_count, encode_meter
 from softswitch.p4runtime.fieldcodecs import invalid, to_bytes
 from softswitch.p4runtime.pipeline import ArrayInfo, Pipeline, find
-from softswitch.program.state import StatusError
+from softswitch.program.state import Entry, StatusError
 
 Add = Callable[[], p4r.Entity]
 T = TypeVar("T")
@@ -48,18 +48,34 @@ def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
 
 def _direct_counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.direct_counter_entry.table_entry
+    for codec, entry in _directs(pipeline, wanted, "counter", lambda codec: codec.counted):
+        message = add().direct_counter_entry
+        codec.encode_key(entry, message.table_entry)
+        encode_count(entry.count, message.data)
+
+
+def _direct_meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
+    wanted = query.direct_meter_entry.table_entry
+    for codec, entry in _directs(pipeline, wanted, "meter", lambda codec: codec.meter is not None):
+        message = add().direct_meter_entry
+        codec.encode_key(entry, message.table_entry)
+        encode_meter(entry.meter, message, "config")
+
+
+def _directs(
+    pipeline: Pipeline, wanted: p4r.TableEntry, what: str, has: Callable[[TableCodec], bool]
+) -> Iterator[tuple[TableCodec, Entry]]:
+    """Yield the entries that a query for direct counters or meters selects."""
     for codec in _selected(pipeline.tables, wanted.table_id, "table"):
-        if not codec.counted:
+        if not has(codec):
             if wanted.table_id:
-                raise invalid(f"table {codec.name} has no direct counter")
+                raise invalid(f"table {codec.name} has no direct {what}")
             continue
         found = list(codec.select(wanted))
         if not found and wanted.match:
             raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
         for entry in found:
-            message = add().direct_counter_entry
-            codec.encode_key(entry, message.table_entry)
-            encode_count(entry.count, message.data)
+            yield codec, entry
 
 
 def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
@@ -72,22 +88,6 @@ def _counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
             message.counter_id = info.id
             message.index.index = at
             encode_count(cells[at], message.data)
-
-
-def _direct_meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
-    wanted = query.direct_meter_entry.table_entry
-    for codec in _selected(pipeline.tables, wanted.table_id, "table"):
-        if codec.meter is None:
-            if wanted.table_id:
-                raise invalid(f"table {codec.name} has no direct meter")
-            continue
-        found = list(codec.select(wanted))
-        if not found and wanted.match:
-            raise StatusError("NOT_FOUND", f"table {codec.name} has no such entry")
-        for entry in found:
-            message = add().direct_meter_entry
-            codec.encode_key(entry, message.table_entry)
-            encode_meter(entry.meter, message, "config")
 
 
 def _meters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
