@@ -24,6 +24,23 @@ INDEX: Final = ".metadata"
 INDEX_MAX: Final = 256 << 20
 """Bytes of an index."""
 
+
+class FolderError(ValueError):
+    """A folder's index is not one that PyTorch writes."""
+
+
+def _joined(*parts: str) -> str:
+    """Return the folder's place when it was written; Python 3.13 alone names `pathlib._local`."""
+    return "/".join(parts)
+
+
+def _memory_format(owner: object, name: str) -> object:
+    """Return a member of the one enumeration in an index; Python 3.11.0 to 3.11.3 pickle it as `getattr`."""
+    if owner is not meta._MEM_FORMAT_ENCODING:
+        raise FolderError("its index refers to builtins.getattr, which no checkpoint needs")
+    return meta._MEM_FORMAT_ENCODING[name]
+
+
 _CLASSES: Final[dict[tuple[str, str], object]] = {
     **{
         (kind.__module__, kind.__qualname__): kind
@@ -40,15 +57,12 @@ _CLASSES: Final[dict[tuple[str, str], object]] = {
         )
     },
     ("torch", "Size"): torch.Size,
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # the folder's place when it was written
+    **{(module, "PosixPath"): _joined for module in ("pathlib", "pathlib._local")},
+    ("builtins", "getattr"): _memory_format,
     ("torch.serialization", "_get_layout"): lambda name: torch.strided,
     **{("torch", name): dtype for name, dtype in state.DTYPES.items()},
 }
 """What an index of PyTorch refers to."""
-
-
-class FolderError(ValueError):
-    """A folder's index is not one that PyTorch writes."""
 
 
 class _Unpickler(pickle.Unpickler):

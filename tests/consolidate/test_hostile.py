@@ -53,6 +53,30 @@ def test_an_index_runs_nothing(written: Path) -> None:
     assert not mark.exists()
 
 
+class AsOldPython(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, meta._MEM_FORMAT_ENCODING):
+            return getattr, (meta._MEM_FORMAT_ENCODING, value.name)
+        return NotImplemented
+
+
+def test_an_index_of_another_python_is_read(written: Path) -> None:
+    index = folder.read_index(written)
+    data = io.BytesIO()
+    AsOldPython(data).dump(index)
+    assert b"getattr" in data.getvalue()
+    (written / ".metadata").write_bytes(data.getvalue())
+    assert folder.read_index(written).state_dict_metadata == index.state_dict_metadata
+
+
+def test_an_index_reaches_no_attribute(written: Path) -> None:
+    data = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nTensorProperties\nV__init__\ntR."
+    (written / ".metadata").write_bytes(data)
+    refused(written, "its index refers to builtins.getattr, which no checkpoint needs")
+
+
 def test_a_value_runs_nothing(written: Path) -> None:
     mark = written.parent / "ran"
     index = folder.read_index(written)

@@ -68,7 +68,12 @@ class RestartPlan:
     def message(self) -> dict[str, object]:
         """Return what JSON can express, for `of_message`."""
         holders = [[*shard, *nodes] for shard, nodes in self.holders.items()]
-        return {**vars(self), "holders": holders, "start": self.start.hex()}
+        return {
+            **vars(self),
+            "holders": holders,
+            "start": self.start.hex(),
+            "continued": self.continued.hex(),
+        }
 
     @classmethod
     def of_message(cls, message: Any) -> RestartPlan:
@@ -90,11 +95,13 @@ class _PlanMessage(BaseModel):
     generation: int
     generation_seen: int
     start: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    continued: Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 
     def plan(self) -> RestartPlan:
         """Return the plan."""
         holders = {(group, shard): nodes for group, shard, *nodes in self.holders}
-        return RestartPlan(**{**dict(self), "holders": holders, "start": bytes.fromhex(self.start)})
+        starts = {name: bytes.fromhex(getattr(self, name)) for name in ("start", "continued")}
+        return RestartPlan(**{**dict(self), **starts, "holders": holders})
 
 
 class Fence:
