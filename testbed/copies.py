@@ -14,11 +14,7 @@ from typing import Any
 from checkmate.job.schema import Job
 from checkmate.wire.tag import HELLO_LENGTH, Hello
 from testbed.jobs import job_data
-
-
-def free_port(ip: str) -> int:
-    with socket.create_server((ip, 0)) as server:
-        return int(server.getsockname()[1])
+from testbed.ports import free_port
 
 
 def local_job(**kwargs: Any) -> Job:
@@ -27,12 +23,12 @@ def local_job(**kwargs: Any) -> Job:
     for node in data["shadow_nodes"]:
         number = node["id"]
         for what in ("mgmt", "records"):
-            node[what] = f"127.0.3.{number + 1}:{free_port(f'127.0.3.{number + 1}')}"
+            node[what] = f"127.0.3.{number + 1}:{free_port()}"
         for index, nic in enumerate(node["nics"]):
             nic["ip"] = f"127.0.{4 + index}.{number + 1}"
     for index, switch in enumerate(data["fabric"]["switches"]):
         switch["stub"]["ip"] = f"127.0.2.{index + 1}"
-        switch["stub"]["port"] = free_port(switch["stub"]["ip"])
+        switch["stub"]["port"] = free_port()
     return Job.model_validate(data)
 
 

@@ -25,7 +25,8 @@ from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconcile import Update
 from testbed.jobs import switch as switch_data
-from tests.support.switch_process import LOOP, free_port, softswitch
+from testbed.ports import free_port
+from tests.support.switch_process import LOOP, softswitch
 
 CODEC = Codec.for_target("softswitch")
 EXAMPLES = Path(__file__).parent.parent.parent / "softswitch" / "examples"

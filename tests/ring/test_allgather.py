@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from checkmate.ring import AllGather, Ring, RingError, RingPlace, connect_ring
 from checkmate.ring.steps import Arrival, Position, Receive, RingSteps, Send, allgather_steps, allreduce_steps
 from checkmate.wire.schedule import FIRST, LAST, Bucket, channel_slice, chunk_slice, stream_layout
-from tests.support.rings import free_port, loopback, on_all_ranks, play
+from testbed.ports import free_port
+from tests.support.rings import loopback, on_all_ranks, play
 from tests.support.streams import spans
 from topologies.traffic.rank import BucketSpec, RingJob, run_rank
 from topologies.traffic.tensors import Contents

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from checkmate.ring import AllReduce, Ring, RingError, RingPlace, connect_ring
 from checkmate.ring.steps import Arrival, Position, Receive, Send, allreduce_steps
 from checkmate.wire.schedule import Bucket, channel_slice
+from testbed.ports import free_port
 from tests.support.rings import (
     Result,
     averaged,
-    free_port,
     loopback,
     on_all_ranks,
     play,

@@ -14,7 +14,8 @@ import pytest
 
 from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide
 from checkmate.ring import Ring, RingError, RingPlace, connect_ring, greetings
-from tests.support.rings import free_port, loopback, on_all_ranks
+from testbed.ports import free_port
+from tests.support.rings import loopback, on_all_ranks
 
 KEY = bytes(range(32))
 PEER_IP = "127.0.0.2"  # strangers may have the previous rank's address

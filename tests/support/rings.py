@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -19,13 +18,6 @@ Data = TypeVar("Data")
 def loopback(ranks: int) -> list[str]:
     """Return an address for each rank."""
     return [f"127.0.0.{rank + 1}" for rank in range(ranks)]
-
-
-def free_port() -> int:
-    """Return a free port, low enough for some channels above it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return int(port) if port < 65000 else free_port()
 
 
 def on_all_ranks(ranks: int, work: Callable[[int], Result]) -> list[Result]:

@@ -13,15 +13,10 @@ from pathlib import Path
 
 from checkmate.job.schema import Switch
 from testbed.jobs import switch as switch_data
+from testbed.ports import free_port
 
 LOOP = asyncio.new_event_loop()
 """One for all tests, because grpc.aio does not support several loops in one process well."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from checkmate.state import dtype_name, from_held, in_memory_order
 from checkmate.training.gradients import hook as hook_module
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.wire.layout import Layout, Parameter, make_layout
-from tests.support.rings import averaged, free_port, loopback, same_bits
+from testbed.ports import free_port
+from tests.support.rings import averaged, loopback, same_bits
 from tests.support.training.rank_processes import RankProcesses
 
 FIRST_ITERATION = 7
