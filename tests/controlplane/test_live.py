@@ -98,7 +98,7 @@ def test_a_restarted_controller_takes_up_the_connected_streams(live: LiveSwitch)
         controller.kill()
         assert len(live.connected()) == 8
         controller.restart()
-        assert live.log().splitlines()[-2].endswith("s") and ": 0 updates" in live.log().splitlines()[-2]
+        assert ": 0 updates written in" in live.log()
         assert len(live.connected()) == 8
         node, nic, hello = next(hellos(read_job(live.job)))
         replacement = live.hello(f"shadow{node}", nic, hello)
@@ -151,10 +151,12 @@ def test_a_hello_needs_the_key_the_time_and_the_version(live: LiveSwitch) -> Non
         assert was_reset(live.connect(name, nic, hello, ahead=-75.0))
         assert was_reset(live.connect(name, nic, bytes.fromhex("c4ec0001") + bytes(12)))
         assert live.connected() == set()
-        assert acknowledged(live.connect(name, nic, hello, ahead=50.0))
+        connected = live.connect(name, nic, hello, ahead=50.0)
+        assert acknowledged(connected)
         assert was_reset(live.connect(name, nic, hello))
         assert len(live.connected()) == 1
-    for reason in ("MAC is wrong", "s ahead of this", "s behind this", "the node is old", "it is old: 5"):
+        connected.close()
+    for reason in ("MAC is wrong", "s ahead of this", "s behind this", "the node is old", "it is old: "):
         assert reason in live.log()
 
 
