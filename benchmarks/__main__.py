@@ -27,6 +27,7 @@ SUITES = {
     "copies": "switch.copies",
     "faults": "switch.faults",
     "control_plane": "switch.control_plane",
+    "syn_flood": "switch.syn_flood",
     "allreduce": "training.allreduce",
     "shadow_receive": "shadow.receive",
     "shadow_step": "shadow.step",
