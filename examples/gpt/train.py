@@ -28,6 +28,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(options.seed)  # the same model on all ranks
     model = Gpt(Shape(options.layers, options.width, options.heads, options.context, options.dropout))
+    model.to(options.device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
     scheduler = LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.iterations))
@@ -39,7 +40,8 @@ def main() -> None:
 
     with protection, Path(options.out, f"rank{rank}.jsonl").open("a") as log:
         for iteration in protection.steps(range(start, options.iterations)):
-            loss = ddp(*data.batch(options.batch, options.context))
+            batch = data.batch(options.batch, options.context)
+            loss = ddp(*(tokens.to(options.device) for tokens in batch))
             loss.backward()
             checkmate.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
@@ -76,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or cuda and a number")
     parser.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()

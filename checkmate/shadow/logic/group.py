@@ -109,7 +109,7 @@ def warnings(request: pb.BeginRequest) -> list[str]:
         if theirs[what] and theirs[what] != ours[what]
     ]
     if request.device.startswith("cuda"):
-        found.append("trainers step on a GPU: states agree to about eight decimals, not bit for bit")
+        found.append("trainers step on a GPU: states agree to about seven digits, not bit for bit")
     return found
 
 
