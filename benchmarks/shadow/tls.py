@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,12 +17,14 @@ from checkmate.job.schema import Job
 from checkmate.keys.making import make_keys
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import RecordsGate
 from checkmate.shadow.inbox import Inbox
 from testbed.copies import Copies, local_job
 from testbed.followed import SHAPES, Forgetful, node
 from testbed.jobs import keys_of
 from testbed.record_line import RecordLine
+from testbed.small_training import RUN, START
 from topologies.training.record import interval
 
 TITLE = "TLS: time with keys / without, pair by pair"
@@ -93,9 +96,12 @@ def _fetching(job: Job, stack: ExitStack) -> Timed:
     stack.callback(training.close)
     training.begin([0])
     training.seed_all()
+    iteration = training.iterate()
     stub = training.stubs[0]
-    stub.Fence(pb.FenceRequest(job=job.job, timeout=5), timeout=10)
-    request = pb.FetchRequest(job=job.job, shard=pb.Shard(), iteration=-1)
+    stub.Fence(pb.FenceRequest(protocol=PROTOCOL, job=job.job, timeout=30), timeout=40)
+    settle = pb.SettleRequest(job=job.job, iteration=iteration, run=RUN, continues=START)
+    stub.Settle(settle, timeout=30)
+    request = pb.FetchRequest(job=job.job, shard=pb.Shard(), iteration=iteration)
 
     def fetch() -> float:
         start = time.perf_counter()
@@ -116,5 +122,6 @@ def _compared(name: str, secure: Timed, plain: Timed) -> Figure:
             times.append(one())
     found = ratios(with_keys, without)
     mean = interval(list(found))
-    note = f"mean {number(mean.mean)}, 95% interval {number(mean.low)} to {number(mean.high)}"
+    absolute = " and ".join(number(1000 * statistics.median(times)) for times in (with_keys, without))
+    note = f"mean {number(mean.mean)}, 95% interval {number(mean.low)} to {number(mean.high)}; {absolute} ms"
     return Figure(name, found, "", smaller=True, note=note)
