@@ -15,7 +15,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
         meta.verdict = PUNT;
     }
 
-    @name(".stub_arp")
+    @name(".stub_arp") IN_TCAM
     table addresses {
         key = { hdr.arp.target_ip : exact @name("address"); }
         actions = { punt_arp; @defaultonly NoAction; }
@@ -30,7 +30,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
         meta.verdict = PUNT;
     }
 
-    @name(".stub")
+    @name(".stub") IN_TCAM
     table endpoints {
         key = { hdr.ipv4.destination : exact @name("address"); }
         actions = { punt_segment; @defaultonly NoAction; }
@@ -76,7 +76,7 @@ control limit_punts(in headers_t hdr, inout metadata_t meta) {
         EXECUTE_DIRECT(client_rate, meta.color)
     }
 
-    @name(".clients")
+    @name(".clients") IN_TCAM
     table clients {
         key = {
             meta.ingress_port : exact @name("port");

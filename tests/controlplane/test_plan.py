@@ -281,6 +281,15 @@ def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> N
     assert "36 replication entries needed, it holds 35" in str(excess)
 
 
+@given(some_jobs())
+@few
+def test_a_switch_has_no_more_replication_entries_than_streams(jobs: list[Job]) -> None:
+    """So a table of replication that is as large as that of streams is never the limit."""
+    for plan in everything(jobs).values():
+        used = plan.usage()
+        assert used.get("replication", 0) <= used["streams"] == used.get("lost", 0)
+
+
 def test_entities_print_as_a_person_reads_them() -> None:
     plan = everything([job(nodes=1, channels=1)])["tor0"]
     lines = {str(entity) for entity in _all(plan.holdings)}
