@@ -27,7 +27,7 @@ control replication(in headers_t hdr, inout metadata_t meta) {
         meta.boundary = boundary;
     }
 
-    // With the port, because only the rank itself is behind it: no other host can send in its name.
+    // The key has the port, because only the rank itself is behind it: no other host can send in its name.
     @name(".boundaries") IN_TCAM
     table boundaries {
         key = {

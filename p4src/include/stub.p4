@@ -50,7 +50,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// For packets to punt. Apart, so that the lookup does not wait for the payload's length.
+// For packets to punt. It is a control of its own, so that the lookup does not wait for the payload's length.
 control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
     INDEXED_COUNTER(plain_acks, ".plain_acks", 1);
 
@@ -64,7 +64,7 @@ control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// For packets to punt. Each shadow node's NIC has a rate of its own, so that no flood of others can starve it, also
+// For packets to punt. Each shadow node's NIC has a rate of its own, so that no flood of others can starve it, even
 // if they share a link between switches. Strangers share the rate of their port.
 control limit_punts(in headers_t hdr, inout metadata_t meta) {
     DIRECT_METER(client_rate, ".client_rate");
