@@ -37,9 +37,11 @@ def refuse(address: IPv4Address, *, from_link: bool) -> TableEntry:
 def entries(network: Network, switch: str) -> Iterator[TableEntry]:
     """Yield the switch's entries: a host is behind its own port, a stub behind the links on its paths."""
     for host in network.hosts:
-        yield refuse(host.ip, from_link=False)
+        for address in host.sources:
+            yield refuse(address, from_link=False)
+            if host.switch == switch:
+                yield permit(host.port, address)
         if host.switch == switch:
-            yield permit(host.port, host.ip)
             yield host_port(host.port)
     for port in network.links(switch):
         yield link_port(port)

@@ -19,6 +19,8 @@ NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | {
     target: chip.multicast_nodes for target, chip in chips.CHIPS.items()
 }
 """Multicast groups and nodes of each target's PRE. A node is a group's copies of one instance."""
+_OF_ADDRESSES = frozenset({"sources entries", "guarded_addresses entries"})
+"""Items whose number depends on the hosts' addresses."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,10 @@ class Excess:
     limit: int
 
     def __str__(self) -> str:
+        fewer = "addresses" if self.what in _OF_ADDRESSES else "channels, shadow nodes or replicas"
         return (
             f"switch {self.switch} ({self.target}): {self.needed} {self.what} needed, it holds {self.limit}; "
-            "use fewer channels, shadow nodes or replicas, or spread the jobs over more switches"
+            f"use fewer {fewer}, or spread the jobs over more switches"
         )
 
 

@@ -28,7 +28,7 @@ def without(held: Holdings, network: Network, switch: str) -> Holdings:
     sources = {int(boundary.source.ip) for boundary in network.boundaries}
     ours = {entry["boundary"] for entry in held.table("boundaries") if entry["source"] in sources}
     macs = {mac_number(host.mac) for host in network.hosts}
-    addresses = {int(host.ip) for host in network.hosts}
+    addresses = {int(source) for host in network.hosts for source in host.sources}
     rest = Holdings(rates=dict(held.rates))
     for entry in held.entries.values():
         gone = (

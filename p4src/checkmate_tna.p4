@@ -20,6 +20,11 @@
 #define METER_RED 3
 #endif
 
+// For small exact tables: in SRAM, each takes four blocks at least, with counters and meters to match.
+#ifndef IN_TCAM
+#define IN_TCAM @ternary(1)
+#endif
+
 #define PARSER_CANNOT_SHIFT // and the pipeline would need two stages for it
 #include "include/types.p4"
 #include "include/headers.p4"

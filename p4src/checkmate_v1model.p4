@@ -14,6 +14,7 @@
 #define EXECUTE_DIRECT(instance, color) instance.read(color);
 #define EXECUTE_INDEXED(instance, index, color) instance.execute_meter(index, color);
 #define METER_RED 2
+#define IN_TCAM
 
 #include "include/types.p4"
 #include "include/headers.p4"

@@ -18,6 +18,7 @@ from ptf_tests.switch import CounterValue
 
 LINK_PORT, OTHER_PORT = 9, 10
 FOREIGN = IPv4Address("10.0.0.77")
+LINK_LOCAL = IPv4Address("169.254.7.7")
 
 
 def frames(source: IPv4Address) -> list[bytes]:
@@ -68,6 +69,14 @@ class OwnAddresses(Guard):
         self.passes(TRAINER_PORT, TRAINER_IP)
         self.check_count(self.host)
 
+    def test_further_address(self) -> None:
+        """another address of a host at its port, and at no other"""
+        further = refuse(FOREIGN, from_link=False)
+        self.put(permit(TRAINER_PORT, FOREIGN), further)
+        for source in (TRAINER_IP, FOREIGN):
+            self.passes(TRAINER_PORT, source)
+        self.refused(OTHER_PORT, FOREIGN, further)
+
     def test_link(self) -> None:
         """at a link: the stub behind it, hosts of jobs, and addresses of no job"""
         for source in (STUB.ip, TRAINER_IP, FOREIGN):
@@ -78,7 +87,7 @@ class OwnAddresses(Guard):
         self.passes(OTHER_PORT, FOREIGN)
 
     def test_without_address(self) -> None:
-        """frames without a source address: other protocols, DHCP, and probes of RFC 5227"""
+        """frames without a source address to check: other protocols, VLANs, DHCP, and probes of RFC 5227"""
         header = Ether(dst=PEER_MAC, src=TRAINER_MAC)
         sent = [
             bytes(packet)
@@ -88,6 +97,7 @@ class OwnAddresses(Guard):
                 header / IP(src="0.0.0.0", dst="255.255.255.255") / UDP(sport=68, dport=67),
                 header / ARP(psrc="0.0.0.0", pdst=str(TRAINER_IP)),
                 header / Dot1Q(vlan=7) / IP(src=str(STUB.ip), dst=str(PEER_IP)) / UDP(),
+                header / Dot1AD(vlan=7) / Dot1Q(vlan=0) / IP(src=str(STUB.ip), dst=str(PEER_IP)) / UDP(),
             )
         ]
         self.check((TRAINER_PORT, sent), {PEER_PORT: sent})
@@ -103,6 +113,11 @@ class OthersAddresses(Guard):
         self.check((TRAINER_PORT, frames(PEER_IP)), {})
         self.check((TRAINER_PORT, frames(FOREIGN)), {})
         self.check_count(self.host, *frames(PEER_IP), *frames(FOREIGN))
+
+    def test_link_local(self) -> None:
+        """a link-local address at a host's port; it passes at a port of no job"""
+        self.refused(TRAINER_PORT, LINK_LOCAL, self.host)
+        self.passes(OTHER_PORT, LINK_LOCAL)
 
     def test_stub_from_other_link(self) -> None:
         """the stub's address at a link that it is not behind"""

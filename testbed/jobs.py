@@ -37,11 +37,12 @@ def job_data(
     switches: int = 1,
     number: int = 0,
     target: str = "softswitch",
+    further: int = 0,
 ) -> dict[str, Any]:
     """Return a job's YAML as data.
 
-    The switches are in a line, and hosts are attached to them in turn. Jobs with different `number` have
-    different addresses and ports.
+    The switches are in a line, and hosts are attached to them in turn. Each host has up to two `further`
+    addresses. Jobs with different `number` have different addresses and ports.
     """
     ports = [0] * switches
     names = [f"tor{i}" for i in range(switches)]
@@ -52,8 +53,10 @@ def job_data(
         return {"switch": names[at], "port": ports[at] + 100 * number}
 
     def host(kind: int, index: int) -> dict[str, Any]:
-        address = f"10.{number}.{kind * 64 + index // 250}.{index % 250 + 1}"
-        return {"ip": address, "mac": mac(kind + 2 * number, index), **place(index)}
+        tail = f"{kind * 64 + index // 250}.{index % 250 + 1}"
+        own = {"ip": f"10.{number}.{tail}", "mac": mac(kind + 2 * number, index), **place(index)}
+        addresses = [f"10.{number + 100 * (more + 1)}.{tail}" for more in range(further)]
+        return {**own, "addresses": addresses} if further else own
 
     dp_groups = [
         {

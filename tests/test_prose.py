@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.prose import check
+from tools.prose import check, files
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,9 @@ def test_of_code_only_words_are_looked_at() -> None:
         (3, "so many"),
     ]
     assert [one.words for one in check("a.p4", "anew = 1; // anew\n")] == ["anew"]
+
+
+def test_every_kind_of_source_is_looked_at() -> None:
+    kinds = {name.rpartition(".")[2] for name in files()}
+    assert kinds == {"md", "py", "c", "h", "p4", "proto", "sh"}
+    assert not [name for name in files() if name.startswith("p4src/build")]

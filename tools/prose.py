@@ -95,7 +95,7 @@ def files() -> list[str]:
         text=True,
         check=True,
     ).stdout.splitlines()
-    kinds = (".md", ".py", ".c", ".h", ".proto", ".sh")  # what p4c made carries a digest of the P4 sources
+    kinds = (".md", ".py", ".c", ".h", ".p4", ".proto", ".sh")
     return [
         name
         for name in known

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from ipaddress import IPv4Address
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from checkmate.job.faults import Fault, Part, Path, parts, served_at, show_path
+from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.port_checks import tofino_faults
@@ -139,7 +140,7 @@ def within_job(raw: Any) -> list[Fault]:
         *_duplicates(switches, "address", "switch", ("address", "device_id")),
         *_duplicates(ranks, "rank", "rank number"),
         *_duplicates(nodes, "id", "shadow node id"),
-        *_duplicates(hosts, "ip", "IP address"),
+        *_same_addresses(hosts),
         *_duplicates(hosts, "mac", "MAC address"),
         *_duplicates([*links, *ranks, *nics], "port", "switch port", ("switch", "port")),
         *_duplicates(ranks, "mgmt", "mgmt address"),
@@ -185,6 +186,18 @@ def _duplicates(
             )
         else:
             first[values] = part.path
+
+
+def _same_addresses(hosts: Sequence[Part]) -> Iterator[Fault]:
+    """Yield IP addresses that are taken already; those of `ip` come first."""
+    first: dict[IPv4Address, Path] = {}
+    found = [each for host in hosts for each in addresses_of(host)]
+    for path, address in sorted(found, key=lambda each: "addresses" in each[0]):
+        if address in first:
+            taken = f"IP address {address} is taken already by {show_path(first[address])}"
+            yield Fault(path, f"{taken}; each needs its own")
+        else:
+            first[address] = path
 
 
 def _names(switches: Sequence[Part]) -> set[str] | None:

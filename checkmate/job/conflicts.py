@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkmate.job.faults import Fault, Part, Path, parts, served_at, show_path
+from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
 from checkmate.job.schema import Attachment, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.job.tofino.ports import effective
 
@@ -69,9 +69,10 @@ def _claims(raw: Any) -> Iterator[_Claim]:
 
 
 def _addresses(what: str, part: Part, switch: str | None = None) -> Iterator[_Claim]:
-    for field in ("ip", "mac"):
-        if field in part.fields:
-            yield _Claim(f"{what} address", str(part.fields[field]), (*part.path, field), switch)
+    for path, address in addresses_of(part):
+        yield _Claim(f"{what} address", str(address), path, switch)
+    if "mac" in part.fields:
+        yield _Claim(f"{what} address", str(part.fields["mac"]), (*part.path, "mac"), switch)
 
 
 def _port(part: Part, switch: str | None = None) -> Iterator[_Claim]:

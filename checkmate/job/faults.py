@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import IPv4Address
 from typing import Annotated, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from checkmate.job.schema import records_beside
+from checkmate.job.schema import Ip, records_beside
 
 Path = tuple[str | int, ...]
+_IP: TypeAdapter[IPv4Address] = TypeAdapter(Ip)
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Part:
-    """A mapping in the YAML: its path, and the valid fields of its model."""
+    """A mapping in the YAML: its path, the valid fields of its model, and all of it as read."""
 
     path: Path
     fields: Mapping[str, Any]
+    raw: Any
 
     def get(self, *names: str) -> tuple[Any, ...] | None:
         """Return the values of all these fields, or `None` if one is missing or faulty."""
@@ -60,7 +63,7 @@ def _walk(raw: Any, model: type[BaseModel], keys: Sequence[str], path: Path) -> 
         if isinstance(raw, dict) and keys[0] in raw:
             yield from _walk(raw[keys[0]], model, keys[1:], (*path, keys[0]))
     else:
-        yield Part(path, _sound(raw, model) if isinstance(raw, dict) else {})
+        yield Part(path, _sound(raw, model) if isinstance(raw, dict) else {}, raw)
 
 
 def _sound(raw: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -83,6 +86,18 @@ def _adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
     for constraint in info.metadata:
         kind = Annotated[kind, constraint]
     return TypeAdapter(kind)
+
+
+def addresses_of(host: Part) -> Iterator[tuple[Path, IPv4Address]]:
+    """Yield the valid IP addresses of a host or stub, each with its path."""
+    if (ip := host.get("ip")) is not None:
+        yield (*host.path, "ip"), ip[0]
+    listed = host.raw.get("addresses") if isinstance(host.raw, dict) else None
+    for index, address in enumerate(listed if isinstance(listed, list) else ()):
+        try:
+            yield (*host.path, "addresses", index), _IP.validate_python(address)
+        except ValidationError:
+            continue  # reported with the file's structure
 
 
 def served_at(node: Part) -> Iterator[tuple[str, str]]:

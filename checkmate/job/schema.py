@@ -202,12 +202,23 @@ class TagSettings(_Model):
     """IEEE 802.1Q priority of all training traffic if PFC is used; Tofino has no PFC for 0."""
 
 
-class Rank(Attachment):
+class Host(Attachment):
+    """A host's interface on the training network. `addresses` are those that it has besides `ip`."""
+
+    ip: Ip
+    mac: Mac
+    addresses: tuple[Ip, ...] = ()
+
+    @property
+    def sources(self) -> tuple[IPv4Address, ...]:
+        """The source addresses that the host may send from at its port."""
+        return (self.ip, *self.addresses)
+
+
+class Rank(Host):
     """A training rank: `rank` is its number in the whole job."""
 
     rank: Annotated[int, Field(ge=0, strict=True)]
-    ip: Ip
-    mac: Mac
     mgmt: Annotated[str, Field(min_length=1)]
 
 
@@ -220,11 +231,8 @@ class DpGroup(_Model):
     ) = None
 
 
-class Nic(Attachment):
+class Nic(Host):
     """A shadow node's network interface."""
-
-    ip: Ip
-    mac: Mac
 
 
 class ShadowNode(_Model):

@@ -5,8 +5,8 @@
 #ifndef CHECKMATE_GUARD
 #define CHECKMATE_GUARD
 
-// Checks IPv4 sources and ARP senders. A port of a job's host accepts only its own addresses, and a link only the
-// stubs behind it. Any other port accepts what belongs to no job.
+// Checks IPv4 sources and ARP senders. A port of a job's host accepts only the addresses that the job names for it.
+// A link refuses stubs that are not behind it, and any other port refuses what belongs to a job.
 control guard(in headers_t hdr, inout metadata_t meta) {
     DIRECT_COUNTER(refused_ports, ".refused_ports");
     DIRECT_COUNTER(refused_addresses, ".refused_addresses");

@@ -27,8 +27,8 @@ control replication(in headers_t hdr, inout metadata_t meta) {
         meta.boundary = boundary;
     }
 
-    // With the port, because only the rank itself is behind it: no other host can send in its name.
-    @name(".boundaries")
+    // The key has the port, because only the rank itself is behind it: no other host can send in its name.
+    @name(".boundaries") IN_TCAM
     table boundaries {
         key = {
             meta.ingress_port    : exact @name("port");
@@ -63,16 +63,15 @@ control replication(in headers_t hdr, inout metadata_t meta) {
     apply {
         if (hdr.ipv4.isValid()) {
             if (marks.apply().hit) {
+                bit<8> reason = PASSED_WITHOUT_TAG;
                 if (hdr.tag.isValid() && meta.payload_length != 0) {
+                    reason = PASSED_WITHOUT_ENTRY;
                     if (boundaries.apply().hit) {
-                        if (!shards.apply().hit) {
-                            passed.count(PASSED_WITHOUT_ENTRY);
-                        }
-                    } else {
-                        passed.count(PASSED_WITHOUT_ENTRY);
+                        shards.apply();
                     }
-                } else {
-                    passed.count(PASSED_WITHOUT_TAG);
+                }
+                if (meta.verdict != REPLICATE) {
+                    passed.count(reason);
                 }
             }
         }

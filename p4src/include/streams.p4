@@ -50,7 +50,7 @@ control streams(inout headers_t hdr, inout metadata_t meta) {
         meta.incarnation = incarnation;
     }
 
-    @name(".incarnations")
+    @name(".incarnations") IN_TCAM
     table incarnations {
         key = { meta.boundary : exact @name("boundary"); }
         actions = { expect; @defaultonly NoAction; }

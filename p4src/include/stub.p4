@@ -15,7 +15,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
         meta.verdict = PUNT;
     }
 
-    @name(".stub_arp")
+    @name(".stub_arp") IN_TCAM
     table addresses {
         key = { hdr.arp.target_ip : exact @name("address"); }
         actions = { punt_arp; @defaultonly NoAction; }
@@ -30,7 +30,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
         meta.verdict = PUNT;
     }
 
-    @name(".stub")
+    @name(".stub") IN_TCAM
     table endpoints {
         key = { hdr.ipv4.destination : exact @name("address"); }
         actions = { punt_segment; @defaultonly NoAction; }
@@ -50,7 +50,7 @@ control stub(in headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// For packets to punt. Apart, so that the lookup does not wait for the payload's length.
+// For packets to punt. It is a control of its own, so that the lookup does not wait for the payload's length.
 control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
     INDEXED_COUNTER(plain_acks, ".plain_acks", 1);
 
@@ -64,7 +64,7 @@ control end_plain_acks(in headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// For packets to punt. Each shadow node's NIC has a rate of its own, so that no flood of others can starve it, also
+// For packets to punt. Each shadow node's NIC has a rate of its own, so that no flood of others can starve it, even
 // if they share a link between switches. Strangers share the rate of their port.
 control limit_punts(in headers_t hdr, inout metadata_t meta) {
     DIRECT_METER(client_rate, ".client_rate");
@@ -76,7 +76,7 @@ control limit_punts(in headers_t hdr, inout metadata_t meta) {
         EXECUTE_DIRECT(client_rate, meta.color)
     }
 
-    @name(".clients")
+    @name(".clients") IN_TCAM
     table clients {
         key = {
             meta.ingress_port : exact @name("port");

@@ -25,21 +25,20 @@ const group_t FLOOD_GROUP = 1;
 
 const replication_id_t TRAINING_COPY = 0;
 
-const int PORTS      = 512; // of `port_t`
-const int SHADOW_IDS = 16;
-const int CHANNELS   = 8;
+const int PORTS = 512; // of `port_t`
 
-// No job uses all three maxima of the replication table, so fewer streams are connected than could be replicated.
 const int BOUNDARY_TABLE_SIZE    = 256;
-const int REPLICATION_TABLE_SIZE = BOUNDARY_TABLE_SIZE * SHADOW_IDS * CHANNELS;
 const int STREAMS_TABLE_SIZE     = 8192;
+// An entry of `replication` has a stream for each holder, so there are at least as many streams.
+const int REPLICATION_TABLE_SIZE = STREAMS_TABLE_SIZE;
 const int FORWARDING_TABLE_SIZE  = 4096;
 const int STUB_TABLE_SIZE        = 64;
 const int CLIENTS_TABLE_SIZE     = 1024;
 const int MARKS_TABLE_SIZE       = 16;
 // Each port has a host's addresses, or those of the stubs behind a link.
-const int SOURCES_TABLE_SIZE     = 2048;
-const int ADDRESSES_TABLE_SIZE   = FORWARDING_TABLE_SIZE + 2 * STUB_TABLE_SIZE;
+const int SOURCES_TABLE_SIZE     = 4096;
+// All hosts' addresses, and those of all stubs twice.
+const int ADDRESSES_TABLE_SIZE   = 6144;
 
 // Indices of the counter `passed`: segments with the tag's DSCP bit that were not replicated.
 const bit<8> PASSED_WITHOUT_TAG   = 0;

@@ -17,6 +17,7 @@
 #define EXECUTE_DIRECT(instance, color) instance.read(color);
 #define EXECUTE_INDEXED(instance, index, color) instance.execute_meter(index, color);
 #define METER_RED 2
+#define IN_TCAM
 
 const bit<32> PORT_METADATA_SIZE = 64;
 

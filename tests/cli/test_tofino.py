@@ -41,7 +41,7 @@ def test_limits_are_the_chips(tmp_path: Path, target: str) -> None:
     assert found["target"] == target
     assert found["limits"]["multicast groups"] == 65535
     assert found["limits"]["multicast nodes"] == {"tofino": 20889, "tofino2": 26214}[target]
-    assert found["limits"]["replication"] == 32768
+    assert found["limits"]["replication"] == 8192
     ports = {replica["port"] for group in found["groups"] for replica in group["replicas"]}
     assert ports == {"tofino": {128, 136, 144, 152, 160}, "tofino2": {8, 16, 24, 32, 40}}[target]
 

@@ -131,11 +131,12 @@ def test_the_guard_lets_hosts_and_stubs_send_from_where_they_are(jobs: list[Job]
         for name, plan in plans.items():
             port = network.arrival_port(name, host)
             assert port is not None
-            assert guarded(plan, port, int(host.ip))
-            assert guarded(plan, UNUSED_PORT, int(host.ip)) is False
-            for other in network.hosts:
-                if other.switch == name and other.port != port:
-                    assert not guarded(plan, other.port, int(host.ip))
+            for source in (host.ip, *host.addresses):
+                assert guarded(plan, port, int(source))
+                assert not guarded(plan, UNUSED_PORT, int(source))
+                for other in network.hosts:
+                    if other.switch == name and other.port != port:
+                        assert not guarded(plan, other.port, int(source))
     for name, plan in plans.items():
         for switch in network.switches.values():
             for host in network.hosts:
@@ -279,6 +280,23 @@ def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> N
     (excess,) = excesses(plan, "softswitch", sizes)
     assert (excess.what, excess.needed, excess.limit) == ("replication entries", 36, 35)
     assert "36 replication entries needed, it holds 35" in str(excess)
+    assert "use fewer channels, shadow nodes or replicas" in str(excess)
+
+
+def test_more_addresses_than_a_switch_holds_are_refused_as_such() -> None:
+    plan = everything([job(ranks=2, nodes=1, nics=1, further=2)])["tor0"]
+    (excess,) = excesses(plan, "softswitch", {**CODEC.table_sizes(), "sources": 8})
+    assert (excess.what, excess.needed, excess.limit) == ("sources entries", 9, 8)
+    assert "use fewer addresses" in str(excess)
+
+
+@given(some_jobs())
+@few
+def test_a_switch_has_no_more_replication_entries_than_streams(jobs: list[Job]) -> None:
+    """So a table of replication that is as large as that of streams is never the limit."""
+    for plan in everything(jobs).values():
+        used = plan.usage()
+        assert used.get("replication", 0) <= used["streams"] == used.get("lost", 0)
 
 
 def test_entities_print_as_a_person_reads_them() -> None:

@@ -132,6 +132,31 @@ def edited(path: str, value: Any) -> dict[str, Any]:
             "shadow_nodes[0].nics[0].ip",
             "taken already by fabric.switches[0].stub",
         ),
+        ("dp_groups/0/ranks/1/addresses", "10.0.0.9", "dp_groups[0].ranks[1].addresses", "must be a list"),
+        (
+            "dp_groups/0/ranks/1/addresses",
+            ["10.0.0.9", "224.0.0.9"],
+            "dp_groups[0].ranks[1].addresses[1]",
+            "must be a host's IPv4 address",
+        ),
+        (
+            "dp_groups/0/ranks/1/addresses",
+            ["10.0.0.9", "10.0.0.9"],
+            "dp_groups[0].ranks[1].addresses[1]",
+            "10.0.0.9 is taken already by dp_groups[0].ranks[1].addresses[0]",
+        ),
+        (
+            "dp_groups/0/ranks/0/addresses",
+            ["10.0.0.2"],
+            "dp_groups[0].ranks[0].addresses[0]",
+            "10.0.0.2 is taken already by dp_groups[0].ranks[1].ip",
+        ),
+        (
+            "shadow_nodes/0/nics/0/addresses",
+            ["10.255.0.1"],
+            "shadow_nodes[0].nics[0].addresses[0]",
+            "10.255.0.1 is taken already by fabric.switches[0].stub.ip",
+        ),
         ("replicas", 3, "replicas", "3 replicas need as many shadow nodes"),
         ("fabric/switches/0/cpu_port", 64, "fabric.switches[0].cpu_port", "510"),
         (
@@ -157,6 +182,12 @@ def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
     data["shadow_nodes"][1]["id"] = 0
     found = faults(write(tmp_path, data))
     assert set(found) == {"dp_groups[0].ranks[1].ip", "colour", "channels", "shadow_nodes[1].id"}
+
+
+def test_a_faulty_address_hides_no_other(tmp_path: Path) -> None:
+    data = edited("dp_groups/0/ranks/1/addresses", ["10.0.0.1", "224.0.0.9", 7, "10.0.0.2"])
+    found = faults(write(tmp_path, data))
+    assert set(found) == {f"dp_groups[0].ranks[1].addresses[{index}]" for index in range(4)}
 
 
 def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
@@ -285,6 +316,14 @@ def test_a_stub_is_no_other_jobs_host(tmp_path: Path) -> None:
         part["switch"] = "elsewhere"
     found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
     assert "10.0.0.1" in found["fabric.switches[0].stub.ip"]
+
+
+def test_a_further_address_is_no_other_jobs_host(tmp_path: Path) -> None:
+    other = job_data("two", number=1)
+    other["shadow_nodes"][0]["nics"][1]["addresses"] = ["10.1.9.9", "10.0.0.1"]
+    found = faults(write(tmp_path, job_data("one"), "1.yaml"), write(tmp_path, other, "2.yaml"))
+    assert list(found) == ["shadow_nodes[0].nics[1].addresses[1]"]
+    assert "10.0.0.1 is claimed already by job 'one' (dp_groups[0].ranks[0].ip)" in found.popitem()[1]
 
 
 @given(some_jobs())

@@ -26,6 +26,7 @@ def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
                 replicas=draw(st.integers(1, nodes)),
                 switches=switches,
                 number=number,
+                further=draw(st.integers(0, 2)),
             )
         )
     return made

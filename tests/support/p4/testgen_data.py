@@ -9,10 +9,11 @@ generated these tests from `checkmate_tna.p4`:
     p4testgen --target tofino --arch tna --test-backend STF --seed 1 --max-tests 0 \\
         --packet-size-range 512:1024 --port-ranges 1:16,510:510 \\
         --track-coverage STATEMENTS --track-coverage ACTIONS --track-coverage PARSER_STATES \\
-        -D__TARGET_TOFINO__=1 -DCHECKMATE_CPU_PORT=510 -I INCLUDE --out-dir FOLDER checkmate_tna.p4 \\
-        > FOLDER/testgen.log 2>&1
+        -D__TARGET_TOFINO__=1 -DCHECKMATE_CPU_PORT=510 -DIN_TCAM= -I INCLUDE --out-dir FOLDER \\
+        checkmate_tna.p4 > FOLDER/testgen.log 2>&1
 
-INCLUDE has tna.p4. The version was p4c 34b86e9, with these changes in the target:
+INCLUDE has tna.p4. `IN_TCAM` is empty, because P4Testgen makes ternary entries for an exact table in TCAM.
+The version was p4c 34b86e9, with these changes in the target:
 - A packet with `mcast_grp_a` continues to egress as one copy, with any port and replication id, which the
   trace records. It was dropped before. Fan-out is not modelled.
 - `egress_rid` has 16 bits instead of 1.
@@ -22,13 +23,13 @@ INCLUDE has tna.p4. The version was p4c 34b86e9, with these changes in the targe
 - Hashes and rewrites of unused intrinsic metadata are omitted: neither changes this program.
 P4Testgen masks checksums instead of computing them, and ignores counters.
 
-P4Testgen never frees memory, and all paths need more than 16 GB, so it ran three times: on the program, until
-all paths without a tag were done (209 nodes), and twice on a copy whose parser has only one of the states
-`with_tag` and `with_timestamps`. FOLDER has the tests of all three, each path once, numbered throughout. The
-last line of its log has the nodes covered by all three: `with_tag` has the 3 that the first run lacks.
+The parser has a state for each TCP data offset, and P4Testgen repeats all that follows for each. It never
+frees memory, and all paths need more than 16 GB. So it ran once for each of these 16 states, within 7 GB, on
+a copy whose parser has only this one; only the copy with `words_0` has ARP and VLANs. FOLDER has the tests of
+that copy, except those of other offsets, and of each other copy those that reach its state, numbered
+throughout. The last line of its log has the nodes that all copies cover together.
 
-The parser has a state for each TCP data offset, and P4Testgen repeats all that follows for each. Of tests
-that differ only in a data offset without tag, one is kept: each time with the next of these 14.
+Of tests that differ only in a data offset without tag, one is kept: each time with the next of these 14.
 """
 
 from __future__ import annotations
