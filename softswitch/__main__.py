@@ -25,6 +25,8 @@ from softswitch.p4runtime.server import serve
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
 
+log = logging.getLogger(__name__)
+
 SWITCH_INTERVAL_S = 0.0005
 """Longest time, in seconds, for which a control-plane thread may hold the interpreter."""
 STATS_INTERVAL_S = 1.0
@@ -110,7 +112,10 @@ def load_pipeline(config: Path) -> Pipeline:
 
 @contextmanager
 def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Iterator[None]:
-    """Keep the switch's statistics in a file, written every second and at the end."""
+    """Keep the switch's statistics in a file, written every second and at the end.
+
+    Raise `UsageError` if it cannot be written at first. Later errors are logged.
+    """
     done = threading.Event()
 
     def write() -> None:
@@ -119,8 +124,13 @@ def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Ite
         os.replace(unfinished, path)
 
     def repeat() -> None:
-        while not done.wait(STATS_INTERVAL_S):
-            write()
+        last = False
+        while not last:
+            last = done.wait(STATS_INTERVAL_S)
+            try:
+                write()
+            except OSError as error:
+                log.warning("statistics could not be written: %s", error)
 
     try:
         write()
@@ -133,7 +143,6 @@ def stats_file(path: Path, switch: SoftSwitch, service: P4RuntimeService) -> Ite
     finally:
         done.set()
         thread.join()
-        write()
 
 
 def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, object]:

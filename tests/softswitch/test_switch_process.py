@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -24,34 +22,13 @@ from tests.softswitch.support.client import (
     insert,
     needs_root,
     sh,
+    wait_for,
 )
+from tests.softswitch.support.process import descriptors, process
 from tests.softswitch.support.scenarios import CPU_PORT
 
 BROADCAST = (1 << 48) - 1
 MEGABYTES = 24
-
-
-@contextmanager
-def process(
-    *arguments: str, inside: str | None = None, tail: int = 0
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a running switch and its reported address; check that it exits with 0 after SIGTERM."""
-    command = [sys.executable, "-m", "softswitch", "--device-id", str(DEVICE), *arguments]
-    if inside:
-        command = ["nsenter", f"--net=/run/netns/{inside}", *command]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert running.stdout is not None
-        assert running.stderr is not None
-        line = running.stdout.readline()
-        assert "P4Runtime on " in line, line + running.stderr.read()
-        yield running, line.split("P4Runtime on ")[1].split(",")[0]
-        running.send_signal(signal.SIGTERM)
-        running.wait(20)
-        assert running.returncode == 0, running.stderr.read()
-    finally:
-        running.kill()
-        running.wait()
 
 
 WRITER = """
@@ -201,6 +178,23 @@ def test_a_port_that_goes_and_comes_is_told_on_stderr(wires: Wires, tmp_path: Pa
         assert running.stderr.read() == ""
 
 
+@needs_root
+def test_no_descriptor_left_does_not_end_the_data_plane(wires: Wires) -> None:
+    """A link that goes and comes has its state looked up, which needs a descriptor."""
+    with process("--no-p4", "-i", "1@s1", "-i", "2@s2", inside=wires.switch) as (running, _):
+        sh(f"prlimit --pid {running.pid} --nofile={descriptors(running.pid)}:")
+        for state in ("down", "up"):
+            sh(f"nsenter --net=/run/netns/{wires.switch} ip link set s2 {state}")
+            time.sleep(0.3)
+            assert running.poll() is None
+        sh(f"prlimit --pid {running.pid} --nofile=1024:")
+        assert running.stderr is not None
+        told = ""
+        while "up again" not in told:
+            told = running.stderr.readline()
+            assert told
+
+
 def test_signal_ends_streams_and_the_process() -> None:
     with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (running, address):
         client = Client(address)
@@ -243,6 +237,20 @@ def test_trace_and_cpu_port() -> None:
             text += running.stdout.readline()
             assert time.monotonic() - begin < 20, text
         client.close()
+
+
+def test_statistics_go_on_after_an_error(tmp_path: Path) -> None:
+    """A folder in the way of the file that replaces the old one, as a stand-in for a full disk."""
+    stats = tmp_path / "stats.json"
+    obstacle = tmp_path / "stats.json.new"
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0", "--stats-file", str(stats)) as (running, _):
+        obstacle.mkdir()
+        assert running.stderr is not None
+        assert "statistics could not be written" in running.stderr.readline()
+        before = json.loads(stats.read_text())["time"]
+        obstacle.rmdir()
+        wait_for(lambda: json.loads(stats.read_text())["time"] > before, "new statistics")
+        obstacle.mkdir()  # for those at the end
 
 
 @pytest.fixture
