@@ -21,7 +21,7 @@ from google.protobuf import text_format
 from softswitch.frames.afpacket import PacketPort
 from softswitch.options import Options, UsageError, p4info_path, parse
 from softswitch.p4runtime.pipeline import Pipeline, build
-from softswitch.p4runtime.server import serve
+from softswitch.p4runtime.server import P4RuntimeServer
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
 
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """Longest time, in seconds, for which a control-plane thread may hold the interpreter."""
 STATS_INTERVAL_S = 1.0
-STOP_GRACE_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +54,12 @@ def run(options: Options) -> None:
     )
     if options.thrift_port is not None:
         print("softswitch: --thrift-port is ignored: there is no Thrift server", file=sys.stderr)
+    if options.exposed:
+        print(
+            f"softswitch: --insecure: whoever reaches {options.address} controls this switch", file=sys.stderr
+        )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    credentials = options.tls.credentials() if options.tls else None
+    credentials = options.tls.read() if options.tls else None
     pipeline = load_pipeline(options.config) if options.config else None
     with ExitStack() as stack:
         ports = open_ports(options.interfaces, stack)
@@ -65,15 +68,15 @@ def run(options: Options) -> None:
         if pipeline is not None:
             service.commit(pipeline)
         try:
-            server, port = serve(service, options.address, credentials)
+            server = P4RuntimeServer(service, options.address, credentials() if credentials else None)
         except OSError as error:
             raise UsageError(str(error)) from None
-        stack.callback(lambda: server.stop(STOP_GRACE_S).wait())
+        stack.callback(server.stop)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: switch.stop())
         if options.stats_file:
             stack.enter_context(stats_file(options.stats_file, switch, service))
-        address = f"{options.address.rpartition(':')[0]}:{port}"
+        address = f"{options.address.rpartition(':')[0]}:{server.port}"
         names = ", ".join(f"{number}@{name}" for number, name in options.interfaces.items()) or "none"
         print(f"softswitch: P4Runtime on {address}, device {options.device_id}, ports: {names}", flush=True)
         switch.run()

@@ -205,16 +205,20 @@ def test_signal_ends_streams_and_the_process() -> None:
         client.close()
 
 
-def test_address_in_use(tmp_path: Path) -> None:
-    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, address):
-        second = subprocess.run(
-            [sys.executable, "-m", "softswitch", "--no-p4", "--grpc-server-addr", address],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert second.returncode == 2
-    assert second.stderr == f"softswitch: cannot listen on {address}: Address already in use\n"
+def test_addresses_that_cannot_be_used() -> None:
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, used):
+        for address, words in (
+            (used, "Address already in use"),
+            ("192.0.2.1:9559", "Cannot assign requested address"),
+        ):
+            second = subprocess.run(
+                [sys.executable, "-m", "softswitch", "--no-p4", "--insecure", "--grpc-server-addr", address],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert second.returncode == 2
+            assert second.stderr.endswith(f"softswitch: cannot listen on {address}: {words}\n")
 
 
 def test_trace_and_cpu_port() -> None:
@@ -253,14 +257,24 @@ def test_statistics_go_on_after_an_error(tmp_path: Path) -> None:
         obstacle.mkdir()  # for those at the end
 
 
+CLIENTS = {
+    "controller": "URI:checkmate:gpt/controller",
+    "reader": "URI:checkmate:gpt/reader",
+    "nobody": "DNS:controller.example",
+    "several": "URI:checkmate:gpt/controller,URI:checkmate:gpt/reader",
+    "longer": "URI:checkmate:gpt/controller/x",
+}
+"""Subject alternative names of clients."""
+
+
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
-    """Return an authority, and a server's and a client's certificate from it."""
+    """Return an authority, and a server's and clients' certificates from it."""
     folder = tmp_path
-    request = "openssl req -newkey rsa:2048 -nodes"
+    request = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
     sh(f"{request} -x509 -days 2 -subj /CN=authority -keyout {folder}/ca.key -out {folder}/ca.pem")
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
-    for name in ("server", "client"):
+    for name, names in {"server": "IP:127.0.0.1", **CLIENTS}.items():
+        (folder / "san").write_text(f"subjectAltName={names}")
         sh(f"{request} -subj /CN={name} -keyout {folder}/{name}.key -out {folder}/{name}.csr")
         sh(
             f"openssl x509 -req -in {folder}/{name}.csr -CA {folder}/ca.pem -CAkey {folder}/ca.key -days 2 "
@@ -269,24 +283,45 @@ def certificates(tmp_path: Path) -> Path:
     return folder
 
 
-def test_tls_with_client_certificates(certificates: Path) -> None:
+def answer(address: str, credentials: grpc.ChannelCredentials, call: str) -> grpc.StatusCode:
+    """Return the status of a call, with arbitration as a stream's first message."""
+    with grpc.secure_channel(address, credentials) as channel:
+        stub = p4r_grpc.P4RuntimeStub(channel)
+        hello = p4r.StreamMessageRequest()
+        hello.arbitration.device_id = DEVICE
+        hello.arbitration.election_id.low = 1
+        try:
+            if call == "StreamChannel":
+                next(stub.StreamChannel(iter([hello]), timeout=5))
+            elif call == "Write":
+                stub.Write(p4r.WriteRequest(device_id=DEVICE), timeout=5)
+            else:
+                stub.Capabilities(p4r.CapabilitiesRequest(), timeout=5)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_tls_admits_controllers_only(certificates: Path) -> None:
     read = {path.name: path.read_bytes() for path in certificates.iterdir()}
-    tls = ["--grpc-server-ssl", "--grpc-server-cert", f"{certificates}/server.pem"]
-    tls += [
-        "--grpc-server-key",
-        f"{certificates}/server.key",
-        "--grpc-server-cacert",
-        f"{certificates}/ca.pem",
-    ]
-    tls += ["--grpc-server-with-client-auth", "--grpc-server-addr", "127.0.0.1:0"]
+    tls = ["--grpc-server-ssl", "--grpc-server-addr", "127.0.0.1:0"]
+    for option, file in (("cert", "server.pem"), ("key", "server.key"), ("cacert", "ca.pem")):
+        tls += [f"--grpc-server-{option}", f"{certificates}/{file}"]
     with process("--no-p4", *tls) as (_, address):
-        known = grpc.ssl_channel_credentials(read["ca.pem"], read["client.key"], read["client.pem"])
+        for name in CLIENTS:
+            known = grpc.ssl_channel_credentials(read["ca.pem"], read[f"{name}.key"], read[f"{name}.pem"])
+            for call in ("StreamChannel", "Write", "Capabilities"):
+                code = answer(address, known, call)
+                assert (code == grpc.StatusCode.UNAUTHENTICATED) == (name != "controller"), (name, call)
         stranger = grpc.ssl_channel_credentials(read["ca.pem"])
-        with grpc.secure_channel(address, known) as channel:
-            answer = p4r_grpc.P4RuntimeStub(channel).Capabilities(p4r.CapabilitiesRequest())
-            assert answer.p4runtime_api_version
-        with grpc.secure_channel(address, stranger) as channel, pytest.raises(grpc.RpcError):
-            p4r_grpc.P4RuntimeStub(channel).Capabilities(p4r.CapabilitiesRequest(), timeout=5)
+        assert answer(address, stranger, "Capabilities") == grpc.StatusCode.UNAVAILABLE
+
+
+def test_insecure_warns() -> None:
+    with process("--no-p4", "--grpc-server-addr", "0.0.0.0:0", "--insecure") as (running, _):
+        assert running.stderr is not None
+        warning = running.stderr.readline()
+        assert warning == "softswitch: --insecure: whoever reaches 0.0.0.0:0 controls this switch\n"
 
 
 SHELL = Path(sys.prefix) / "p4runtime-shell" / "bin" / "python"
