@@ -19,10 +19,12 @@ from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
 from softswitch.frames.afpacket import PacketPort
+from softswitch.loglines import LineLimit
 from softswitch.options import Options, UsageError, p4info_path, parse
 from softswitch.p4runtime.pipeline import Pipeline, build
 from softswitch.p4runtime.server import P4RuntimeServer
 from softswitch.p4runtime.service import P4RuntimeService
+from softswitch.privileges import CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, keep
 from softswitch.switch import SoftSwitch
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """Longest time, in seconds, for which a control-plane thread may hold the interpreter."""
 STATS_INTERVAL_S = 1.0
+PRIVILEGED_PORTS = 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: Options) -> None:
     """Forward packets until a signal arrives; raise `UsageError` for invalid options."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LineLimit())
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
+        handlers=[handler],
     )
     if options.thrift_port is not None:
         print("softswitch: --thrift-port is ignored: there is no Thrift server", file=sys.stderr)
@@ -63,6 +68,7 @@ def run(options: Options) -> None:
     pipeline = load_pipeline(options.config) if options.config else None
     with ExitStack() as stack:
         ports = open_ports(options.interfaces, stack)
+        drop_privileges(options)
         switch = SoftSwitch(ports, options.cpu_port, partial(print, flush=True) if options.trace else None)
         service = P4RuntimeService(switch, options.device_id)
         if pipeline is not None:
@@ -97,6 +103,23 @@ def open_ports(interfaces: dict[int, str], stack: ExitStack) -> list[PacketPort]
         stack.callback(port.close)
         ports.append(port)
     return ports
+
+
+def drop_privileges(options: Options) -> None:
+    """Keep what opens an interface that was replaced, and a privileged TCP port.
+
+    Raises:
+        UsageError: The kernel refuses, or other threads would keep their privileges.
+    """
+    needed = {CAP_NET_RAW, CAP_NET_ADMIN} if options.interfaces else set()
+    if 0 < int(options.address.rpartition(":")[2]) < PRIVILEGED_PORTS:
+        needed.add(CAP_NET_BIND_SERVICE)
+    try:
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            raise UsageError(f"privileges could not be dropped: there are {threads} threads already")
+        keep(needed)
+    except OSError as error:
+        raise UsageError(f"privileges could not be dropped: {error.strerror}") from None
 
 
 def load_pipeline(config: Path) -> Pipeline:

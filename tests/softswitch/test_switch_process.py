@@ -221,6 +221,41 @@ def test_addresses_that_cannot_be_used() -> None:
             assert second.stderr.endswith(f"softswitch: cannot listen on {address}: {words}\n")
 
 
+NET_ADMIN, NET_RAW = 1 << 12, 1 << 13
+
+
+def check_privileges(pid: int, capabilities: int) -> None:
+    """Check that each thread of a process has these capabilities, and can gain no others."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        lines = (line.split(":", 1) for line in (thread / "status").read_text().splitlines())
+        status = {name: value.strip() for name, value in lines}
+        assert status["NoNewPrivs"] == "1"
+        for name in ("CapPrm", "CapEff", "CapBnd"):
+            assert int(status[name], 16) == capabilities, (thread, name, status[name])
+        assert int(status["CapInh"], 16) == int(status["CapAmb"], 16) == 0
+
+
+@needs_root
+def test_privileges_are_dropped(wires: Wires) -> None:
+    """What remains opens an interface that was replaced."""
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (running, address):
+        client = Client(address)
+        client.arbitration()
+        check_privileges(running.pid, 0)
+        client.close()
+    with process("--no-p4", "-i", "1@s1", "-i", "2@s2", inside=wires.switch) as (running, _):
+        check_privileges(running.pid, NET_ADMIN | NET_RAW)
+        inside = f"nsenter --net=/run/netns/{wires.switch} ip link"
+        sh(f"{inside} del s2")
+        sh(f"{inside} add s2 type veth peer name e1 netns {wires.hosts[2]} && {inside} set s2 up")
+        sh(f"nsenter --net=/run/netns/{wires.hosts[2]} ip link set e1 up")
+        assert running.stderr is not None
+        assert "s2) is down" in running.stderr.readline()
+        assert "s2) is up again" in running.stderr.readline()
+        described = sh(f"nsenter --net=/run/netns/{wires.switch} ip -d link show s2")
+        assert "promiscuity 1" in described
+
+
 def test_trace_and_cpu_port() -> None:
     arguments = (str(KINDS.with_suffix(".json")), "--", "--cpu-port", str(CPU_PORT), "--trace")
     with process(*arguments, "--grpc-server-addr", "127.0.0.1:0", "--thrift-port", "9090") as (
