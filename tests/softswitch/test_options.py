@@ -16,7 +16,7 @@ TLS = [
     "--grpc-server-cert",
     "none",
     "--grpc-server-key",
-    "k",
+    "key",
     "--grpc-server-cacert",
     "ca",
 ]
