@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,27 +44,35 @@ class Options:
     verbose: bool
     stats_file: Path | None
     tls: ServerTls | None
+    exposed: bool
+    """Whether other hosts may reach `address` without TLS."""
     thrift_port: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The server's PEM files, and whether clients need a certificate."""
+    """The server's PEM files; `authority` is of clients, which need a certificate."""
 
     certificate: Path
     key: Path
-    authority: Path | None
-    client_auth: bool
+    authority: Path
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Read the files; raise `UsageError` with the first that is not readable."""
+    def read(self) -> Callable[[], grpc.ServerCredentials]:
+        """Read the files, and return what makes credentials of them, which starts threads.
+
+        Raises:
+            UsageError: A file is not readable.
+        """
         try:
             key, certificate = self.key.read_bytes(), self.certificate.read_bytes()
-            authority = self.authority.read_bytes() if self.authority else None
+            authority = self.authority.read_bytes()
         except OSError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
-        return grpc.ssl_server_credentials(
-            [(key, certificate)], root_certificates=authority, require_client_auth=self.client_auth
+        return partial(
+            grpc.ssl_server_credentials,
+            [(key, certificate)],
+            root_certificates=authority,
+            require_client_auth=True,
         )
 
 
@@ -93,11 +103,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--device-id", type=int, default=0, metavar="ID", help="P4Runtime device id (0)")
     add("--cpu-port", type=int, metavar="PORT", help="port number for packet-in and packet-out (none)")
     add("--grpc-server-addr", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"({DEFAULT_ADDRESS})")
-    add("--grpc-server-ssl", action="store_true", help="TLS for P4Runtime")
+    add(
+        "--grpc-server-ssl",
+        action="store_true",
+        help="TLS for P4Runtime; clients need a certificate with a URI checkmate:JOB/controller",
+    )
     add("--grpc-server-cacert", type=Path, metavar="PEM", help="certificate authority of clients")
     add("--grpc-server-cert", type=Path, metavar="PEM", help="the server's certificate")
     add("--grpc-server-key", type=Path, metavar="PEM", help="the server's key")
-    add("--grpc-server-with-client-auth", action="store_true", help="clients need a certificate")
+    add(
+        "--grpc-server-with-client-auth",
+        action="store_true",
+        help="implied by --grpc-server-ssl, for compatibility with BMv2",
+    )
+    add(
+        "--insecure",
+        action="store_true",
+        help="let everybody who reaches --grpc-server-addr control the switch, without TLS",
+    )
     add("--thrift-port", type=int, metavar="PORT", help="ignored, for compatibility with BMv2")
     add("--log-console", action="store_true", help="log controllers and links on stderr")
     add("--trace", action="store_true", help="print a trace of each packet")
@@ -126,6 +149,13 @@ def parse(arguments: Sequence[str]) -> Options:
         raise UsageError(
             f"--grpc-server-addr {given.grpc_server_addr}: must be an address such as {DEFAULT_ADDRESS}"
         )
+    tls = _tls(given)
+    exposed = tls is None and not is_loopback(host)
+    if exposed and not given.insecure:
+        raise UsageError(
+            f"--grpc-server-addr {given.grpc_server_addr}: an address that is not loopback needs "
+            "--grpc-server-ssl, or --insecure if nobody else reaches it"
+        )
     interfaces = _interfaces(given.interface)
     cpu_port = given.cpu_port
     if cpu_port is not None and cpu_port <= 0:
@@ -141,7 +171,8 @@ def parse(arguments: Sequence[str]) -> Options:
         trace=given.trace,
         verbose=given.log_console,
         stats_file=given.stats_file,
-        tls=_tls(given),
+        tls=tls,
+        exposed=exposed,
         thrift_port=given.thrift_port,
     )
 
@@ -169,14 +200,19 @@ def _tls(given: argparse.Namespace) -> ServerTls | None:
         return None
     if given.grpc_server_cert is None or given.grpc_server_key is None:
         raise UsageError("--grpc-server-ssl needs --grpc-server-cert and --grpc-server-key")
-    if given.grpc_server_with_client_auth and given.grpc_server_cacert is None:
-        raise UsageError("--grpc-server-with-client-auth needs --grpc-server-cacert")
-    return ServerTls(
-        given.grpc_server_cert,
-        given.grpc_server_key,
-        given.grpc_server_cacert,
-        given.grpc_server_with_client_auth,
-    )
+    if given.grpc_server_cacert is None:
+        raise UsageError("--grpc-server-ssl needs --grpc-server-cacert, the clients' authority")
+    if given.insecure:
+        raise UsageError("specify either --grpc-server-ssl or --insecure")
+    return ServerTls(given.grpc_server_cert, given.grpc_server_key, given.grpc_server_cacert)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host's processes reach an address; of names, that is known of `localhost`."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def p4info_path(config: Path) -> Path:

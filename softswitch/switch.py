@@ -25,6 +25,8 @@ BATCH = 16
 """Frames from one port before the next port, or a waiting control-plane thread, has its turn."""
 HANDOVER_S = 50e-6
 PASS_S = 0.02
+RETRY_S = 1.0
+"""Seconds between two looks at ports, if one has failed."""
 
 
 class SoftSwitch:
@@ -109,7 +111,7 @@ class SoftSwitch:
         else:
             trace = Trace(program.notations)
             outputs = program.process(number, frame, trace)
-            self._trace(trace.text())
+            self._show(trace)
         if len(outputs) == 1 and not outputs[0].group:
             self._send(outputs[0], offload)
         else:
@@ -146,8 +148,17 @@ class SoftSwitch:
         whole = complete(frame[at:])
         return frame if whole is None else frame[:at] + whole
 
+    def _show(self, trace: Trace) -> None:
+        """Hand out a packet's trace. If that fails, as on a closed terminal, tracing ends, not forwarding."""
+        if self._trace is not None:
+            try:
+                self._trace(trace.text())
+            except OSError as error:
+                log.warning("tracing ends, because a trace could not be written: %s", error)
+                self._trace = None
+
     def run(self) -> None:
-        """Forward frames until `stop`."""
+        """Forward frames until `stop`; an error of the system is logged, and ends nothing."""
         ready: dict[int, Port] = {}
         with LinkWatch() as links, select.epoll() as poller:
             for port in self.ports.values():
@@ -155,28 +166,47 @@ class SoftSwitch:
                 poller.register(port, select.EPOLLIN)
             poller.register(self._wake, select.EPOLLIN)
             poller.register(links, select.EPOLLIN)
+            look_at: float | None = None  # when to look at the ports
             while not self._stopping:
-                for descriptor, _ in poller.poll():
+                for descriptor, _ in poller.poll(None if look_at is None else RETRY_S):
                     port_ready = ready.get(descriptor)
                     if port_ready is not None:
-                        self._hungry = True
-                        with self._lock:
-                            self._hungry = False
-                            port_ready.poll(self.handle, BATCH)
+                        self._receive(port_ready)
                     elif descriptor == links.fileno():
                         links.drain()
-                        self._refresh(poller, ready)
+                        look_at = 0.0
                     while self._waiting:
                         time.sleep(HANDOVER_S)
+                if look_at is not None and time.monotonic() >= look_at:
+                    look_at = None if self._refresh(poller, ready) else time.monotonic() + RETRY_S
 
-    def _refresh(self, poller: select.epoll, ready: dict[int, Port]) -> None:
+    def _receive(self, port: Port) -> None:
+        """Process frames that wait at a port."""
+        self._hungry = True
+        with self._lock:
+            self._hungry = False
+            try:
+                port.poll(self.handle, BATCH)
+            except OSError as error:
+                log.warning("port %d (%s): could not receive: %s", port.number, port.name, error)
+
+    def _refresh(self, poller: select.epoll, ready: dict[int, Port]) -> bool:
+        """Look which ports are up; return whether that is known of all."""
+        known = True
         for port in self.ports.values():
-            if isinstance(port, PacketPort):
-                before = port.fileno()
-                if port.refresh():
-                    ready.pop(before, None)
-                    ready[port.fileno()] = port
-                    poller.register(port, select.EPOLLIN)
+            if not isinstance(port, PacketPort):
+                continue
+            before = port.fileno()
+            try:
+                port.refresh()
+            except OSError as error:
+                known = False
+                log.warning("port %d (%s): its state is unknown: %s", port.number, port.name, error)
+            if port.fileno() != before:
+                ready.pop(before, None)
+                ready[port.fileno()] = port
+                poller.register(port, select.EPOLLIN)
+        return known
 
     def stop(self) -> None:
         """Let `run` return; may be called from a signal handler or another thread."""

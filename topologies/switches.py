@@ -43,7 +43,8 @@ def command(
             general += ["--notifications-addr", f"ipc://{notifications}"]
         return [BMV2, *general, "--", *own]
     stats = [] if statistics is None else ["--stats-file", str(statistics)]
-    return [sys.executable, "-m", "softswitch", *general, *own, *stats]
+    # The management network ends at the namespaces of the lab, so nobody else reaches the switch.
+    return [sys.executable, "-m", "softswitch", *general, *own, "--insecure", *stats]
 
 
 def statistics_file(folder: Path, switch: SwitchNode) -> Path:

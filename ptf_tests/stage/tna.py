@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 
 from finsy import P4Schema
 from finsy.proto import p4i
@@ -21,6 +22,7 @@ from controlplane.p4runtime.codec import Codec
 from p4src import artifacts
 from p4src.compile import HALVES
 from softswitch.codegen.program import Output, Program, load
+from softswitch.program.notation import Notations
 from softswitch.program.state import CounterCell, State
 from softswitch.program.trace import Trace
 
@@ -44,6 +46,12 @@ class TnaProgram(Program):
             meters=ingress.state.meters | egress.state.meters,
             groups=ingress.state.groups,
         )
+
+    @cached_property
+    def notations(self) -> Notations:
+        """Notation of both halves' keys and parameters in traces."""
+        ingress, egress = self.halves
+        return ingress.notations | egress.notations
 
     def process(self, port: int, frame: bytes, trace: Trace | None = None) -> list[Output]:
         """Return the outputs for a frame received at `port`, in the order of admission."""

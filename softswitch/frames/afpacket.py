@@ -88,16 +88,14 @@ class PacketPort:
         """Return the socket's descriptor."""
         return self._socket.fileno()
 
-    def refresh(self) -> bool:
-        """Check whether the link is up; return whether `fileno` has changed because the interface is new."""
+    def refresh(self) -> None:
+        """Check whether the link is up; `fileno` changes if the interface is new. May raise `OSError`."""
         index = {name: index for index, name in socket.if_nameindex()}.get(self.name)
-        fresh = index is not None and index != self._index
-        if fresh:
+        if index is not None and index != self._index:
             replacement = _open(self.name)
             self._socket.close()
             self._socket, self._index = replacement, index
         self._look()
-        return fresh
 
     def _look(self) -> None:
         try:
@@ -261,13 +259,10 @@ class LinkWatch(socket.socket):
         self.setblocking(False)
 
     def drain(self) -> None:
-        """Discard the notices; the state of each port is checked separately."""
+        """Discard the notices; the state of each port is checked separately, so lost ones do not matter."""
         try:
             while self.recv(1 << 16):
                 continue
-        except BlockingIOError:
-            return
         except OSError as error:
-            # Lost notices do not matter: every port is checked anyway.
-            if error.errno != errno.ENOBUFS:
-                raise
+            if error.errno not in (errno.EAGAIN, errno.ENOBUFS):
+                log.warning("notices of links could not be read: %s", error)

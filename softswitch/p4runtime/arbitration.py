@@ -13,6 +13,11 @@ from finsy.proto import U128, p4r, rpc_code
 from softswitch.p4runtime.fieldcodecs import invalid
 from softswitch.program.state import StatusError
 
+ROLE_NAME_MAX = 256
+"""Characters of a role's name."""
+EMPTY_ROLES_MAX = 32
+"""Roles without controllers whose highest election id is remembered."""
+
 
 class Client(ABC):
     """A controller's stream; role and election id are set by arbitration."""
@@ -83,6 +88,8 @@ class Arbitration:
             )
         if message.role.HasField("config"):
             raise invalid("role.config is not supported: every role has the whole pipeline")
+        if len(message.role.name) > ROLE_NAME_MAX:
+            raise invalid(f"a role's name has at most {ROLE_NAME_MAX} characters")
         role = self.roles.get(message.role.name) or Role(message.role.name)
         if election_id is not None and any(
             other.election_id == election_id for other in role.live if other is not controller
@@ -104,6 +111,11 @@ class Arbitration:
             role.primary = None
             for each in role.live:
                 self.tell(each)
+        if role.name and not role.live:
+            self.roles[role.name] = self.roles.pop(role.name)  # the last to be forgotten
+            empty = [name for name, each in self.roles.items() if name and not each.live]
+            for name in empty[:-EMPTY_ROLES_MAX]:
+                del self.roles[name]
 
     def tell(self, controller: Client) -> None:
         """Notify a controller of the state of its role (specification, section 5.4)."""

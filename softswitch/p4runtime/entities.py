@@ -249,7 +249,7 @@ def decode_meter(message: Metered, name: Literal["config", "meter_config"], what
 
 
 def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, TableCodec]:
-    """Return the tables of a P4Info by id."""
+    """Return the tables of a P4Info by id; raise `ValueError` if one has an action that is not there."""
     actions = {
         action.preamble.id: ActionCodec(
             action.preamble.id,
@@ -261,6 +261,12 @@ def table_codecs(p4info: p4i.P4Info, tables: dict[int, Table]) -> dict[int, Tabl
         )
         for action in p4info.actions
     }
+    for table in p4info.tables:
+        for ref in table.action_refs:
+            if ref.id not in actions:
+                raise ValueError(
+                    f"the P4Info has no action {ref.id}, which table {name_of(table.preamble)} names"
+                )
     meters = {meter.direct_table_id: meter for meter in p4info.direct_meters}
     counted = {counter.direct_table_id for counter in p4info.direct_counters}
     return {

@@ -10,9 +10,14 @@ from finsy.proto import p4i, p4r
 
 from softswitch.p4runtime.fieldcodecs import invalid, to_bytes
 
+WIDTH_MAX = 2048
+
 
 class ControllerHeader:
-    """The header named `name` ("packet_in" or "packet_out"), without fields if the P4Info has none."""
+    """The header named `name` ("packet_in" or "packet_out"), without fields if the P4Info has none.
+
+    Raise `ValueError` if a field's width is impossible.
+    """
 
     def __init__(self, p4info: p4i.P4Info, name: str) -> None:
         self.name = name
@@ -22,6 +27,9 @@ class ControllerHeader:
             if header.preamble.name == name
             for field in header.metadata
         )
+        for field in self.fields:
+            if not 0 < field.bitwidth <= WIDTH_MAX:
+                raise ValueError(f"{name}: metadata {field.name[:60]} has {field.bitwidth} bits")
         self.length = (sum(field.bitwidth for field in self.fields) + 7) // 8
         """Length in bytes."""
 

@@ -4,40 +4,116 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
-from finsy.proto import p4r_grpc
+from finsy.proto import p4r
 
-from softswitch.p4runtime.service import STREAMS_MAX, P4RuntimeService
+from softswitch.p4runtime import waits
+from softswitch.p4runtime.guard import Guard, parser
+from softswitch.p4runtime.service import P4RuntimeService
+from softswitch.p4runtime.session import STREAMS_MAX
 
-WORKERS = 2 * STREAMS_MAX
-"""Each stream occupies a thread; there are as many threads again for other RPCs."""
-MESSAGE_MAX = 256 << 20
+CONNECTIONS_MAX = 128
+"""Connections at a time; each takes a descriptor."""
+HANDSHAKE_MS = 5_000
+"""Milliseconds until a connection has shown that it is HTTP/2."""
+IDLE_MS = 30_000
+"""Milliseconds after which a connection without calls is closed."""
+CALLS_MAX = 32
+"""Calls of one connection at a time; further ones wait at the client."""
+WORKERS = 16
+"""Workers of a pool that calls of clients that keep them waiting cannot take."""
+LARGE = 16 << 20
+"""Bytes of a Write or a pipeline config, the largest messages."""
+MEDIUM = 1 << 20
+SMALL = 1 << 16
+STOP_GRACE_S = 0.2
 
 
-def serve(
-    service: P4RuntimeService, address: str, credentials: grpc.ServerCredentials | None
-) -> tuple[grpc.Server, int]:
-    """Start a gRPC server; return it and its port. Raise `OSError` if the address is invalid or in use."""
-    server = grpc.server(
-        ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="p4runtime"),
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MESSAGE_MAX),
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 5_000),
-            ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-            ("grpc.http2.max_ping_strikes", 0),
-        ],
-    )
-    p4r_grpc.add_P4RuntimeServicer_to_server(service, server)
-    _check_address(address)
-    if credentials is None:
-        port = server.add_insecure_port(address)
-    else:
-        port = server.add_secure_port(address, credentials)
-    server.start()
-    return server, port
+class P4RuntimeServer:
+    """The server, from its creation to `stop`.
+
+    With credentials, its clients need a controller's certificate. `port` is its TCP port. Raise `OSError` if
+    the address is invalid or in use.
+    """
+
+    def __init__(
+        self, service: P4RuntimeService, address: str, credentials: grpc.ServerCredentials | None
+    ) -> None:
+        _check_address(address)
+        self._guard = Guard(identified=credentials is not None)
+        self._pools: list[ThreadPoolExecutor] = []
+        self._server = grpc.server(
+            self._pool("calls", waits.TOTAL_MAX + WORKERS),
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", IDLE_MS),
+                ("grpc.max_concurrent_streams", CALLS_MAX),
+                ("grpc.max_receive_message_length", LARGE),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+                ("grpc.http2.max_ping_strikes", 0),
+            ],
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("p4.v1.P4Runtime", self._handlers(service)),)
+        )
+        if credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, credentials)
+        self._server.start()
+
+    def stop(self) -> None:
+        """End all calls, and wait until they have ended."""
+        self._server.stop(STOP_GRACE_S).wait()
+        self._guard.stop()
+        for pool in self._pools:
+            pool.shutdown(wait=False)
+
+    def _pool(self, name: str, workers: int) -> ThreadPoolExecutor:
+        self._pools.append(ThreadPoolExecutor(workers, thread_name_prefix=name))
+        return self._pools[-1]
+
+    def _handlers(self, service: P4RuntimeService) -> dict[str, Any]:
+        """Return the handlers of all calls. Streams and reads, which last, have workers of their own."""
+        guard, primary = self._guard, service.check_primary
+        set_config, get_config = (
+            p4r.SetForwardingPipelineConfigRequest,
+            p4r.GetForwardingPipelineConfigRequest,
+        )
+        unary = {
+            "Write": guard.unary(service.Write, parser(p4r.WriteRequest, LARGE, primary)),
+            "SetForwardingPipelineConfig": guard.unary(
+                service.SetForwardingPipelineConfig, parser(set_config, LARGE, primary)
+            ),
+            "GetForwardingPipelineConfig": guard.unary(
+                service.GetForwardingPipelineConfig, parser(get_config, SMALL)
+            ),
+            "Capabilities": guard.unary(service.Capabilities, parser(p4r.CapabilitiesRequest, SMALL)),
+        }
+        streams: dict[str, Any] = {
+            "Read": guard.answers(service.Read, parser(p4r.ReadRequest, MEDIUM)),
+            "StreamChannel": guard.stream(service.StreamChannel, parser(p4r.StreamMessageRequest, MEDIUM)),
+        }
+        for name, workers in (("Read", WORKERS), ("StreamChannel", STREAMS_MAX)):
+            streams[name].experimental_thread_pool = self._pool(name, waits.TOTAL_MAX + workers)
+        serialize = _serialize
+        return {
+            name: grpc.stream_unary_rpc_method_handler(call, None, serialize) for name, call in unary.items()
+        } | {
+            name: grpc.stream_stream_rpc_method_handler(call, None, serialize)
+            for name, call in streams.items()
+        }
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def _check_address(address: str) -> None:

@@ -1,7 +1,8 @@
 """The P4Runtime service of a switch (P4Runtime specification, sections 5 and 12 to 17).
 
-Each RPC has its own thread. Writes, reads and pipeline changes exclude one another (`_control`), and take
-turns with packets in small pieces, so that a large batch does not delay traffic.
+Each RPC has its own thread, and ends with the status of a `StatusError` (`guard`). Writes, reads and pipeline
+changes exclude one another (`_control`), and take turns with packets in small pieces, so that a large batch
+does not delay traffic.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal, NoReturn
 
 import grpc
-from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
+from finsy.proto import p4r, rpc_code, rpc_status
 
 from softswitch.p4runtime.arbitration import Arbitration
 from softswitch.p4runtime.fieldcodecs import invalid
@@ -28,16 +29,18 @@ log = logging.getLogger(__name__)
 
 API_VERSION = "1.4.1"
 ERROR_SPACE = "softswitch-v1model"
-STREAMS_MAX = 32
 PIECE = 64
 """Updates, or entities read, between two turns of packets."""
 RESPONSE_ENTITIES = 1000
+RESPONSES_MAX = 1000
+"""Messages of one answer, which is made before it is sent."""
+QUERIES_MAX = 1024
 
 Action = p4r.SetForwardingPipelineConfigRequest
 Response = p4r.GetForwardingPipelineConfigRequest
 
 
-class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
+class P4RuntimeService:
     """One device's P4Runtime service."""
 
     def __init__(self, switch: SoftSwitch, device_id: int) -> None:
@@ -46,7 +49,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self._control = threading.RLock()
         self._committed: Pipeline | None = None
         self._saved: Pipeline | None = None
-        self.sessions = Sessions(self.arbitration, self._control, STREAMS_MAX, self._packet_out)
+        self.sessions = Sessions(self.arbitration, self._control, self._packet_out)
         switch.on_packet_in = self._packet_in
 
     def commit(self, pipeline: Pipeline) -> None:
@@ -81,15 +84,16 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self, request_iterator: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
     ) -> Iterator[p4r.StreamMessageResponse]:
         """Serve arbitration and packet I/O."""
-        with _status(context):
-            yield from self.sessions.serve(request_iterator, context)
+        return self.sessions.serve(request_iterator, context)
 
     # Write and Read
 
     def Write(self, request: p4r.WriteRequest, context: grpc.ServicerContext) -> p4r.WriteResponse:
         """Apply a batch of updates."""
-        with _status(context), self._control:
-            self._check_primary(request)
+        if request.atomicity not in p4r.WriteRequest.Atomicity.values():
+            raise invalid(f"atomicity {request.atomicity} does not exist")
+        with self._control:
+            self.check_primary(request)
             errors = self._batch(self._pipeline(), request)
         if any(errors):
             _abort_batch(context, errors, "the batch was not applied completely")
@@ -121,15 +125,22 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     def Read(self, request: p4r.ReadRequest, context: grpc.ServicerContext) -> Iterator[p4r.ReadResponse]:
         """Answer queries, from the state between two writes."""
+        if len(request.entities) > QUERIES_MAX:
+            raise invalid(f"{len(request.entities)} queries in one read; it may have {QUERIES_MAX}")
         errors: list[StatusError | None] = []
         responses: list[p4r.ReadResponse] = []
-        with _status(context), self._control:
+        with self._control:
             self.arbitration.check_device(request.device_id)
             pipeline = self._pipeline()
             with _turns(self.switch, PIECE) as step:
 
                 def add() -> p4r.Entity:
                     step()
+                    if len(responses) == RESPONSES_MAX and len(responses[-1].entities) >= RESPONSE_ENTITIES:
+                        raise StatusError(
+                            "RESOURCE_EXHAUSTED",
+                            f"more than {RESPONSES_MAX * RESPONSE_ENTITIES} entities match; ask for fewer",
+                        )
                     if not responses or len(responses[-1].entities) >= RESPONSE_ENTITIES:
                         responses.append(p4r.ReadResponse())
                     return responses[-1].entities.add()
@@ -150,8 +161,8 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self, request: p4r.SetForwardingPipelineConfigRequest, context: grpc.ServicerContext
     ) -> p4r.SetForwardingPipelineConfigResponse:
         """Verify, save or commit a pipeline."""
-        with _status(context), self._control:
-            self._check_primary(request)
+        with self._control:
+            self.check_primary(request)
             self._set_pipeline(request)
         return p4r.SetForwardingPipelineConfigResponse()
 
@@ -186,8 +197,10 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self, request: p4r.GetForwardingPipelineConfigRequest, context: grpc.ServicerContext
     ) -> p4r.GetForwardingPipelineConfigResponse:
         """Return the requested parts of the config."""
+        if request.response_type not in Response.ResponseType.values():
+            raise invalid(f"response_type {request.response_type} does not exist")
         response = p4r.GetForwardingPipelineConfigResponse()
-        with _status(context), self._control:
+        with self._control:
             self.arbitration.check_device(request.device_id)
             pipeline = self._saved or self._committed
             if pipeline is not None:
@@ -202,7 +215,8 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         """Return the version of P4Runtime."""
         return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
-    def _check_primary(self, request: p4r.WriteRequest | p4r.SetForwardingPipelineConfigRequest) -> None:
+    def check_primary(self, request: p4r.WriteRequest | p4r.SetForwardingPipelineConfigRequest) -> None:
+        """Raise `StatusError` unless a request, of which the head is enough, is the primary's."""
         self.arbitration.check_device(request.device_id)
         election_id = request.election_id if request.HasField("election_id") else None
         self.arbitration.check_primary(request.role, election_id)
@@ -237,15 +251,6 @@ def _turns(switch: SoftSwitch, piece: int) -> Iterator[Callable[[], None]]:
             left -= 1
 
         yield step
-
-
-@contextmanager
-def _status(context: grpc.ServicerContext) -> Iterator[None]:
-    """End the RPC with the status of a `StatusError`."""
-    try:
-        yield
-    except StatusError as error:
-        context.abort(grpc.StatusCode[error.code], str(error))
 
 
 def _rolled_back(errors: list[StatusError | None], count: int) -> list[StatusError | None]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import grpc
 from finsy.proto import p4r, rpc_code
 
 from softswitch.p4runtime.arbitration import Arbitration, Client
+from softswitch.p4runtime.guard import host_of
 from softswitch.p4runtime.packetio import ControllerHeader
 from softswitch.program.state import StatusError
 
@@ -22,13 +23,20 @@ PACKETS_MAX = 1024
 PACKET_BYTES_MAX = 8 << 20
 """Bytes of frames that wait for a controller."""
 ERRORS_MAX = 16
+MESSAGES_MAX = 64
+"""Messages other than packets that wait for a controller; one that reads none of them is cut off."""
+STREAMS_MAX = 32
+HOST_STREAMS_MAX = 24
+"""Streams of one host; the others are reserved for other hosts."""
 
 
 class ControllerStream(Client):
-    """The outgoing side of one stream. Packets are bounded; arbitration messages are few."""
+    """The outgoing side of one stream, of which `cut` ends the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str, cut: Callable[[], object]) -> None:
+        self.host = host
         self.dropped = 0
+        self._cut = cut
         self._changed = threading.Condition()
         self._messages: deque[p4r.StreamMessageResponse] = deque()
         self._packets: deque[tuple[ControllerHeader, bytes]] = deque()
@@ -37,9 +45,14 @@ class ControllerStream(Client):
         self._error: StatusError | None = None
 
     def send(self, message: p4r.StreamMessageResponse) -> None:
-        """Queue a message for the controller."""
+        """Queue a message for the controller, or end its stream if it does not read."""
         with self._changed:
-            self._messages.append(message)
+            if len(self._messages) < MESSAGES_MAX:
+                self._messages.append(message)
+            elif not self._closed:
+                log.warning("a controller at %s is cut off: it does not read its messages", self.host)
+                self._closed = True
+                self._cut()
             self._changed.notify()
 
     def packet_in(self, header: ControllerHeader, frame: bytes) -> None:
@@ -97,7 +110,6 @@ class Sessions:
         self,
         arbitration: Arbitration,
         control: threading.RLock,
-        limit: int,
         packet_out: Callable[[p4r.PacketOut], None],
     ) -> None:
         self.unheard = 0
@@ -105,7 +117,6 @@ class Sessions:
         self._dropped = 0
         self._arbitration = arbitration
         self._control = control
-        self._limit = limit
         self._packet_out = packet_out
         self._lock = threading.Lock()
         self._sessions: set[ControllerStream] = set()
@@ -128,17 +139,31 @@ class Sessions:
         self, requests: Iterator[p4r.StreamMessageRequest], context: grpc.ServicerContext
     ) -> Iterator[p4r.StreamMessageResponse]:
         """Serve one stream to its end; raise `StatusError` if it ends with an error."""
-        session = ControllerStream()
-        with self._lock:
-            if len(self._sessions) >= self._limit:
-                raise StatusError("RESOURCE_EXHAUSTED", f"the limit of {self._limit} streams is reached")
-            self._sessions.add(session)
+        first = next(requests)
+        if first.WhichOneof("update") != "arbitration":
+            raise StatusError("FAILED_PRECONDITION", "a stream begins with arbitration")
+        session = ControllerStream(host_of(context), context.cancel)
+        self._enter(session)
         context.add_callback(session.close)
-        threading.Thread(target=self._listen, args=(session, requests), daemon=True).start()
+        messages = chain([first], requests)
+        threading.Thread(target=self._listen, args=(session, messages), daemon=True).start()
         try:
             yield from session.responses()
         finally:
             self._leave(session)
+
+    def _enter(self, session: ControllerStream) -> None:
+        with self._lock:
+            of_host = sum(each.host == session.host for each in self._sessions)
+            for count, most, whose in (
+                (len(self._sessions), STREAMS_MAX, "the switch"),
+                (of_host, HOST_STREAMS_MAX, f"host {session.host}"),
+            ):
+                if count >= most:
+                    raise StatusError(
+                        "RESOURCE_EXHAUSTED", f"{whose} has {count} streams; {most} are the limit"
+                    )
+            self._sessions.add(session)
 
     def _leave(self, session: ControllerStream) -> None:
         with self._lock:
@@ -153,15 +178,18 @@ class Sessions:
 
     def _listen(self, session: ControllerStream, requests: Iterator[p4r.StreamMessageRequest]) -> None:
         """Handle a controller's messages until its stream ends."""
-        error: StatusError | None = None
-        # The iterator raises when the controller has left, which is how most streams end.
-        with contextlib.suppress(grpc.RpcError):
-            try:
-                for request in requests:
-                    self._take(session, request)
-            except StatusError as fault:
-                error = fault
-        session.close(error)
+        error: StatusError | None = StatusError("INTERNAL", "a message could not be handled")
+        try:
+            for request in requests:
+                self._take(session, request)
+            error = None
+        except grpc.RpcError:
+            # The controller has left, which is how most streams end.
+            error = None
+        except StatusError as fault:
+            error = fault
+        finally:
+            session.close(error)
 
     def _take(self, session: ControllerStream, request: p4r.StreamMessageRequest) -> None:
         kind = request.WhichOneof("update")

@@ -18,6 +18,7 @@ from finsy import P4Schema
 
 from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
+from checkmate.keys.roles import Role, role_folder
 from controlplane import forwarding, guard, replication, stub
 from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
@@ -26,6 +27,7 @@ from controlplane.p4runtime.session import SwitchSession
 from controlplane.reconcile import Update
 from testbed.jobs import switch as switch_data
 from testbed.ports import free_port
+from tests.support.keys import made, served_job
 from tests.support.switch_process import LOOP, softswitch
 
 CODEC = Codec.for_target("softswitch")
@@ -231,19 +233,21 @@ def test_a_switch_that_goes_away_is_told() -> None:
 
 
 def test_tls_with_client_certificates(tmp_path: Path) -> None:
+    """Clients have the keys of a job; the switch's own certificate is of another authority."""
     authority = trustme.CA()
-    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("controller@checkmate.test")
-    files = {name: tmp_path / name for name in ("ca", "server", "server.key", "client", "client.key")}
+    server = authority.issue_cert("127.0.0.1")
+    files = {name: tmp_path / name for name in ("ca", "server", "server.key")}
     authority.cert_pem.write_to_path(files["ca"])
-    for name, cert in (("server", server), ("client", client)):
-        cert.cert_chain_pems[0].write_to_path(files[name])
-        cert.private_key_pem.write_to_path(files[f"{name}.key"])
-    arguments = ["--no-p4", "--grpc-server-ssl", "--grpc-server-with-client-auth"]
-    arguments += ["--grpc-server-cacert", str(files["ca"])]
+    server.cert_chain_pems[0].write_to_path(files["server"])
+    server.private_key_pem.write_to_path(files["server.key"])
+    job = served_job()
+    made(job, tmp_path)
+    controller, trainer = (role_folder(tmp_path, job.job, role) for role in (Role.CONTROLLER, Role.TRAINER))
+    arguments = ["--no-p4", "--grpc-server-ssl", "--grpc-server-cacert", str(controller / "ca.pem")]
     arguments += ["--grpc-server-cert", str(files["server"]), "--grpc-server-key", str(files["server.key"])]
 
     async def scenario(switch: Switch) -> None:
-        tls = Tls(ca=files["ca"], cert=files["client"], key=files["client.key"])
+        tls = Tls(ca=files["ca"], cert=controller / "cert.pem", key=controller / "key.pem")
         async with opened(switch.model_copy(update={"tls": tls})) as session:
             await session.write(inserts(ONE))
         for wrong in (None, Tls(ca=files["ca"])):
@@ -252,6 +256,10 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
                     switch.model_copy(update={"tls": wrong}), CODEC, timeout=1
                 ) as session:
                     await session.read()
+        tls = Tls(ca=files["ca"], cert=trainer / "cert.pem", key=trainer / "key.pem")
+        with pytest.raises(WriteRefused, match="the client's certificate has checkmate:gpt/trainer"):
+            async with SwitchSession(switch.model_copy(update={"tls": tls}), CODEC):
+                pytest.fail("a trainer is not a controller")
 
     with softswitch(*arguments) as switch:
         LOOP.run_until_complete(scenario(switch))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ptf_tests.stage.tna import TnaProgram, device_config, load_halves
 from softswitch.codegen.program import Program
 from softswitch.program.state import CounterCell, Entry
+from softswitch.program.trace import Trace
 from tests.softswitch.support.scenarios import (
     CHECKMATE,
     CPU_PORT,
@@ -101,3 +102,12 @@ def test_a_copys_checksums_are_those_of_full_recomputation(
     assert tcp_error(shadow.frame) == tcp_error(sent)
     assert frame.damage or tcp_error(shadow.frame) == 0
     assert int.from_bytes(shadow.frame[16:18], "big") == len(shadow.frame) - 14
+
+
+def test_traces_have_both_halves(programs: tuple[Program, TnaProgram]) -> None:
+    """As `--trace` prints them."""
+    _, tna = programs
+    trace = Trace(tna.notations)
+    tna.process(1, bytes(60), trace)
+    text = trace.text()
+    assert "action flood()" in text and "egress.p4" in text, text

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from softswitch.frames.ports import MemoryPort
-from softswitch.p4runtime.server import serve
+from softswitch.p4runtime.server import P4RuntimeServer
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
 from tests.softswitch.support.client import DEVICE, Client, Running, Wires, sh
@@ -26,17 +26,17 @@ def running() -> Iterator[Running]:
     ports = {each: MemoryPort(each) for each in (1, 2, 3, 4)}
     switch = SoftSwitch(ports.values(), CPU_PORT)
     service = P4RuntimeService(switch, DEVICE)
-    server, port = serve(service, "127.0.0.1:0", None)
+    server = P4RuntimeServer(service, "127.0.0.1:0", None)
     carrier = ThreadPoolExecutor(1)
     carrying = carrier.submit(switch.run)
     clients: list[Client] = []
-    yield Running(switch, service, f"127.0.0.1:{port}", ports, clients)
+    yield Running(switch, service, f"127.0.0.1:{server.port}", ports, clients)
     for client in clients:
         client.close()
     switch.stop()
     carrying.result()
     carrier.shutdown()
-    server.stop(0).wait()
+    server.stop()
     for each in ports.values():
         each.close()
 

@@ -11,6 +11,16 @@ from softswitch.__main__ import main
 from softswitch.options import UsageError, p4info_path, parse
 from tests.softswitch.support.client import KINDS
 
+TLS = [
+    "--grpc-server-ssl",
+    "--grpc-server-cert",
+    "none",
+    "--grpc-server-key",
+    "key",
+    "--grpc-server-cacert",
+    "ca",
+]
+
 
 def test_both_styles_say_the_same() -> None:
     one = parse(["-i", "1@veth1", "--cpu-port", "510", "--grpc-server-addr", "[::1]:9", "prog.json"])
@@ -24,6 +34,23 @@ def test_defaults_are_safe() -> None:
     options = parse(["--no-p4"])
     assert options.address == "127.0.0.1:9559"
     assert (options.device_id, options.cpu_port, options.config, options.tls) == (0, None, None, None)
+    assert not options.exposed
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "[::]", "192.0.2.1", "switch.example", "[::ffff:127.0.0.1]", "10.127.0.1"]
+)
+def test_other_addresses_than_loopback_need_tls(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--no-p4", "--grpc-server-addr", f"{host}:9559"]
+    assert main(arguments) == 2
+    assert "needs --grpc-server-ssl, or --insecure" in capsys.readouterr().err
+    assert parse([*arguments, "--insecure"]).exposed
+    assert not parse([*arguments, *TLS]).exposed
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "[::1]", "localhost"])
+def test_loopback_needs_no_tls(host: str) -> None:
+    assert not parse(["--no-p4", "--grpc-server-addr", f"{host}:9559"]).exposed
 
 
 @pytest.mark.parametrize(
@@ -42,6 +69,8 @@ def test_defaults_are_safe() -> None:
         (["--no-p4", "--grpc-server-addr", "localhost"], "must be an address such as 127.0.0.1:9559"),
         (["--no-p4", "--grpc-server-addr", "[::1]:70000"], "must be an address such as 127.0.0.1:9559"),
         (["--no-p4", "--grpc-server-ssl"], "needs --grpc-server-cert"),
+        (["--no-p4", *TLS[:5]], "needs --grpc-server-cacert, the clients' authority"),
+        (["--no-p4", *TLS, "--insecure"], "either --grpc-server-ssl or --insecure"),
         (["--no-p4", "--grpc-server-cert", "x"], "certificates need --grpc-server-ssl"),
         (["--no-p4", "--grpc-server-with-client-auth"], "needs --grpc-server-ssl"),
     ],
@@ -63,14 +92,12 @@ def test_what_cannot_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "worse.p4info.txtpb").write_text("tables {")
     alone = tmp_path / "alone.json"
     alone.write_text("{}")
-    tls = ["--grpc-server-ssl", "--grpc-server-cert", str(tmp_path / "none"), "--grpc-server-key", "k"]
     for arguments, says in (
         ([str(tmp_path / "bad.json")], "bad.json"),
         ([str(tmp_path / "worse.json")], "not a P4Info"),
         ([str(alone)], "no P4Info beside it"),
         ([str(tmp_path / "absent.json")], "absent.json: No such file"),
-        (["--no-p4", "--grpc-server-addr", "192.0.2.1:9559"], "192.0.2.1:9559"),
-        (["--no-p4", *tls], "No such file or directory"),
+        (["--no-p4", *TLS], "key: No such file or directory"),
         (["--no-p4", "-i", "1@sp-missing"], "sp-missing"),
     ):
         assert main(arguments) == 2

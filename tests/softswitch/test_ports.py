@@ -253,7 +253,12 @@ def test_stale_notice_of_a_link_that_was_down(pair: tuple[str, str]) -> None:
     """The socket's error comes after the link is up again; the port stays connected."""
     port = PacketPort(1, pair[0])
     sh(f"ip link set {pair[0]} down && ip link set {pair[0]} up")
-    wait_for(lambda: port.refresh() or port.connection.up, "the link is up")
+
+    def up() -> bool:
+        port.refresh()
+        return port.connection.up
+
+    wait_for(up, "the link is up")
     receive(port)
     assert port.connection.up
     assert port.send(FRAMES[0], None)

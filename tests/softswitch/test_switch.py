@@ -13,7 +13,7 @@ from scapy.packet import Raw
 from softswitch.codegen.program import Output, load
 from softswitch.frames import ports
 from softswitch.frames.checksums import GSO_TCPV4, Offload, fold, locate
-from softswitch.frames.ports import MemoryPort, PortConnection
+from softswitch.frames.ports import Handler, MemoryPort, PortConnection
 from softswitch.switch import SoftSwitch
 from tests.softswitch.support.client import KINDS, Client, Running, insert, modify, read_p4info, wait_for
 
@@ -205,6 +205,46 @@ def test_trace() -> None:
     port.close()
     assert len(told) == 1
     assert "by_mac" in told[0]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_forwarding(caplog: pytest.LogCaptureFixture) -> None:
+    def closed(_text: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    ports = [MemoryPort(1), MemoryPort(2)]
+    switch = SoftSwitch(ports, trace=closed)
+    program = load(KINDS.with_suffix(".json").read_bytes(), read_p4info())
+    switch.install(program)
+    for _ in range(2):
+        switch.handle(1, FRAME, None)
+    assert caplog.messages == ["tracing ends, because a trace could not be written: [Errno 32] Broken pipe"]
+    for port in ports:
+        port.close()
+
+
+class FailingPort(MemoryPort):
+    """A port whose first attempt to receive fails."""
+
+    def poll(self, handle: Handler, limit: int) -> None:
+        if not self.stats.rx_packets:
+            self.stats.rx_packets += 1
+            raise OSError(105, "No buffer space available")
+        super().poll(handle, limit)
+
+
+def test_an_error_of_a_port_does_not_end_forwarding(caplog: pytest.LogCaptureFixture) -> None:
+    ports = [FailingPort(1), MemoryPort(2)]
+    switch = SoftSwitch(ports)
+    switch.install(Watching())  # type: ignore[arg-type]
+    ports[0].inject(FRAME)
+    thread = threading.Thread(target=switch.run)
+    thread.start()
+    wait_for(lambda: bool(ports[1].sent), "the frame")
+    switch.stop()
+    thread.join()
+    assert "port 1 (memory1): could not receive: [Errno 105] No buffer space available" in caplog.messages
+    for port in ports:
+        port.close()
 
 
 def segment(payload: bytes) -> tuple[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""The switch as a process between kernels: TCP through it byte for byte, signals, TLS, statistics."""
+"""The switch as a process between kernels: TCP through it byte for byte, signals, statistics."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
-from finsy.proto import p4r, p4r_grpc
+from finsy.proto import p4r
 
 from tests.softswitch.support.client import (
     DEVICE,
@@ -24,40 +21,19 @@ from tests.softswitch.support.client import (
     insert,
     needs_root,
     sh,
+    wait_for,
 )
+from tests.softswitch.support.process import descriptors, process
 from tests.softswitch.support.scenarios import CPU_PORT
 
 BROADCAST = (1 << 48) - 1
 MEGABYTES = 24
 
 
-@contextmanager
-def process(
-    *arguments: str, inside: str | None = None, tail: int = 0
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a running switch and its reported address; check that it exits with 0 after SIGTERM."""
-    command = [sys.executable, "-m", "softswitch", "--device-id", str(DEVICE), *arguments]
-    if inside:
-        command = ["nsenter", f"--net=/run/netns/{inside}", *command]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert running.stdout is not None
-        assert running.stderr is not None
-        line = running.stdout.readline()
-        assert "P4Runtime on " in line, line + running.stderr.read()
-        yield running, line.split("P4Runtime on ")[1].split(",")[0]
-        running.send_signal(signal.SIGTERM)
-        running.wait(20)
-        assert running.returncode == 0, running.stderr.read()
-    finally:
-        running.kill()
-        running.wait()
-
-
 WRITER = """
 import pathlib, queue, sys
 import grpc
-from finsy.proto import p4r, p4r_grpc
+from finsy.proto import p4r
 request = p4r.WriteRequest.FromString(pathlib.Path(sys.argv[1]).read_bytes())
 stub = p4r_grpc.P4RuntimeStub(grpc.insecure_channel("127.0.0.1:9559"))
 hello = p4r.StreamMessageRequest()
@@ -201,6 +177,23 @@ def test_a_port_that_goes_and_comes_is_told_on_stderr(wires: Wires, tmp_path: Pa
         assert running.stderr.read() == ""
 
 
+@needs_root
+def test_no_descriptor_left_does_not_end_the_data_plane(wires: Wires) -> None:
+    """A link that goes and comes has its state looked up, which needs a descriptor."""
+    with process("--no-p4", "-i", "1@s1", "-i", "2@s2", inside=wires.switch) as (running, _):
+        sh(f"prlimit --pid {running.pid} --nofile={descriptors(running.pid)}:")
+        for state in ("down", "up"):
+            sh(f"nsenter --net=/run/netns/{wires.switch} ip link set s2 {state}")
+            time.sleep(0.3)
+            assert running.poll() is None
+        sh(f"prlimit --pid {running.pid} --nofile=1024:")
+        assert running.stderr is not None
+        told = ""
+        while "up again" not in told:
+            told = running.stderr.readline()
+            assert told
+
+
 def test_signal_ends_streams_and_the_process() -> None:
     with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (running, address):
         client = Client(address)
@@ -209,18 +202,6 @@ def test_signal_ends_streams_and_the_process() -> None:
         running.send_signal(signal.SIGINT)
         assert running.wait(20) == 0
         client.close()
-
-
-def test_address_in_use(tmp_path: Path) -> None:
-    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0") as (_, address):
-        second = subprocess.run(
-            [sys.executable, "-m", "softswitch", "--no-p4", "--grpc-server-addr", address],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert second.returncode == 2
-    assert second.stderr == f"softswitch: cannot listen on {address}: Address already in use\n"
 
 
 def test_trace_and_cpu_port() -> None:
@@ -245,40 +226,18 @@ def test_trace_and_cpu_port() -> None:
         client.close()
 
 
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """Return an authority, and a server's and a client's certificate from it."""
-    folder = tmp_path
-    request = "openssl req -newkey rsa:2048 -nodes"
-    sh(f"{request} -x509 -days 2 -subj /CN=authority -keyout {folder}/ca.key -out {folder}/ca.pem")
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
-    for name in ("server", "client"):
-        sh(f"{request} -subj /CN={name} -keyout {folder}/{name}.key -out {folder}/{name}.csr")
-        sh(
-            f"openssl x509 -req -in {folder}/{name}.csr -CA {folder}/ca.pem -CAkey {folder}/ca.key -days 2 "
-            f"-CAcreateserial -extfile {folder}/san -out {folder}/{name}.pem"
-        )
-    return folder
-
-
-def test_tls_with_client_certificates(certificates: Path) -> None:
-    read = {path.name: path.read_bytes() for path in certificates.iterdir()}
-    tls = ["--grpc-server-ssl", "--grpc-server-cert", f"{certificates}/server.pem"]
-    tls += [
-        "--grpc-server-key",
-        f"{certificates}/server.key",
-        "--grpc-server-cacert",
-        f"{certificates}/ca.pem",
-    ]
-    tls += ["--grpc-server-with-client-auth", "--grpc-server-addr", "127.0.0.1:0"]
-    with process("--no-p4", *tls) as (_, address):
-        known = grpc.ssl_channel_credentials(read["ca.pem"], read["client.key"], read["client.pem"])
-        stranger = grpc.ssl_channel_credentials(read["ca.pem"])
-        with grpc.secure_channel(address, known) as channel:
-            answer = p4r_grpc.P4RuntimeStub(channel).Capabilities(p4r.CapabilitiesRequest())
-            assert answer.p4runtime_api_version
-        with grpc.secure_channel(address, stranger) as channel, pytest.raises(grpc.RpcError):
-            p4r_grpc.P4RuntimeStub(channel).Capabilities(p4r.CapabilitiesRequest(), timeout=5)
+def test_statistics_go_on_after_an_error(tmp_path: Path) -> None:
+    """A folder in the way of the file that replaces the old one, as a stand-in for a full disk."""
+    stats = tmp_path / "stats.json"
+    obstacle = tmp_path / "stats.json.new"
+    with process("--no-p4", "--grpc-server-addr", "127.0.0.1:0", "--stats-file", str(stats)) as (running, _):
+        obstacle.mkdir()
+        assert running.stderr is not None
+        assert "statistics could not be written" in running.stderr.readline()
+        before = json.loads(stats.read_text())["time"]
+        obstacle.rmdir()
+        wait_for(lambda: json.loads(stats.read_text())["time"] > before, "new statistics")
+        obstacle.mkdir()  # for those at the end
 
 
 SHELL = Path(sys.prefix) / "p4runtime-shell" / "bin" / "python"

@@ -204,7 +204,8 @@ def test_switch_commands() -> None:
         *("--no-p4", "--device-id", "2", *ports, "--"),
         *("--grpc-server-addr", "172.31.3.2:9559", "--cpu-port", "510"),
     ]
-    assert switches.command(switch, "softswitch")[3:] == [part for part in bmv2[1:] if part != "--"]
+    plain = [part for part in bmv2[1:] if part != "--"]
+    assert switches.command(switch, "softswitch")[3:] == [*plain, "--insecure"]
 
 
 @pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5", 0.5), ("0", 0.0), ("0.5%", 0.005)])

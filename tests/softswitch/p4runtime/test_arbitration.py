@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
-from finsy.proto import rpc_code
+from finsy.proto import U128, p4r, p4r_grpc, rpc_code
 
+from softswitch.p4runtime.arbitration import EMPTY_ROLES_MAX, ROLE_NAME_MAX, Arbitration
+from softswitch.p4runtime.arbitration import Client as Peer
+from softswitch.p4runtime.session import HOST_STREAMS_MAX
+from softswitch.program.state import StatusError
 from tests.softswitch.support.client import Client, Failure, Running, insert
 
 OK, BACKUP, NOBODY = rpc_code.OK, rpc_code.ALREADY_EXISTS, rpc_code.NOT_FOUND
@@ -122,9 +127,44 @@ def test_only_primary_writes(running: Running, primary: Client) -> None:
 
 
 def test_stream_limit(running: Running) -> None:
-    clients = [running.client(each) for each in range(1, 33)]
+    clients = [running.client(each) for each in range(1, HOST_STREAMS_MAX + 1)]
     for client in clients:
         assert client.receive().WhichOneof("update") == "arbitration"
     with pytest.raises(Failure) as refused:
         running.client(99).receive()
     assert refused.value.code == "RESOURCE_EXHAUSTED"
+
+
+class Silent(Peer):
+    """A client that takes no notice of what it is sent."""
+
+    def send(self, message: p4r.StreamMessageResponse) -> None:
+        """Discard a message."""
+
+
+def hello(role: str, election_id: int) -> p4r.MasterArbitrationUpdate:
+    return p4r.MasterArbitrationUpdate(role=p4r.Role(name=role), election_id=U128.encode(election_id))
+
+
+def test_roles_without_clients_are_forgotten() -> None:
+    arbitration = Arbitration(0)
+    stays, visitor = Silent(), Silent()
+    arbitration.update(stays, hello("stays", 1))
+    for each in range(1000):
+        visitor = Silent()
+        arbitration.update(visitor, hello(f"role {each}", 9))
+        arbitration.leave(visitor)
+    assert len(arbitration.roles) == EMPTY_ROLES_MAX + 2
+    assert arbitration.is_primary(stays)
+    # One of those that left last still excludes lower election ids.
+    assert arbitration.update(Silent(), hello("role 999", 8)) is None
+    with pytest.raises(StatusError, match="a role's name has at most"):
+        arbitration.update(Silent(), hello("r" * (ROLE_NAME_MAX + 1), 1))
+
+
+def test_a_stream_begins_with_arbitration(running: Running) -> None:
+    with grpc.insecure_channel(running.address) as channel:
+        answers = p4r_grpc.P4RuntimeStub(channel).StreamChannel(iter([p4r.StreamMessageRequest()]))
+        with pytest.raises(grpc.RpcError) as refused:
+            next(answers)
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from finsy.proto import p4r, rpc_code
 
+from softswitch.p4runtime import service
 from tests.softswitch.support.client import (
     KINDS,
     Client,
@@ -227,3 +228,48 @@ def test_packet_in_is_bounded(running: Running, primary: Client) -> None:
     for _ in range(count - dropped):
         assert primary.receive().packet.payload == large
     assert CPU_PORT not in running.ports
+
+
+def without_actions(request: p4r.SetForwardingPipelineConfigRequest) -> None:
+    del request.config.p4info.actions[:]
+
+
+def narrow(request: p4r.SetForwardingPipelineConfigRequest) -> None:
+    request.config.p4info.controller_packet_metadata[0].metadata[0].bitwidth = -1
+
+
+def another_action(request: p4r.SetForwardingPipelineConfigRequest) -> None:
+    request.config.p4info.tables[0].action_refs.add(id=5)
+
+
+@pytest.mark.parametrize("change", [without_actions, narrow, another_action])
+def test_a_p4info_that_is_not_consistent_is_invalid(
+    primary: Client, change: Callable[[p4r.SetForwardingPipelineConfigRequest], None]
+) -> None:
+    with pytest.raises(Failure) as refused:
+        primary.set_pipeline(change=change)
+    assert refused.value.code == "INVALID_ARGUMENT"
+
+
+def test_numbers_that_name_nothing_are_invalid(primary: Client) -> None:
+    with pytest.raises(Failure, match="atomicity 9 does not exist") as write:
+        primary.write(insert(primary.mac_entry(1, 1, "punt")), atomicity=9)
+    with pytest.raises(Failure, match="response_type 9 does not exist") as get:
+        primary.get_pipeline(9)
+    assert write.value.code == get.value.code == "INVALID_ARGUMENT"
+    assert primary.read(primary.entry("by_mac")) == []
+
+
+def test_a_read_is_bounded(primary: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "RESPONSE_ENTITIES", 1)
+    monkeypatch.setattr(service, "RESPONSES_MAX", 2)
+    entries = [primary.mac_entry(each, 1, "punt") for each in range(4)]
+    primary.write(*map(insert, entries[:2]))
+    assert len(primary.read(primary.entry("by_mac"))) == 2
+    primary.write(*map(insert, entries[2:]))
+    with pytest.raises(Failure) as large:
+        primary.read(primary.entry("by_mac"))
+    assert large.value.codes == [rpc_code.RESOURCE_EXHAUSTED]
+    with pytest.raises(Failure) as many:
+        primary.read(*entries[:1] * (service.QUERIES_MAX + 1))
+    assert many.value.code == "INVALID_ARGUMENT"

@@ -1,0 +1,40 @@
+"""Bounds of the log: what strangers send cannot fill it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+LINE_MAX = 300
+"""Characters of a message, without those of a traceback."""
+TRACEBACK_MAX = 4000
+AT_ONCE = 10
+"""Lines of one module that may come at once; then there is one a second."""
+
+
+class LineLimit(logging.Filter):
+    """Shortens messages, and leaves out those of a module that come too fast; a later one has the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._full: dict[str, float] = {}  # when a module may log `AT_ONCE` lines again
+        self._left_out: dict[str, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record, which is shortened."""
+        with self._lock:
+            now = time.monotonic()
+            full = max(self._full.get(record.name, now), now)
+            if full > now + AT_ONCE - 1:
+                self._left_out[record.name] = self._left_out.get(record.name, 0) + 1
+                return False
+            self._full[record.name] = full + 1.0
+            left_out = self._left_out.pop(record.name, 0)
+        text = record.getMessage()
+        more = f" (and {left_out} more since the last such line)" if left_out else ""
+        record.msg, record.args = text.replace("\n", " ")[:LINE_MAX] + more, ()
+        if record.exc_info:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)[-TRACEBACK_MAX:]
+        return True

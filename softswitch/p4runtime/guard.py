@@ -1,0 +1,182 @@
+"""Bounds of what a client can hold: workers with calls that do not go on, and memory with messages.
+
+Messages reach it as bytes, because grpcio keeps about 20 KB for each one for which a deserialiser raises. A
+write is parsed only once its head has shown that its sender is primary.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError, Message
+
+from softswitch.p4runtime.callers import check_controller
+from softswitch.p4runtime.fieldcodecs import invalid
+from softswitch.p4runtime.waits import PATIENCE_S, Waits
+from softswitch.program.state import StatusError
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+HEAD = ("device_id", "election_id", "role")
+"""Fields by which a request names its sender."""
+
+Call = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class Guard:
+    """Ends calls that wait too long for their clients, from its creation to `stop`.
+
+    With `identified` clients, it refuses those without a controller's certificate before they send a request.
+    """
+
+    def __init__(self, identified: bool) -> None:
+        self._identified = identified
+        self._waits: Waits[grpc.ServicerContext] = Waits()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="waiting calls", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            with self._lock:
+                late = self._waits.late(time.monotonic())
+            for context in late:
+                context.cancel()
+
+    @contextmanager
+    def waiting(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Note that a call waits for its client until the end of the block, or is ended meanwhile.
+
+        Raises:
+            StatusError: It was ended.
+        """
+        with self._lock:
+            ended = self._waits.begin(context, host_of(context), time.monotonic())
+        if ended is not None:
+            ended.cancel()
+        in_time = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                in_time = self._waits.done(context)
+        if not in_time:
+            raise StatusError(
+                "DEADLINE_EXCEEDED", f"the client kept the call waiting, for {PATIENCE_S:g} s at most"
+            )
+
+    def first(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Return a call's first message; raise `StatusError` if there is none, or the client may not call."""
+        if self._identified:
+            try:
+                check_controller(context.auth_context())
+            except StatusError as error:
+                log.warning("a call from %s was refused: %s", host_of(context), error)
+                raise
+        with self.waiting(context):
+            data = next(requests, None)
+        if data is None:
+            raise invalid("the request is missing")
+        return data
+
+    def unary(self, call: Call, parse: Callable[[bytes], Any]) -> Call:
+        """Return a call with one request and one answer, which gets its request's bytes."""
+
+        def guarded(requests: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            with status(context):
+                return call(parse(self.first(requests, context)), context)
+
+        return guarded
+
+    def answers(self, call: Call, parse: Callable[[bytes], Any]) -> Call:
+        """Return a call with one request and many answers, which its client must read."""
+
+        def guarded(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+            with status(context):
+                for answer in call(parse(self.first(requests, context)), context):
+                    with self.waiting(context):
+                        yield answer
+
+        return guarded
+
+    def stream(self, call: Call, parse: Callable[[bytes], Any]) -> Call:
+        """Return a call with many requests, of which the first must come in time."""
+
+        def guarded(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
+            with status(context):
+                first = self.first(requests, context)
+                yield from call(map(parse, chain([first], requests)), context)
+
+        return guarded
+
+
+@contextmanager
+def status(context: grpc.ServicerContext) -> Iterator[None]:
+    """End the call with the status of a `StatusError`."""
+    try:
+        yield
+    except StatusError as error:
+        context.abort(grpc.StatusCode[error.code], str(error))
+
+
+def host_of(context: grpc.ServicerContext) -> str:
+    """Return a client's IP address."""
+    return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+
+
+def parser(
+    kind: type[Message], most: int, check: Callable[[Any], None] | None = None
+) -> Callable[[bytes], Any]:
+    """Return a function that parses messages, and raises `StatusError` for those that cannot be.
+
+    Args:
+    kind: The type of the messages.
+    most: Bytes that a message may have.
+    check: Gets the message's head before the rest is parsed, and raises `StatusError` to refuse it.
+    """
+    name = kind.DESCRIPTOR.name
+    head = _head_of(kind) if check else None
+
+    def parse(data: bytes) -> Any:
+        if len(data) > most:
+            raise StatusError("RESOURCE_EXHAUSTED", f"{name} of {len(data)} bytes; it may have {most}")
+        try:
+            if head is not None and check is not None:
+                check(head.FromString(data))
+            return kind.FromString(data)
+        except DecodeError:
+            raise invalid(f"{name} of {len(data)} bytes is not readable") from None
+
+    return parse
+
+
+def _head_of(kind: type[Message]) -> type[Message]:
+    """Return the type of a request's head: what else the request has is skipped, as unknown fields are."""
+    whole = kind.DESCRIPTOR
+    name = f"{whole.name}Head"
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"softswitch/{name}.proto", package="softswitch", syntax="proto3", dependency=[whole.file.name]
+    )
+    described = descriptor_pb2.DescriptorProto()
+    whole.CopyToProto(described)
+    fields = [field for field in described.field if field.name in HEAD]
+    file.message_type.add(name=name, field=fields)
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"softswitch.{name}"))
