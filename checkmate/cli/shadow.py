@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -54,6 +55,7 @@ def shadow(
     _check_id(loaded, node_id)
     log_to_stderr()
     keep_only(*_needed(loaded, node_id))
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC logs each failed handshake, without bounds
     from checkmate.shadow.process import Serving  # noqa: PLC0415 - torch takes a second
     from checkmate.shadow.view import follow  # noqa: PLC0415
 
