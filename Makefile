@@ -44,8 +44,6 @@ bench: setup ## Measure the figures of docs/figures.md
 	@$(PYTHON) -m benchmarks
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up
-	@$(PYTHON) -c "import furo, myst_parser" 2>/dev/null || $(PYTHON) -m pip --disable-pip-version-check --quiet \
-	  install --constraint constraints.txt --editable '.[docs]'
 	@$(PYTHON) -m tools.site build/site
 
 clean: ## Remove what set-up and runs made here

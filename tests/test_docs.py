@@ -23,7 +23,8 @@ from controlplane import plan as planning
 from controlplane.p4runtime.codec import Codec
 from topologies.describe.job_files import TARGETS
 from topologies.describe.lab_file import LabFile
-from topologies.describe.topology import build
+from topologies.describe.topology import build, load
+from topologies.torchrun import RESTARTS, loop
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -127,3 +128,12 @@ def test_the_glossary_has_what_a_plan_counts_and_the_states_of_a_hold() -> None:
     states = {Text.from_markup(state_of(hold, fenced)).plain for hold, fenced in holds}
     assert len(states) == 4
     assert states <= told
+
+
+def test_restarts_are_the_same_number_everywhere() -> None:
+    files = [*DOCS.rglob("*.md"), DOCS.parent / "examples" / "gpt" / "train.py"]
+    found = {n for file in files for n in re.findall(r"--max-restarts[= ](\d+)", file.read_text())}
+    printed = re.findall(
+        r"--max-restarts[= ](\d+)", loop(load("single_tor"), "try", "job.yaml", ["train.py"])
+    )
+    assert found == set(printed) == {str(RESTARTS)}

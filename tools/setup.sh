@@ -31,12 +31,16 @@ fi
 
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed" >&2; exit 2; }
 stamp=.venv/.ready
-wanted=$(cat pyproject.toml constraints.txt tools/setup.sh | sha256sum)
+wanted=$(cat pyproject.toml constraints.txt constraints-torch.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 echo "making .venv (once; a minute or two)"
 [ -x .venv/bin/python ] || python3 -m venv .venv
 pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
-$pip install --constraint constraints.txt torch
-$pip install --constraint constraints.txt --editable '.[test]'
+# pip checks the hash of each file, or of none in one call. torch comes second, so that of what it needs only its CUDA
+# packages are left; it may be a local build. Nothing is built here but this project, with the setuptools just installed.
+$pip install --require-hashes --no-deps --only-binary :all: --requirement constraints.txt
+$pip install --constraint constraints-torch.txt torch
+$pip install --no-deps --no-build-isolation --editable .
+.venv/bin/python -m pip check
 .venv/bin/checkmate shell --install
 echo "$wanted" >$stamp

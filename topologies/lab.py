@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from checkmate.job.files import read_job
-from checkmate.keys.access import INSECURE
+from checkmate.keys.access import INSECURE, keys_folder
 from checkmate.keys.making import make_keys
-from checkmate.keys.roles import keys_beside
 from topologies import state, switches
 from topologies.describe import job_files
 from topologies.describe.job_files import Target
@@ -240,7 +239,8 @@ class Lab:
         fabric = job_files.fabric(self.topology, self.target)
         self.directory.joinpath(job_files.FABRIC_FILE).write_text(job_files.as_yaml(fabric, title))
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
-        make_keys([(read_job(self.job_file), keys_beside(self.job_file))], dt.datetime.now(dt.UTC))
+        job = read_job(self.job_file)
+        make_keys([(job, keys_folder(job))], dt.datetime.now(dt.UTC))
 
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""

@@ -17,6 +17,8 @@ from topologies.kernel.links import MGMT_INTERFACE
 from topologies.kernel.namespaces import name_of
 
 PORT: Final = 29400
+RESTARTS: Final = 10
+"""Restarts of a job: one crash may use up two, if some ranks come back before the others have noticed."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
     "OMP_NUM_THREADS": "1",
@@ -31,7 +33,7 @@ others find addresses of dead ranks: gloo cannot connect to them, each such star
 
 
 def command(
-    topology: Topology, rank: Host, script: Sequence[str | Path], *, restarts: int = 0
+    topology: Topology, rank: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
 ) -> list[str | Path]:
     """Return the command line of one rank's torchrun; the first rank's host has the rendezvous.
 

@@ -11,7 +11,9 @@ from types import MappingProxyType
 from typing import Annotated, ParamSpec, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from checkmate.job.files import JobError, JobSet, Located
@@ -40,6 +42,14 @@ class UsageFault(Exception):
     exit_code = 2
     data: Mapping[str, object] = MappingProxyType({})
     """Keys that `--json` prints beside the error."""
+
+
+def folding_table(*columns: str) -> Table:
+    """Return a table with a line below its head only, whose long cells are folded."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
 
 
 def print_json(data: object) -> None:

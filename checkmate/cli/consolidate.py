@@ -19,6 +19,8 @@ from checkmate.cli.common import AsJson, Insecure, JobArgument, UsageFault, err,
 from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
+from checkmate.keys.roles import Role, role_folder
+from checkmate.privileges import keep_only, to_read, to_write
 from checkmate.wording import counted
 from topologies.signals import unwinding
 
@@ -73,6 +75,8 @@ def consolidate(
     loaded = read_job(job)
     if every is None:
         _check_free(to, kind)
+    keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.READER)]
+    keep_only(*to_read(keys), *to_write(to))
     from checkmate.consolidate import follow  # noqa: PLC0415 - torch takes a second
     from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from checkmate.cli.common import folding_table
 from checkmate.job.schema import Job
+from checkmate.keys.access import keys_folder
 from checkmate.keys.making import make_keys
 from checkmate.keys.plans import AUTHORITY, JobKeys, RoleFiles
-from checkmate.keys.roles import Role, hosts_of, keys_beside
+from checkmate.keys.roles import Role, hosts_of
 from topologies.signals import unwinding
 
 _STAYS: Final = "nowhere: stays with the administrator"
@@ -28,10 +28,10 @@ _PLACES: Final = {
 _HOSTS_SHOWN: Final = 8
 
 
-def make(jobs: Sequence[tuple[Path, Job]], keys: Path | None) -> list[JobKeys]:
-    """Make the keys of jobs in `keys`, by default beside each job's file. Raise `KeysError` if it fails."""
+def make(jobs: Sequence[Job], keys: Path | None) -> list[JobKeys]:
+    """Make the keys of jobs in `keys`, by default where each job has them. Raise `KeysError` if it fails."""
     with unwinding():
-        wanted = [(job, keys_beside(file) if keys is None else keys) for file, job in jobs]
+        wanted = [(job, keys_folder(job) if keys is None else keys) for job in jobs]
         return make_keys(wanted, dt.datetime.now(dt.UTC))
 
 
@@ -63,9 +63,7 @@ def data(made: JobKeys) -> dict[str, object]:
 def show(made: JobKeys, out: Console) -> None:
     """Print a table of a job's folders of keys."""
     out.print(Text(f"keys of job {made.job.job}: {made.folder}/"), soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("folder", "copy to", "made", "kept", "valid until"):
-        table.add_column(column, overflow="fold")
+    table = folding_table("folder", "copy to", "made", "kept", "valid until")
     table.add_row(f"{AUTHORITY}/", _STAYS, *_files(made.made, made.kept), f"{made.expires:%Y-%m-%d}")
     for role in made.roles:
         files = _files(role.made, role.kept)

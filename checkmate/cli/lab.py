@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import AsJson, UsageFault, err, folding_table, out, print_json, says_errors
 from topologies import lab as labs
 from topologies import picture, state
 from topologies.describe import topology as describe
@@ -169,7 +167,7 @@ def _standing() -> list[LabStanding]:
 
 
 def _show_labs() -> None:
-    shipped = _table("topology", "title")
+    shipped = folding_table("topology", "title")
     for name, title in _titles().items():
         shipped.add_row(name, title)
     out.print(shipped)
@@ -177,7 +175,7 @@ def _show_labs() -> None:
     if not labs:
         out.print("no lab is up")
         return
-    table = _table("lab", "topology", "target", "state")
+    table = folding_table("lab", "topology", "target", "state")
     for lab in labs:
         table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
     out.print(table)
@@ -192,13 +190,6 @@ def _state(lab: LabStanding) -> str:
     if lab.up is None:
         return "unknown without root"
     return "up" if lab.up else "left over"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 @app.command()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +19,8 @@ from checkmate.cli.logs import log_to_stderr
 from checkmate.cli.views import switch_tables
 from checkmate.job.followed import JobFiles
 from checkmate.job.schema import Job
+from checkmate.keys.roles import Role, role_folder
+from checkmate.privileges import keep_only, to_read
 from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable
 from controlplane.serve import Fleet, follow
@@ -50,11 +54,24 @@ def run(
     """
     switch_extra()
     files = JobFiles(jobs)
-    first = read_files(files).require()  # bad input is refused before anything is started
+    found = read_files(files)
+    first = found.require()  # bad input is refused before anything is started
+    keep_only(*to_read(_read_later(found.files, first)))
     live = out.is_terminal if view is None else view
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
     asyncio.run(_run(Fleet(insecure=insecure), files, first, once=once, load=load, live=live))
+
+
+def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
+    """Yield what `run` reads while it serves: job files, keys, and TLS files of switches."""
+    yield from files
+    for job in jobs:
+        if job.keys is not None:
+            yield role_folder(job.keys, job.job, Role.CONTROLLER)
+        for switch in job.fabric.switches:
+            named = {} if switch.tls is None else dict(switch.tls)
+            yield from (pem for pem in named.values() if pem is not None)
 
 
 async def _run(fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool) -> None:

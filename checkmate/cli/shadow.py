@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -15,7 +16,9 @@ import typer
 from checkmate.cli.common import Insecure, JobArgument, UsageFault, out, says_errors
 from checkmate.cli.logs import log_to_stderr
 from checkmate.job.files import read_job
-from checkmate.job.schema import Job
+from checkmate.job.schema import Job, split_address
+from checkmate.keys.roles import Role, role_folder
+from checkmate.privileges import Capability, keep_only, to_listen, to_read
 
 
 @says_errors
@@ -51,6 +54,8 @@ def shadow(
     loaded = read_job(job)
     _check_id(loaded, node_id)
     log_to_stderr()
+    keep_only(*_needed(loaded, node_id))
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC logs each failed handshake, without bounds
     from checkmate.shadow.process import Serving  # noqa: PLC0415 - torch takes a second
     from checkmate.shadow.view import follow  # noqa: PLC0415
 
@@ -72,6 +77,14 @@ def shadow(
         if as_json:
             print(json.dumps({"ready": True, "job": loaded.job, "node": node_id}), flush=True)
         follow(serving.node, stopped, out, live=live, as_json=as_json)
+
+
+def _needed(job: Job, node_id: int) -> tuple[Capability, ...]:
+    """Return the capabilities of a node: receive buffers are set for each stream that it connects."""
+    at = job.node(node_id)
+    keys = [] if job.keys is None else [role_folder(job.keys, job.job, Role.SHADOW)]
+    ports = (split_address(at.mgmt)[1], at.records_at[1])
+    return (Capability.NET_ADMIN, *to_read(keys), *to_listen(ports))
 
 
 def _check_id(job: Job, node_id: int) -> None:

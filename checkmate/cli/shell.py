@@ -23,7 +23,8 @@ from checkmate.job.schema import Switch
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP, PRIMARY = 1, 101
 """Election ids below and above the controller's (`controlplane.p4runtime.connection.ELECTION_ID`)."""
-PACKAGES = ("p4runtime-shell==0.0.6", "protobuf==3.20.3", "setuptools<81")
+REQUIREMENTS = Path(__file__).with_name("shell.txt")
+"""Its packages, with the hashes of their files (`tools.lock` renews them)."""
 
 
 @says_errors
@@ -91,7 +92,7 @@ def invocation(switch: Switch, *, primary: bool = False) -> tuple[list[str], dic
 
 
 def install_shell() -> None:
-    """Create the environment, unless it exists and works."""
+    """Create the environment, unless it exists and works. Raise `UsageFault` if pip refuses a package."""
     python = ENVIRONMENT / "bin" / "python"
     probe = [str(python), "-c", "import p4runtime_sh.shell"]
     environment = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
@@ -102,12 +103,22 @@ def install_shell() -> None:
         return
     err.print("installing p4runtime-shell ...")
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
-    result = subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--require-hashes",
+    ]
+    command += ["--no-deps", "--only-binary", ":all:", "--requirement", REQUIREMENTS]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["pip printed no reason"])[-1]
-        raise UsageFault(f"p4runtime-shell can't be installed: {last}")
+        raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")
+
+
+def _reason(complaint: str) -> str:
+    """Return pip's error, without the warnings before it, on one line."""
+    found = complaint[max(complaint.find("ERROR: "), 0) :].removeprefix("ERROR: ")
+    return " ".join(found.split()) or "pip printed no reason"

@@ -37,7 +37,7 @@ def validate(
     ] = False,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", help="With --init: folder of keys.  [default: keys/ beside the job file]"),
+        typer.Option("--keys", help="With --init: folder of keys.  [default: the job's, keys/]"),
     ] = None,
 ) -> None:
     """Check job files: each by itself, against each other, and against the capacity of their switches.
@@ -63,7 +63,7 @@ def validate(
         loaded, plans = checked_plan(found, unreadable_tls(found))
     except JobError as error:
         raise Invalid(error.faults) from None
-    made = init_keys.make(found.sound, keys) if init else []
+    made = init_keys.make(loaded, keys) if init else []
     if as_json:
         more = {"keys": [init_keys.data(one) for one in made]} if init else {}
         print_json({"valid": True, "faults": [], "jobs": [job.job for job in loaded], **more})

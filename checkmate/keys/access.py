@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 from typing import Final
 
 from checkmate.job.schema import Job
@@ -52,9 +53,15 @@ def access(job: Job, role: Role, *, insecure: bool = False, hosts: Iterable[str]
     if insecure or os.environ.get(INSECURE) == "1":
         _warn_once()
         return Access(job.job, role, None)
+    folder = role_folder(keys_folder(job), job.job, role)
+    return Access(job.job, role, read_keys(folder, job.job, role, hosts=hosts))
+
+
+def keys_folder(job: Job) -> Path:
+    """Return the folder with the job's folder of keys. Raise `KeysError` if the job is not from a file."""
     if job.keys is None:
         raise KeysError(f"job {job.job} names no folder of keys, because it was not read from a file")
-    return Access(job.job, role, read_keys(role_folder(job.keys, job.job, role), job.job, role, hosts=hosts))
+    return job.keys
 
 
 @cache

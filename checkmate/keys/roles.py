@@ -52,11 +52,6 @@ def role_uri(job: str, role: Role) -> str:
     return f"{URI_SCHEME}{job}/{role}"
 
 
-def keys_beside(job_file: Path) -> Path:
-    """Return the default folder for the keys of the jobs whose files are in the same folder."""
-    return job_file.parent / "keys"
-
-
 def role_folder(keys: Path, job: str, role: Role) -> Path:
     """Return a role's folder within a folder of keys."""
     return keys / job / role

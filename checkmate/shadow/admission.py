@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import wraps
 from ipaddress import ip_address
 from typing import Any, Final
@@ -26,6 +27,7 @@ log = logging.getLogger("checkmate")
 LINE_MOST: Final = 300
 """Characters of a log line about a stranger."""
 _LINES_AT_ONCE: Final = 10
+_RESOLVED_SECONDS: Final = 10.0
 _SERVICE: Final = "/checkmate.v1.Shadow"
 
 _KINDS: Final = {
@@ -58,11 +60,28 @@ class StrangerLog:
         log.info("%s%s", text[:LINE_MOST], more)
 
 
+class Addresses:
+    """The addresses of hosts, each looked up at most once in `seconds`, however often nodes call."""
+
+    def __init__(self, seconds: float = _RESOLVED_SECONDS) -> None:
+        self._seconds = seconds
+        self._found: dict[str, tuple[float, list[str]]] = {}
+
+    def of(self, host: str) -> list[str]:
+        """Return a host's addresses; none if its name cannot be resolved."""
+        looked_up, found = self._found.get(host, (-math.inf, []))
+        if time.monotonic() - looked_up >= self._seconds:
+            found = _resolved(host)
+            self._found[host] = (time.monotonic(), found)
+        return found
+
+
 class CallerCheck(grpc.ServerInterceptor):
     """Refuses each RPC of the node's service that its caller's role may not make."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._addresses = Addresses()
         self._log = StrangerLog()
 
     def intercept_service(
@@ -93,7 +112,7 @@ class CallerCheck(grpc.ServerInterceptor):
     def _check(self, rpc: str, context: grpc.ServicerContext) -> None:
         host = host_of_call(context.peer())
         try:
-            check_caller(rpc, uris_of_call(context.auth_context()), host, self._job)
+            check_caller(rpc, uris_of_call(context.auth_context()), host, self._job, self._addresses)
         except CallerRefused as error:
             self._log.line(f"refused a call from {host}: {error}")
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
@@ -105,6 +124,7 @@ class RecordsGate:
     def __init__(self, job: Job, keys: RoleKeys) -> None:
         """Create it. Raise `KeysError` if TLS refuses the keys."""
         self._job = job
+        self._addresses = Addresses()
         self._context = server_context(keys)
 
     def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
@@ -121,10 +141,11 @@ class RecordsGate:
         assert isinstance(sock, ssl.SSLSocket)
         sock.settimeout(HANDSHAKE_SECONDS)
         sock.do_handshake()
-        check_caller(STEP_RECORDS, uris_of_socket(sock.getpeercert()), host, self._job)
+        uris = uris_of_socket(sock.getpeercert())
+        check_caller(STEP_RECORDS, uris, host, self._job, self._addresses)
 
 
-def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job) -> None:
+def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job, addresses: Addresses) -> None:
     """Raise `CallerRefused` unless a certificate's role may make a call from a host.
 
     Args:
@@ -132,17 +153,14 @@ def check_caller(rpc: str, uris: Iterable[str], host: str, job: Job) -> None:
         uris: The URIs in the caller's certificate.
         host: The caller's IP address.
         job: The job of this shadow node.
+        addresses: Those of shadow nodes' hosts that are DNS names.
     """
     role = caller_role(uris, job)
-    check_call(rpc, role, host, job, _resolved(job) if role is Role.SHADOW else {})
+    named = [one for one in node_hosts(job) if not _is_address(one)] if role is Role.SHADOW else []
+    check_call(rpc, role, host, job, {one: addresses.of(one) for one in named})
 
 
-def _resolved(job: Job) -> Mapping[str, list[str]]:
-    """Return the present addresses of those shadow nodes' hosts that are DNS names."""
-    return {host: _addresses(host) for host in node_hosts(job) if not _is_address(host)}
-
-
-def _addresses(name: str) -> list[str]:
+def _resolved(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkmate.privileges import Capability, effective
 from checkmate.tagger.errors import TaggerUnavailable
 
 _LIBRARY = "libbpf.so.1"
 _WARN = 0
+_NEEDED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
+"""Without PERFMON, the verifier refuses the program."""
 _PRINT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 _POINTERS = (
     "bpf_object__open_file",
@@ -126,10 +129,10 @@ class BpfObject:
         """Close, and return the error of the last call."""
         error = ctypes.get_errno()
         self.close()
-        if error in (errno.EPERM, errno.EACCES):
-            return TaggerUnavailable(
-                f"no permission to {what} an eBPF program", "run as root, or with CAP_BPF and CAP_NET_ADMIN"
-            )
+        if error in (errno.EPERM, errno.EACCES) or _lacking():
+            lacks = f": {', '.join(_lacking())} missing" if _lacking() else ""
+            needed = "run as root, or with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
+            return TaggerUnavailable(f"no permission to {what} an eBPF program{lacks}", needed)
         if error == errno.ENOSYS:
             return TaggerUnavailable("this kernel has no eBPF", "use one with CONFIG_BPF_SYSCALL=y")
         reason = self._warnings[-1] if self._warnings else os.strerror(error)
@@ -137,3 +140,10 @@ class BpfObject:
             f"the kernel refused to {what} its eBPF program ({reason})",
             "use Linux 5.10 or later with CONFIG_CGROUP_BPF=y",
         )
+
+
+def _lacking() -> list[str]:
+    """Return the needed capabilities that this process lacks; CAP_SYS_ADMIN includes BPF and PERFMON."""
+    held = effective()
+    either = {Capability.NET_ADMIN} if Capability.SYS_ADMIN in held else set(_NEEDED)
+    return [f"CAP_{one.name}" for one in _NEEDED if one in either - held]

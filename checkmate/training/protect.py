@@ -21,6 +21,7 @@ from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.checks import check_all_stepped, check_ddp, check_kept, check_script
+from checkmate.training.default_log import show_log
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.wiring import connect
@@ -89,6 +90,7 @@ def protect(
     """
     deadline = time.monotonic() + wait
     place = join(ddp)
+    show_log(place.rank)
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_ddp(ddp)

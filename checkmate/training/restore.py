@@ -17,6 +17,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training.checks import check_script
+from checkmate.training.default_log import show_log
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, exchange, fence, membership
 from checkmate.training.start.exchange import ExchangeError
@@ -95,6 +96,7 @@ def restore(
         RefusedError: `scheduler` or `scaler` is something else.
     """
     place = membership.join(ddp)
+    show_log(place.rank)
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)

@@ -1,6 +1,6 @@
 """Train a small GPT with DistributedDataParallel, protected by `checkmate.restore` and `checkmate.protect`.
 
-CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 3 -m examples.gpt.train --out out/gpt
+CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 10 -m examples.gpt.train --out out/gpt
 """
 
 from __future__ import annotations

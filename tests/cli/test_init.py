@@ -46,6 +46,16 @@ def test_each_job_gets_keys_beside_its_file(jobs: Path) -> None:
     assert "Traceback" not in again
 
 
+def test_keys_are_made_where_the_job_has_them(tmp_path: Path) -> None:
+    file = tmp_path / "gpt.yaml"
+    file.write_text(yaml.safe_dump({**job_data("gpt", nodes=2), "keys": "secrets"}))
+    code, output = invoke("validate", "--init", file, "--json")
+    assert code == 0
+    assert json.loads(output)["keys"][0]["folder"] == str(tmp_path / "secrets/gpt")
+    read_keys(tmp_path / "secrets/gpt/reader", "gpt", Role.READER)
+    assert not (tmp_path / "keys").exists()
+
+
 def test_the_keys_as_data(jobs: Path) -> None:
     found = []
     for _ in range(2):

@@ -298,8 +298,10 @@ def test_without_the_extra_only_the_figures_are_missing(
 
 
 def test_the_command_line_loads_the_planner_only_when_asked() -> None:
-    program = "import sys, checkmate.cli.main; sys.exit('planner' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    program = "import sys, checkmate.cli.main{}; sys.exit('checkmate.planner' in sys.modules)"
+    for more, loaded in (("", 0), ("; import checkmate.planner.cost", 1)):
+        done = subprocess.run([sys.executable, "-c", program.format(more)], check=False)
+        assert done.returncode == loaded, more
 
 
 def test_inputs_can_be_read_without_a_file() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from checkmate.job.schema import Job
+from checkmate.job.schema import Job, split_address
 from checkmate.keys.access import INSECURE
 from checkmate.keys.contexts import channel_credentials, server_credentials
 from checkmate.keys.errors import KeysError
@@ -27,7 +28,7 @@ from checkmate.rpc.channels import OPTIONS, open_channel
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import admission
-from checkmate.shadow.admission import CallerCheck
+from checkmate.shadow.admission import Addresses, CallerCheck
 from checkmate.shadow.process import Serving
 from checkmate.training.start.membership import Membership
 from testbed.copies import Copies, local_job
@@ -37,6 +38,7 @@ from testbed.small_training import SmallTraining, status
 from tests.shadow.test_service import refused, request_of
 from tests.support.keys import role_keys, secured, served_job
 from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.processes import NodeProcess
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.waiting import wait_until
 
@@ -272,6 +274,40 @@ def test_a_stranger_leaves_bounded_lines(job: Job, sent: bytes, caplog: pytest.L
         assert max(map(len, lines)) < 400
         line = RecordLine(job, 0, keys_of(job, Role.TRAINER))
         line.close()
+
+
+def test_failed_handshakes_leave_no_lines_of_grpc(job: Job, start: Callable[..., NodeProcess]) -> None:
+    node = start(job, 0, "--no-view")
+    assert node.line().startswith("ready")
+    for _ in range(20):
+        with socket.create_connection(split_address(job.node(0).mgmt), 5) as sock:
+            sock.sendall(b"neither TLS nor HTTP/2" * 100)
+            sock.settimeout(5)
+            with_end(sock)
+    code, errors = node.end(signal.SIGINT)
+    assert (code, "ssl_transport" in errors, "andshake" in errors) == (0, False, False)
+
+
+def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def look_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        if host == "gone":
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", (f"192.0.2.{len(asked)}", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    addresses = Addresses(seconds=60)
+    assert [addresses.of(host) for host in ("one", "gone", "one", "gone")] == [
+        ["192.0.2.1"],
+        [],
+        ["192.0.2.1"],
+        [],
+    ]
+    assert asked == ["one", "gone"]
+    brief = Addresses(seconds=0)
+    assert [brief.of("one"), brief.of("one")] == [["192.0.2.3"], ["192.0.2.4"]]
 
 
 def test_without_keys_nothing_starts_and_the_error_has_the_remedy(tmp_path: Path) -> None:

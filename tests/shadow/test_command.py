@@ -147,7 +147,7 @@ def test_a_node_that_is_killed_holds_nobody_up_and_no_shard_is_lost_with_replica
             training.iterate()
             time.sleep(0.01)
         wait_until(lambda: all(h.stepped == 12 for n in left for h in status(job, n).holds), "stepped")
-        assert time.monotonic() - killed < 4, "waited for the dead"
+        assert time.monotonic() - killed < 3 * SILENCE_MAX, "waited for the dead"
         reserved = pb.ReserveRequest(job=job.job, iteration=13, seconds=10)
         assert all(training.stubs[node].Reserve(reserved, timeout=5).granted for node in left)
         training.iterate()

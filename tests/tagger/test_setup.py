@@ -87,9 +87,27 @@ def test_a_folder_that_is_no_cgroup_is_said_plainly(tmp_path: Path) -> None:
         Tagger.attach(tmp_path)
 
 
-def test_missing_privilege_is_said_plainly() -> None:
-    command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-m", "checkmate.tagger"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+NEEDED = ("bpf", "perfmon", "net_admin")
+
+
+def limited_to(*names: str) -> subprocess.CompletedProcess[str]:
+    """Try the tagger in a process of root with these capabilities only."""
+    bounds = ",".join(["-all", *(f"+{name}" for name in names)])
+    command = ["setpriv", f"--bounding-set={bounds}", "--inh-caps=-all", "--no-new-privs"]
+    command += [sys.executable, "-m", "checkmate.tagger"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_documented_capabilities_suffice() -> None:
+    done = limited_to(*NEEDED)
+    assert done.returncode == 0, done.stderr
+    assert "detached again" in done.stdout
+
+
+@pytest.mark.parametrize("lacking", [[name] for name in NEEDED] + [[*NEEDED]], ids="+".join)
+def test_missing_capabilities_are_named(lacking: list[str]) -> None:
+    done = limited_to(*(name for name in NEEDED if name not in lacking))
     assert done.returncode == 1
-    assert "no permission to load an eBPF program; run as root" in done.stderr
+    missing = ", ".join(f"CAP_{name.upper()}" for name in lacking)
+    assert f"an eBPF program: {missing} missing; run as root, or with CAP_BPF, CAP_PERFMON" in done.stderr
     assert "Traceback" not in done.stderr

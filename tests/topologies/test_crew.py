@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,15 @@ def test_the_cause_is_quoted_before_its_consequences(crew: Crew) -> None:
     )
 
 
-def test_of_many_that_fail_the_first_are_quoted(crew: Crew) -> None:
-    for number in range(6):
-        crew.start(f"p{number}", "rank0", ["sh", "-c", f"sleep {number / 10}; echo {number} >&2; exit 1"])
+def test_of_many_that_fail_the_first_are_quoted(crew: Crew, tmp_path: Path) -> None:
+    """Each fails after the one before it, and all before the crew looks."""
+    turns = [tmp_path / str(number) for number in range(7)]
+    failing = []
+    for number, (turn, following) in enumerate(pairwise(turns)):
+        script = f"until [ -e {turn} ]; do sleep 0.01; done; echo {number} >&2; touch {following}; exit 1"
+        failing.append(crew.start(f"p{number}", "rank0", ["sh", "-c", script]))
+    turns[0].touch()
+    wait_until(lambda: not any(member.running for member in failing), "all to fail")
     with pytest.raises(LabError, match=r"^p0 .*: 0; then p1 .*: 1; .*p3 .*: 3; then 2 more$"):
         crew.wait(lambda: False, "nothing", 30)
 

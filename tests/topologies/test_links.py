@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.capabilities import check_keeps
 from tests.support.labs.live import needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from topologies.controller import serving
@@ -74,6 +75,11 @@ def test_training_links_delay_at_random_and_shadow_links_do_not(late: Lab) -> No
     assert trained[100] > 1.2 * JITTER
     assert trained[180] - trained[20] > JITTER
     assert min(round_trips(late, "shadow0", "shadow1", 100)) < 0.6 * JITTER
+
+
+def test_the_process_of_the_cables_keeps_no_capability(late: Lab) -> None:
+    (process,) = namespaces.processes([late.namespace(CABLES)])
+    check_keeps(process)
 
 
 def test_no_frame_overtakes_another(late: Lab) -> None:

@@ -111,6 +111,11 @@ def test_from_start_to_exit(nodes: list[RecordingNode], tmp_path: Path) -> None:
     run, ends = train(tmp_path, nodes, iterations=4, plain=True, workers=2)
     assert [code for code, _ in ends] == [0, 0], ends
     assert not any("fork" in errors for _, errors in ends)
+    for line in (
+        "the shadow nodes hold nothing: training begins with iteration 0",
+        "shadow nodes 0, 1 follow DP group 0, from iteration 0 on",
+    ):
+        assert [errors.count(line) for _, errors in ends] == [1, 0], ends
     assert run.resumed() == 0
     (begin,) = nodes[0].begins
     said = (begin.incarnation, begin.run, begin.start)

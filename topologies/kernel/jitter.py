@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+from checkmate.privileges import keep_only
 from checkmate.wire.tcp import SO_RCVBUFFORCE
 
 # linux/if_packet.h and linux/if_ether.h
@@ -132,6 +133,7 @@ def main() -> int:
     except OSError as error:
         print(f"no cable: {error}", file=sys.stderr)
         return 1
+    keep_only()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     print("ready", flush=True)
     while True:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from pyroute2 import IPRoute, netns
+from pyroute2 import IPRoute, config, netns
 
 from topologies.describe.topology import LabError
 from topologies.kernel.processes import all_processes, signal_each
@@ -23,6 +23,9 @@ from topologies.signals import undisturbed
 FOLDER = Path(netns.NETNS_RUN_DIR)
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 5.0
+
+# pyroute2 waits this many seconds for a process that it forks; its 2 s are too short on a busy machine.
+config.default_communicate_timeout = 30
 
 
 def name_of(lab: str, node: str) -> str:

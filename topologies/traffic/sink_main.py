@@ -16,6 +16,7 @@ from checkmate.job.files import JobError, read_job
 from checkmate.keys.access import access
 from checkmate.keys.errors import KeysError
 from checkmate.keys.roles import Role, Secret
+from checkmate.privileges import keep_only, to_read
 from checkmate.shadow.receive.connect import StreamError, tcp_memory_shortfall
 from topologies.traffic.config import read_config
 from topologies.traffic.sink import Sink, SinkJob
@@ -55,6 +56,7 @@ def main() -> int:
 def _run(sink: Sink, result_file: Path) -> int:
     start = time.monotonic()
     sink.connect()
+    keep_only(*to_read([]))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sink.stop())
     print(f"ready: {len(sink.streams)} streams connected in {time.monotonic() - start:.1f} s", flush=True)

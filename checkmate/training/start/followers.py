@@ -150,6 +150,10 @@ class Followers:
         exchange.broadcast(None, place.spokesman, ranks)  # nobody trains before the spokesman has waited
         if waiting:
             _log.warning("training begins without all shadow nodes: %s", waiting)
+        elif place.first:
+            nodes = ", ".join(str(node.id) for node in place.nodes)
+            following = f"shadow nodes {nodes} follow DP group {place.group}"
+            _log.info("%s, from iteration %d on", following, opening.start.next_iteration)
 
     def finish(self, deadline: float) -> None:
         """Wait until the nodes have every record, but not beyond the deadline, and less for nodes away."""

@@ -1,0 +1,24 @@
+"""What `restore` and `protect` did, on standard error of rank 0, unless the script has set up logging."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+_LOG: Final = logging.getLogger("checkmate")
+_FORMAT: Final = "%(asctime)s checkmate: %(message)s"
+
+
+def show_log(rank: int) -> None:
+    """Give the logger `checkmate` a handler on global rank 0 if neither it nor the root logger has one.
+
+    The handler is silent once the script gives the root logger one. A level that the script has set stays.
+    """
+    if rank or _LOG.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    _LOG.addHandler(handler)
+    if _LOG.level == logging.NOTSET:
+        _LOG.setLevel(logging.INFO)

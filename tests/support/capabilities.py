@@ -1,0 +1,26 @@
+"""The capabilities of running processes, as the kernel reports them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from checkmate.privileges import Capability
+
+_LINE = re.compile(r"^(Cap\w+|NoNewPrivs):\s+(\w+)$", re.MULTILINE)
+
+
+def mask_of(capabilities: Iterable[Capability]) -> int:
+    return sum(1 << one for one in capabilities)
+
+
+def check_keeps(pid: int, *kept: Capability) -> None:
+    """Check that each thread of a process of root has exactly these capabilities and can get no others."""
+    mask = f"{mask_of(kept):016x}"
+    wanted = {"CapPrm": mask, "CapEff": mask, "CapBnd": mask, "CapInh": f"{0:016x}", "CapAmb": f"{0:016x}"}
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    assert threads
+    for thread in threads:
+        found = dict(_LINE.findall((thread / "status").read_text()))
+        assert found == {**wanted, "NoNewPrivs": "1"}, (thread / "comm").read_text()

@@ -1,0 +1,47 @@
+"""What `restore` and `protect` log is seen on rank 0, unless the script has set up logging."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import logging
+from checkmate.training.default_log import show_log
+log = logging.getLogger("checkmate")
+{before}
+for _ in range(2):
+    show_log({rank})
+{after}
+log.info("resumed")
+"""
+OTHER = "logging.basicConfig(format='theirs: %(message)s', level=logging.INFO)"
+OWN = "log.addHandler(logging.StreamHandler()); log.setLevel(logging.INFO)"
+
+
+def shown(before: str = "", after: str = "", rank: int = 0) -> list[str]:
+    script = SCRIPT.format(before=before, after=after, rank=rank)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stderr.splitlines()
+
+
+def test_rank_0_shows_each_line_once_with_its_time() -> None:
+    (line,) = shown()
+    assert line.endswith(" checkmate: resumed")
+    assert line[:4].isdigit() and line[10] == " "
+    assert shown(rank=1) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (OTHER, "", ["theirs: resumed"]),
+        ("", OTHER, ["theirs: resumed"]),
+        (OWN, "", ["resumed"]),
+        ("log.setLevel(logging.WARNING)", "", []),
+    ],
+)
+def test_what_a_script_sets_up_counts(before: str, after: str, expected: list[str]) -> None:
+    assert shown(before, after) == expected

@@ -1,0 +1,82 @@
+"""Renew the lists of packages that set-up installs, with the hashes of their files: `python -m tools.lock`.
+
+Versions stay as they are unless pyproject.toml rules them out; `--upgrade` takes the newest. torch and its
+CUDA packages have no hashes, so that a local build or one for CPUs can take their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+CONSTRAINTS: Final = ROOT / "constraints.txt"
+TORCH: Final = ROOT / "constraints-torch.txt"
+SHELL: Final = ROOT / "checkmate" / "cli" / "shell.txt"
+
+_SHELL_NEEDS: Final = ("p4runtime-shell==0.0.6", "protobuf==3.20.3", "setuptools<81")
+"""What `checkmate shell --install` installs; design.md, section 8, has the reason."""
+_OLDEST_PYTHON: Final = "3.11"
+_OPTIONS: Final = ("--universal", "--generate-hashes", "--no-annotate", "--no-header", "--quiet")
+_WITHOUT_HASHES: Final = re.compile(r"(torch|triton|(nvidia|cuda)-[a-z0-9-]+)==")
+
+
+class LockError(Exception):
+    """The lists cannot be renewed; the message has the reason."""
+
+
+def hashed(compiled: str) -> str:
+    """Return uv's list of requirements without those that set-up installs without hashes. Pure."""
+    requirements = re.split(r"^(?=\S)", compiled, flags=re.MULTILINE)
+    return "".join(one for one in requirements if not _WITHOUT_HASHES.match(one))
+
+
+def _compile(source: str, known: Path, *more: str, given: str | None = None) -> str:
+    """Return what uv resolves; versions in `known` are preferred. Raise `LockError` if it fails."""
+    uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+    if uv is None:
+        raise LockError("uv is not installed; install it with: pip install uv")
+    index = {"UV_DEFAULT_INDEX": url} if (url := os.environ.get("PIP_INDEX_URL")) else {}
+    command = [uv, "pip", "compile", source, "--python-version", _OLDEST_PYTHON, *_OPTIONS, *more]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / known.name
+        output.write_text(known.read_text() if known.exists() else "")
+        command += ["--output-file", str(output)]
+        environment = {**os.environ, **index}
+        done = subprocess.run(command, cwd=ROOT, env=environment, input=given, text=True, check=False)
+        if done.returncode:
+            raise LockError(f"nothing was renewed, because uv failed with status {done.returncode}")
+        return output.read_text()
+
+
+def renew(upgrade: bool) -> None:
+    """Write both lists; on failure raise `LockError` and write neither."""
+    more = ("--upgrade",) if upgrade else ()
+    extras = ("--extra", "test", "--extra", "docs", "--constraint", str(TORCH))
+    project = hashed(_compile("pyproject.toml", CONSTRAINTS, *extras, *more))
+    shell = _compile("-", SHELL, *more, given="\n".join(_SHELL_NEEDS))
+    CONSTRAINTS.write_text(project)
+    SHELL.write_text(shell)
+
+
+def main() -> int:
+    """Renew the lists; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.lock", description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    try:
+        renew(parser.parse_args().upgrade)
+    except LockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
