@@ -216,21 +216,24 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
     if not order:
         raise LayoutError("no parameter needs a gradient")
     buckets: list[BucketLayout] = []
-    for shard, run in enumerate(_runs(order, parameters, shards)):
+    for shard, run in _runs(order, parameters, shards).items():
         buckets += _buckets(run, parameters, shard, bucket_bytes)
     return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets))
 
 
-def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) -> Iterator[list[int]]:
-    """Cut `order` into `shards` runs. A parameter belongs to the shard of its middle byte."""
+def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) -> dict[int, list[int]]:
+    """Cut `order` into runs, by shard; without empty ones, because a description may claim 2^48 shards.
+
+    A parameter belongs to the shard of its middle byte.
+    """
     total = sum(parameters[i].nbytes for i in order)
-    runs: list[list[int]] = [[] for _ in range(shards)]
+    runs: dict[int, list[int]] = {}
     before = 0
     for i in order:
         nbytes = parameters[i].nbytes
-        runs[(2 * before + nbytes) * shards // (2 * total)].append(i)
+        runs.setdefault((2 * before + nbytes) * shards // (2 * total), []).append(i)
         before += nbytes
-    return iter(runs)
+    return runs
 
 
 def _buckets(

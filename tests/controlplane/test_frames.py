@@ -19,6 +19,7 @@ from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.plan import plan_switch
 from testbed.jobs import job
+from tests.support.fuzz import fuzz
 
 JOB = job(channels=1, ranks=2, nodes=1, replicas=1)
 NETWORK = Network([JOB])
@@ -124,16 +125,8 @@ def survives(frame: bytes) -> None:
             assert bytes(by_scapy(reply)) == reply
 
 
-@given(st.one_of(st.binary(max_size=200), damaged()))
-@settings(max_examples=1_000, deadline=None)
+@fuzz(1_000, frame=st.one_of(st.binary(max_size=200), damaged()))
 def test_no_frame_upsets_the_parser(frame: bytes) -> None:
-    survives(frame)
-
-
-@pytest.mark.slow
-@given(st.one_of(st.binary(max_size=2_000), damaged()))
-@settings(max_examples=200_000, deadline=None)
-def test_no_frame_of_many_upsets_the_parser(frame: bytes) -> None:
     survives(frame)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkmate.job.checks import FAULTS_MOST
@@ -18,6 +16,7 @@ from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Located
 from checkmate.job.yaml_loader import FILE_BYTES, SCALAR_CHARACTERS
 from testbed.jobs import job_data
+from tests.support.fuzz import fuzz
 
 RIGHT = yaml.safe_dump(job_data(nodes=2, channels=2, replicas=2), sort_keys=False)
 
@@ -162,12 +161,7 @@ KEYS = st.sampled_from(sorted(Job.model_fields))
 documents = st.dictionaries(KEYS | st.text(max_size=9), plain, max_size=6).map(yaml.safe_dump)
 
 
-@given(changed() | documents | st.text(st.characters(exclude_categories=[]), max_size=60))
-@settings(
-    max_examples=int(os.environ.get("CHECKMATE_FUZZ_EXAMPLES", "250")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@fuzz(250, text=changed() | documents | st.text(st.characters(exclude_categories=[]), max_size=60))
 def test_any_text_is_a_job_or_a_list_of_faults(tmp_path: Path, text: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))

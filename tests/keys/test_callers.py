@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.keys.callers import CALLERS, STEP_RECORDS, CallerRefused, caller_role, check_call
 from checkmate.keys.contexts import host_of_call
 from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2
+from tests.support.fuzz import fuzz
 from tests.support.keys import served_job
 
 JOB = served_job("gpt", "10.0.0.1", "fd00::1", "node.example.org")
@@ -101,7 +101,7 @@ def test_a_certificate_of_no_role_is_refused(uris: list[str], words: str) -> Non
     assert "\n" not in str(error.value)
 
 
-@given(st.lists(st.text()), st.text(), st.text())
+@fuzz(100, uris=st.lists(st.text()), rpc=st.text(), host=st.text())
 def test_whatever_a_stranger_sends_is_refused(uris: list[str], rpc: str, host: str) -> None:
     with pytest.raises(CallerRefused):
         caller_role(uris, JOB)

@@ -26,6 +26,7 @@ from tests.softswitch.support.scenarios import (
     checkmate_program,
     files,
 )
+from tests.support.fuzz import fuzz
 from tests.support.p4.frames import PORTS, TAG, Frame, arrivals, connected, ones_sum, packet_outs
 
 
@@ -62,8 +63,7 @@ def test_the_halves_have_every_table_and_counter_between_them(programs: tuple[Pr
     assert ingress and egress
 
 
-@settings(max_examples=2000, deadline=None)
-@given(st.one_of(arrivals, arrivals, arrivals, packet_outs))
+@fuzz(2000, arrival=st.one_of(arrivals, arrivals, arrivals, packet_outs))
 def test_both_programs_do_the_same(programs: tuple[Program, TnaProgram], arrival: tuple[int, bytes]) -> None:
     v1model, tna = programs
     port, frame = arrival

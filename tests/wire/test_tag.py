@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from checkmate.tagger import program
 from checkmate.wire import tag as wire
+from tests.support.fuzz import damaged, fuzz
 from tests.support.streams import copy_sequence
 
 ROOT = Path(__file__).parents[2]
@@ -71,14 +72,28 @@ def test_a_mac_covers_every_field_and_both_ends(
     assert (one[0].covered(one[1]) == other[0].covered(other[1])) == (one == other)
 
 
-@given(st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(lambda rest: b"\xc4\xec\0\2" + rest)))
-def test_any_bytes_are_a_hello_or_refused(payload: bytes) -> None:
+@fuzz(200, payload=st.binary(max_size=60), hello=HELLOS, data=st.data())
+def test_any_bytes_are_a_hello_or_refused(payload: bytes, hello: wire.Hello, data: st.DataObject) -> None:
+    if data.draw(st.booleans()):
+        payload = damaged(data, hello.pack(bytes(16)))
     try:
         hello, mac = wire.Hello.unpack(payload)
     except ValueError as error:
         assert str(error)
     else:
         assert hello.pack(mac) == payload
+
+
+@fuzz(100, option=st.binary(max_size=20), tag=TAGS, data=st.data())
+def test_any_option_is_a_tag_or_refused(option: bytes, tag: wire.Tag, data: st.DataObject) -> None:
+    if data.draw(st.booleans()):
+        option = damaged(data, tag.pack())
+    try:
+        found = wire.Tag.unpack(option)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert found.pack() == option
 
 
 @pytest.mark.parametrize(("version", "old"), [(0, "the node"), (1, "the node"), (3, "the controller")])

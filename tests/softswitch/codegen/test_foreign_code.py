@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from finsy.proto import p4i
-from hypothesis import HealthCheck, given, settings
+from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from softswitch.codegen import codegen, vocabulary
 from softswitch.codegen.program import Program, UnsupportedProgramError, _compile, load
 from softswitch.program.trace import Trace
 from tests.softswitch.support.scenarios import CHECKMATE, EXAMPLES, ROOT, files
+from tests.support.fuzz import damaged, fuzz
 
 TNA = ROOT / "p4src" / "build" / "tna"
 PROGRAMS = {"bmv2": CHECKMATE, "ingress": TNA / "ingress", "egress": TNA / "egress"}
@@ -157,8 +158,7 @@ anything = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
+@fuzz(60, data=st.data())
 def test_any_change_gives_a_refusal_or_a_program_in_the_same_words(data: st.DataObject) -> None:
     raw, p4info = original("bmv2")
     kinds: dict[str, list[Place]] = {}
@@ -169,6 +169,20 @@ def test_any_change_gives_a_refusal_or_a_program_in_the_same_words(data: st.Data
         raw = changed(raw, place, data.draw(anything))
     try:
         program = load(json.dumps(raw).encode(), p4info)
+    except (ValueError, UnsupportedProgramError):
+        return
+    vocabulary.check(ast.parse(program.source))
+
+
+@fuzz(40, data=st.data())
+def test_any_p4info_gives_a_refusal_or_a_program_in_the_same_words(data: st.DataObject) -> None:
+    raw, p4info = original("bmv2")
+    try:
+        changed_info = p4i.P4Info.FromString(damaged(data, p4info.SerializeToString(deterministic=True)))
+    except DecodeError:
+        return
+    try:
+        program = load(json.dumps(raw).encode(), changed_info)
     except (ValueError, UnsupportedProgramError):
         return
     vocabulary.check(ast.parse(program.source))
