@@ -36,10 +36,10 @@ def program() -> Program:
     tables["forwarding"].insert(Entry((0x020000000002,), actions["forward"], (2,)))
     tables["forwarding"].insert(Entry((0x020000000001,), actions["forward"], (1,)))
     tables["marks"].insert(Entry(((0x20, 0x20),), actions["mark"], (), priority=1))
+    tables["sources"].insert(Entry((1, SOURCE), actions["permit"], ()))
+    tables["boundaries"].insert(Entry((1, SOURCE, DESTINATION), actions["enter"], (5,)))
     for channel, group in ((1, 10), (2, 11)):
-        tables["replication"].insert(
-            Entry((SOURCE, DESTINATION, 3, channel), actions["replicate"], (group, 5))
-        )
+        tables["replication"].insert(Entry((5, 3, channel), actions["replicate"], (group,)))
     rewrite = (0x02000000000A, 0x0200000000FE, 0x0A0000FE, 0x0A0000FD, 4000, 5000, 77, 0)
     tables["streams"].insert(Entry((5, 1, 3, 7, 1), actions["rewrite"], rewrite))
     loaded.state.groups[10] = (GroupReplica(2, 0), GroupReplica(3, 1))
@@ -80,11 +80,13 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print a profile")
     arguments = parser.parse_args()
     loaded = program()
-    kinds = {"plain": None, "tagged, one shadow copy": 1, "tagged, no shadow copy": 2}
+    kinds = {"plain": (None, 1), "tagged, one shadow copy": (1, 2), "tagged, no shadow copy": (2, 1)}
     for size in (1514, 65000):
-        for name, channel in kinds.items():
+        for name, (channel, expected) in kinds.items():
             packet = frame(size, channel)
             outputs = len(loaded.process(1, packet))
+            if outputs != expected:
+                raise RuntimeError(f"{name}: {outputs} frames instead of {expected}")
             pps = rate(loaded, packet, arguments.seconds)
             print(f"{size:6} bytes  {name:24} {outputs} out  {pps:10,.0f} packets/s")
     if arguments.profile:
