@@ -104,9 +104,8 @@ def _start(emitter: Emitter, names: set[str]) -> list[str]:
 
 
 def _set(emitter: Emitter, name: str, value: Value) -> None:
-    """Set a field of the standard metadata, if the program has it."""
-    if emitter.known("standard_metadata", name):
-        emitter.store(["standard_metadata", name], value)
+    """Set a field of the standard metadata."""
+    emitter.store(["standard_metadata", name], value)
 
 
 def _set_time(emitter: Emitter, name: str) -> None:

@@ -236,12 +236,6 @@ class Emitter:
                     self.line(f"{target} = {code}")
         self.mark_written(header)
 
-    def known(self, header: str, name: str) -> bool:
-        """Return whether the program's architecture has this metadata field."""
-        return header in self.config.headers and any(
-            f.name == name for f in self.config.headers[header].fields
-        )
-
     def _metadata(self, header: str, name: str) -> str:
         return self.plan.names.of("metadata", header, name)
 

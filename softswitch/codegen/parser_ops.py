@@ -55,8 +55,7 @@ class ParserBase:
 
     def error(self, error: Value) -> None:
         """Set the parser's error."""
-        if self.emitter.known("standard_metadata", "parser_error"):
-            self.emitter.store(["standard_metadata", "parser_error"], error)
+        self.emitter.store(["standard_metadata", "parser_error"], error)
         name = self.emitter.config.errors.get(error.constant or 0, error.code)
         self.emitter.trace("parser_error", error=self.emitter.text(name))
 

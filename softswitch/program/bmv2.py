@@ -99,6 +99,27 @@ _UNSUPPORTED_LISTS = {
 }
 
 
+_STANDARD_METADATA = {
+    "ingress_port": 9,
+    "egress_spec": 9,
+    "egress_port": 9,
+    "instance_type": 32,
+    "packet_length": 32,
+    "enq_timestamp": 32,
+    "enq_qdepth": 19,
+    "deq_timedelta": 32,
+    "deq_qdepth": 19,
+    "ingress_global_timestamp": 48,
+    "egress_global_timestamp": 48,
+    "mcast_grp": 16,
+    "egress_rid": 16,
+    "checksum_error": 1,
+    "parser_error": 32,
+    "priority": 3,
+}
+"""Width in bits of each field of v1model's `standard_metadata_t`."""
+
+
 def read(text: bytes) -> ProgramConfig:
     """Parse a BMv2 JSON; raise `FormatError` if it is not one."""
     try:
@@ -145,6 +166,13 @@ def _config(raw: Json) -> ProgramConfig:
     for name in ("ingress", "egress"):
         if name not in config.pipelines:
             raise FormatError(f"the device config has no pipeline '{name}': it is not compiled for v1model")
+    given = {field.name: field.width for field in config.headers["standard_metadata"].fields}
+    for name, width in _STANDARD_METADATA.items():
+        if given.get(name) != width:
+            raise FormatError(
+                f"the device config's standard_metadata has no field {name} of {width} bits: "
+                "it is not compiled for v1model"
+            )
     return config
 
 

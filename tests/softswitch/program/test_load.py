@@ -87,6 +87,18 @@ def test_what_is_no_bmv2_json_is_said_so(text: bytes, words: str) -> None:
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "lacks"),
+    [
+        ('["ingress_port", 9, false]', '["x", 9, false]', "ingress_port of 9 bits"),
+        ('["parser_error", 32, false]', '["parser_error", 31, false]', "parser_error of 32 bits"),
+    ],
+)
+def test_standard_metadata_is_v1models(old: str, new: str, lacks: str) -> None:
+    with pytest.raises(ValueError, match=f"standard_metadata has no field {lacks}: it is not compiled for"):
+        load(*changed(old, new))
+
+
 def test_json_and_p4info_of_two_programs_dont_go_together() -> None:
     config, own = files(EXAMPLES / "counter")
     _, other = files(EXAMPLES / "ecmp")
