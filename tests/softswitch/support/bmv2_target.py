@@ -10,6 +10,7 @@ import queue
 import select
 import shutil
 import socket
+import struct
 import subprocess
 import tempfile
 import threading
@@ -22,17 +23,34 @@ import grpc
 from finsy.proto import p4i, p4r, p4r_grpc
 from pyroute2 import netns
 
-from softswitch.program.match import MatchKind
-from softswitch.program.state import Entry, GroupReplica, State, Table
+from softswitch.program.state import State
+from tests.softswitch.support.bmv2_entities import table_entry, updates
 from tests.softswitch.support.scenarios import CPU_PORT
 
 DEVICE = 1
 ETH_P_ALL = 3
 SOL_PACKET = 263
+PACKET_AUXDATA = 8
 PACKET_IGNORE_OUTGOING = 23
+SO_RCVBUFFORCE = 33
+TP_STATUS_VLAN_VALID = 1 << 4
+# tp_status, tp_len, tp_snaplen, tp_mac, tp_net, tp_vlan_tci, tp_vlan_tpid
+_AUXDATA = struct.Struct("=IIIHHHH")
+_ANCILLARY = socket.CMSG_SPACE(_AUXDATA.size)
 RECEIVE_BYTES = 65536
+RECEIVE_BUFFER = 16 << 20
+SHORTEST = 14
+"""Bytes that raw sockets send at least."""
+VLAN_TYPES = (0x8100, 0x88A8)
+VLAN_BYTES = 20
+"""Bytes of a frame with a VLAN tag and the type after it."""
 START_S = 20.0
 ANSWER_S = 10.0
+
+
+def carried(frame: bytes) -> bytes:
+    """Return a frame as a network carries it: the kernel drops one that ends within a VLAN tag."""
+    return frame.ljust(VLAN_BYTES, b"\0") if int.from_bytes(frame[12:14], "big") in VLAN_TYPES else frame
 
 
 def missing() -> str | None:
@@ -60,6 +78,7 @@ class Bmv2:
         self._stub = p4r_grpc.P4RuntimeStub(channel)
         self._sockets = sockets
         self._p4info = p4info
+        self._buffer = bytearray(RECEIVE_BYTES)
         self._requests: queue.Queue[p4r.StreamMessageRequest | None] = queue.Queue()
         self._packets: queue.Queue[bytes] = queue.Queue()
         self._primary = threading.Event()
@@ -115,18 +134,9 @@ class Bmv2:
         )
 
     def install(self, state: State) -> None:
-        """Write a state: entries, defaults that are not the program's, groups."""
-        updates = [
-            _update(p4r.Entity(packet_replication_engine_entry=_group(*g))) for g in state.groups.items()
-        ]
-        for table in state.tables.values():
-            if table.const_entries:
-                continue
-            updates += [_update(p4r.Entity(table_entry=_entry(table, e))) for e in table.entries.values()]
-            if table.default is not table.initial_default and table.default is not None:
-                entity = p4r.Entity(table_entry=_entry(table, table.default))
-                updates.append(p4r.Update(type=p4r.Update.MODIFY, entity=entity))
-        self._stub.Write(p4r.WriteRequest(device_id=DEVICE, election_id=p4r.Uint128(low=1), updates=updates))
+        """Write a state: entries, defaults that are not the program's, groups, meters."""
+        request = p4r.WriteRequest(device_id=DEVICE, election_id=p4r.Uint128(low=1), updates=updates(state))
+        self._stub.Write(request)
 
     def counts(self, state: State) -> dict[tuple[str, object], tuple[int, int]]:
         """Return packets and bytes of every counter cell, and of every entry with a direct counter."""
@@ -140,7 +150,7 @@ class Bmv2:
         for direct in self._p4info.direct_counters:
             table = state.tables[direct.direct_table_id]
             for entry in table.entries.values():
-                read = p4r.DirectCounterEntry(table_entry=_entry(table, entry, with_action=False))
+                read = p4r.DirectCounterEntry(table_entry=table_entry(table, entry, with_action=False))
                 for entity in self._entities(p4r.Entity(direct_counter_entry=read)):
                     data_ = entity.direct_counter_entry.data
                     key = (table.name, (entry.match, entry.priority))
@@ -203,45 +213,21 @@ class Bmv2:
                 return self._packets.get(timeout=timeout) if timeout > 0 else self._packets.get_nowait()
             except queue.Empty:
                 return None
-        ready, _, _ = select.select([self._sockets[port]], [], [], max(timeout, 0))
-        return self._sockets[port].recv(RECEIVE_BYTES) if ready else None
+        cable = self._sockets[port]
+        try:
+            return self._arrived(cable)
+        except BlockingIOError:
+            ready, _, _ = select.select([cable], [], [], max(timeout, 0))
+            return self._arrived(cable) if ready else None
 
-
-def _update(entity: p4r.Entity) -> p4r.Update:
-    return p4r.Update(type=p4r.Update.INSERT, entity=entity)
-
-
-def _bytes(value: int) -> bytes:
-    return value.to_bytes(max(1, (value.bit_length() + 7) // 8), "big")
-
-
-def _group(number: int, replicas: tuple[GroupReplica, ...]) -> p4r.PacketReplicationEngineEntry:
-    copies = [p4r.Replica(egress_port=r.port, instance=r.instance) for r in replicas]
-    group = p4r.MulticastGroupEntry(multicast_group_id=number, replicas=copies)
-    return p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
-
-
-def _entry(table: Table, entry: Entry, with_action: bool = True) -> p4r.TableEntry:
-    message = p4r.TableEntry(table_id=table.id, priority=entry.priority, is_default_action=entry.is_default)
-    for field, key in zip(table.fields, () if entry.is_default else entry.match, strict=not entry.is_default):
-        if key is None:
-            continue
-        match = message.match.add(field_id=field.id)
-        if isinstance(key, int) and field.kind is MatchKind.EXACT:
-            match.exact.value = _bytes(key)
-        elif isinstance(key, int):
-            match.optional.value = _bytes(key)
-        elif field.kind is MatchKind.LPM:
-            match.lpm.value, match.lpm.prefix_len = _bytes(key[0]), key[1]
-        elif field.kind is MatchKind.TERNARY:
-            match.ternary.value, match.ternary.mask = _bytes(key[0] & key[1]), _bytes(key[1])
-        else:
-            match.range.low, match.range.high = _bytes(key[0]), _bytes(key[1])
-    if with_action:
-        message.action.action.action_id = entry.action
-        for number, value in enumerate(entry.params, 1):
-            message.action.action.params.add(param_id=number, value=_bytes(value))
-    return message
+    def _arrived(self, cable: socket.socket) -> bytes:
+        """Return the next frame, with the VLAN tag that the kernel has removed."""
+        size, ancillary, _, _ = cable.recvmsg_into([self._buffer], _ANCILLARY, socket.MSG_DONTWAIT)
+        status, *_, control, kind = _AUXDATA.unpack(ancillary[0][2])
+        frame = bytes(memoryview(self._buffer)[:size])
+        if not status & TP_STATUS_VLAN_VALID:
+            return frame
+        return frame[:12] + struct.pack("!HH", kind, control) + frame[12:]
 
 
 @contextmanager
@@ -276,27 +262,15 @@ def _cables(space: str, ports: list[int]) -> dict[int, socket.socket]:
         for path in Path("/proc/sys/net/ipv6/conf").glob("*/disable_ipv6"):
             path.write_text("1")
         for port in ports:
-            pair = [
-                "ip",
-                "link",
-                "add",
-                f"s{port}",
-                "mtu",
-                "9500",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"t{port}",
-                "mtu",
-                "9500",
-            ]
+            pair = f"ip link add s{port} mtu 9500 type veth peer name t{port} mtu 9500".split()
             subprocess.run(pair, check=True)
             for end in (f"s{port}", f"t{port}"):
                 subprocess.run(["ip", "link", "set", end, "up"], check=True)
             cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
             cable.bind((f"t{port}", ETH_P_ALL))
             cable.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+            cable.setsockopt(SOL_PACKET, PACKET_AUXDATA, 1)
+            cable.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
             sockets[port] = cable
     finally:
         netns.popns()
@@ -307,15 +281,8 @@ def _start(space: str, folder: Path, ports: list[int]) -> subprocess.Popen[bytes
     binary = shutil.which("simple_switch_grpc")
     assert binary is not None
     interfaces = [word for port in ports for word in ("-i", f"{port}@s{port}")]
-    command = [
-        "nsenter",
-        f"--net=/run/netns/{space}",
-        binary,
-        "--no-p4",
-        "--device-id",
-        str(DEVICE),
-        *interfaces,
-    ]
+    command = ["nsenter", f"--net=/run/netns/{space}", binary, "--no-p4", "--device-id", str(DEVICE)]
+    command += interfaces
     command += ["--", "--grpc-server-addr", f"unix:{folder}/grpc", "--cpu-port", str(CPU_PORT)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from scapy.packet import Packet, Raw
 
 from softswitch.codegen.program import Program, load
 from softswitch.program.match import Key
+from softswitch.program.meters import Clock
 from softswitch.program.state import Entry, GroupReplica
 
 ROOT = Path(__file__).parents[3]
@@ -69,9 +71,9 @@ def add(
     tables[table].insert(Entry(match, actions[action], params, priority))
 
 
-def made(base: Path) -> Program:
-    """Return a program with empty tables."""
-    return load(*files(base))
+def made(base: Path, clock: Clock | None = None) -> Program:
+    """Return a program with empty tables, and the time of its meters."""
+    return load(*files(base), clock or time.monotonic_ns)
 
 
 # Checkmate
@@ -102,12 +104,12 @@ TIMESTAMPS: list[tuple[object, object]] = [("NOP", None), ("NOP", None), ("Times
 LAST_SOURCE = "10.9.9.9"
 
 
-def checkmate_program() -> Program:
+def checkmate_program(clock: Clock | None = None) -> Program:
     """Return a program with three hosts on ports 1 to 3, a stub, and streams of two boundaries.
 
     They have two channels; one stream has an old incarnation.
     """
-    program = made(CHECKMATE)
+    program = made(CHECKMATE, clock)
     for port, mac in enumerate((A, B, C), 1):
         add(program, "forwarding", (number(mac),), "forward", port)
     add(program, "forwarding", (number("02:00:00:00:00:0d"),), "discard")
@@ -181,7 +183,7 @@ def checkmate_frames() -> list[bytes]:
 def checkmate_last(port: int, count: int) -> list[bytes]:
     """Return a frame for every port."""
     mark = b"last %d" % count
-    punted = segment(destination=STUB_IP, flags="S", tos=0, payload=mark)
+    punted = segment(source=LAST_SOURCE, destination=STUB_IP, flags="S", tos=0, payload=mark)
     if port != CPU_PORT:
         return [segment([tag()], source=LAST_SOURCE, payload=mark), punted]
     frame = bytes(Ether(src=A, dst=B) / Raw(mark))
