@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 SECONDS_VARIABLE: Final = "CHECKMATE_FUZZ_SECONDS"
-ROUND: Final = 20
+ROUND: Final = 4
 """A campaign's rounds have this many times the examples of `make test`; each has a new seed."""
-DEADLINE_S: Final = 120
+DEADLINE_S: Final = 300
 
 Test = Callable[..., None]
 Known = dict[str, st.SearchStrategy[Any]]

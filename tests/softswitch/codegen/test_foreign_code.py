@@ -78,16 +78,18 @@ def at(raw: Any, place: Place) -> Any:
 
 
 def sources(program: Program) -> tuple[str, ...]:
-    """Return both variants of the code, with identifiers numbered in their order."""
+    """Return both variants of the code, with identifiers numbered in their order.
+
+    Texts have one identifier: only traces show them, and equal ones share a number.
+    """
     found: dict[str, str] = {}
-    plan = program._plan
+
+    def renamed(word: re.Match[str]) -> str:
+        return "text" if word[0].startswith("text_") else found.setdefault(word[0], f"v{len(found)}")
+
     return tuple(
-        re.sub(
-            r"\b[a-z]+(?:_[a-z]+)?_\d+\b",
-            lambda word: found.setdefault(word[0], f"v{len(found)}"),
-            source,
-        )
-        for source in (program.source, _compile(plan, traced=True)[0])
+        re.sub(r"\b[a-z]+(?:_[a-z]+)?_\d+\b", renamed, source)
+        for source in (program.source, _compile(program._plan, traced=True)[0])
     )
 
 
