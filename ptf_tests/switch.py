@@ -188,7 +188,9 @@ class PtfSwitch:
 
     def direct_count(self, entry: TableEntry) -> CounterValue:
         """Return the direct counter of one entry (section 9.4)."""
-        key = P4TableEntry(entry.table, match=P4TableMatch(entry.match), priority=entry.priority)
+        there = _renumbered(entry, self._ports)
+        assert isinstance(there, TableEntry)
+        key = P4TableEntry(there.table, match=P4TableMatch(there.match), priority=there.priority)
         wanted = P4DirectCounterEntry(table_entry=key).encode(self.codec.schema)
         (found,) = (e.direct_counter_entry.data for e in self._read([wanted]))
         return CounterValue(found.packet_count, found.byte_count)

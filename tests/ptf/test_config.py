@@ -158,7 +158,7 @@ def test_all_suites_run_by_a_file(tmp_path: Path) -> None:
     Only tests that need further switches are skipped.
     """
     tests = run_by_file(tmp_path)
-    assert {test["suite"] for test in tests} == {"forwarding", "replication", "streams", "stub"}
+    assert {test["suite"] for test in tests} == {"guard", "forwarding", "replication", "streams", "stub"}
     skipped = [test for test in tests if test["outcome"] == "skipped"]
     assert all("needs 3 switches" in test["why"] for test in skipped)
     assert len(skipped) < len(tests) / 10
