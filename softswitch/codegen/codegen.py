@@ -241,17 +241,11 @@ def _emit_header(e: Emitter, header: str) -> None:
     layout = e.plan.layouts.get(header)
     if layout is None:
         return
-    offsets = {None} if e.facts is None else e.facts.offsets.get(header, set())
-    written = e.facts is None or header in e.facts.written
-    if not offsets and not written:
-        return
-    at = e.flag(header, "at")
-    known = next(iter(offsets), None) if len(offsets) == 1 else None
-    end = f"{at} + {layout.size}" if known is None else str(known + layout.size)
-    original = f"frame[{at if known is None else known}:{end}]"
-    if written:
+    part = e.original(header)
+    if e.is_written(header):
         e.layout(header)
         pack = f"{e.bind('pack', layout.packer().pack, header)}({', '.join(c.name for c in layout.chunks)})"
-        original = f"{pack} if {e.flag(header, 'dirty')} else {original}" if offsets else pack
-    with e.block(f"if {e.flag(header, 'valid')}:"):
-        e.line(f"_parts.append({original})")
+        part = f"{pack} if {e.flag(header, 'dirty')} else {part}" if part else pack
+    if part:
+        with e.block(f"if {e.flag(header, 'valid')}:"):
+            e.line(f"_parts.append({part})")

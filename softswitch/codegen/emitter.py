@@ -71,9 +71,7 @@ class ProgramPlan:
             if owner in config.headers:
                 touched.setdefault(config.headers[owner].type, set()).add(name)
         layouts = {}
-        for header in config.headers.values():
-            if header.metadata:
-                continue
+        for header in (one for one in config.headers.values() if not one.metadata):
             if header.bits % 8:
                 config.problem(f"header {header.name} is {header.bits} bits wide, not whole bytes")
                 continue
@@ -165,6 +163,19 @@ class Emitter:
         self.found.written.add(header)
         self.raise_flag(self.flag(header, "dirty"))
         self.mark_changed(header)
+
+    def is_written(self, header: str) -> bool:
+        """Return whether a header's bytes may differ from the frame's."""
+        return self.facts is None or header in self.facts.written
+
+    def original(self, header: str) -> str:
+        """Return the source of a header's bytes in the frame; empty if it is never extracted."""
+        starts = {None} if self.facts is None else self.facts.offsets.get(header, set())
+        if not starts:
+            return ""
+        size, at = self.plan.layouts[header].size, self.flag(header, "at")
+        known = next(iter(starts)) if len(starts) == 1 else None
+        return f"frame[{at}:{at} + {size}]" if known is None else f"frame[{known}:{known + size}]"
 
     def mark_changed(self, header: str) -> None:
         """Note that the deparser's output for a header may differ from the frame."""
@@ -273,10 +284,6 @@ def _expression(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> Value:
         return number(0)
 
 
-def _argument(emitter: Emitter, what: int, _: tuple[Json, ...]) -> Value:
-    return emitter.arguments[what]
-
-
 def parse_hex(text: str) -> int:
     """Return a number in BMv2's notation, with a leading sign."""
     return int(text, 16)
@@ -287,7 +294,6 @@ VALUES: dict[str, Any] = {
     "hexstr": lambda _emitter, what, _: number(parse_hex(what)),
     "bool": lambda _emitter, what, _: truth("True" if what else "False"),
     "expression": _expression,
-    "local": _argument,
-    "runtime_data": _argument,
+    **dict.fromkeys(("local", "runtime_data"), lambda emitter, what, _: emitter.arguments[what]),
 }
 """Translation of each kind of operand in the JSON to a value."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import binascii
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from softswitch.codegen.emitter import Emitter, parse_hex
@@ -155,10 +156,20 @@ def _merged(emitter: Emitter, what: Json, at: tuple[Json, ...]) -> list[tuple[st
             spans.append((fit(emitter.load(item["value"]), width), width))
         elif item["type"] != "payload":
             emitter.config.problem(f"checksum or hash over a {item['type']} is not supported", *at, what)
-    return [
-        (s[0], emitter.plan.layouts[s[0]].read(s[1], s[2]), s[2]) if len(s) == 3 else (None, s[0], s[1])
-        for s in spans
-    ]
+    return [(s[0], _read(emitter, *s), s[2]) if len(s) == 3 else (None, s[0], s[1]) for s in spans]
+
+
+def _read(emitter: Emitter, header: str, start: int, width: int) -> Value:
+    """Return bits of a header; a whole one that is as it arrived is read from the frame, which is faster."""
+    layout = emitter.plan.layouts[header]
+    value = layout.read(start, width)
+    original = emitter.original(header)
+    if width != layout.header.bits or not original:
+        return value
+    code = f'int.from_bytes({original}, "big")'
+    if not emitter.is_written(header):
+        return replace(value, code=code, op="")
+    return replace(value, code=f"{paren(value)} if {emitter.flag(header, 'dirty')} else {code}", op="if")
 
 
 def _word_aligned(runs: list[_Run], payload: bool) -> bool:

@@ -93,7 +93,7 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 
 def _plus(left: Value, right: Value | None = None) -> Value:
-    if right is None:
+    if right is None or right.constant == 0:
         return left
     return chain("+", left, right, _sum(left.low, right.low), _sum(left.high, right.high))
 
@@ -117,6 +117,8 @@ def _divide(op: str, left: Value, right: Value) -> Value:
     by = right.constant
     if by is None or by <= 0 or left.low is None or left.low < 0:
         raise OperatorError(f"{op} is supported only for unsigned values and a constant above 0")
+    if op == "%" and left.high is not None and left.high < by:
+        return left
     high = by - 1 if op == "%" else None if left.high is None else left.high // by
     return chain("//" if op == "/" else op, left, right, 0, high)
 

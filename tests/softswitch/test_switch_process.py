@@ -33,7 +33,7 @@ MEGABYTES = 24
 WRITER = """
 import pathlib, queue, sys
 import grpc
-from finsy.proto import p4r
+from finsy.proto import p4r, p4r_grpc
 request = p4r.WriteRequest.FromString(pathlib.Path(sys.argv[1]).read_bytes())
 stub = p4r_grpc.P4RuntimeStub(grpc.insecure_channel("127.0.0.1:9559"))
 hello = p4r.StreamMessageRequest()
