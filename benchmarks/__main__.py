@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.figures import Result, data, table
-from benchmarks.report import report
+from benchmarks.report import machine, report
 from topologies.signals import unwinding
 
 SUITES = {
@@ -62,7 +62,7 @@ def main() -> int:
         console.print(table(*found[name]))
         console.print(f"({time.monotonic() - start:.0f} s)\n")
     if arguments.report:
-        report(arguments.report, found, datetime.datetime.now(datetime.UTC).date())
+        report(arguments.report, found, datetime.datetime.now(datetime.UTC).date(), machine())
     if arguments.json:
         json.dump({name: data(results) for name, (_, results) in found.items()}, sys.stdout, indent=2)
     return 1 if any(r.holds is False for _, rs in found.values() for r in rs if hasattr(r, "holds")) else 0

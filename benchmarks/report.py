@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import platform
 import re
 import statistics
 import sys
@@ -22,6 +24,7 @@ import matplotlib
 from matplotlib.figure import Figure as Picture
 
 from benchmarks.figures import Result, data, markdown
+from checkmate.wording import counted
 
 PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
     "iteration": ("", "iteration time, as a ratio"),
@@ -32,20 +35,35 @@ PLOTTED: Final[Mapping[str, tuple[str, str]]] = {
 """By benchmark: the unit of the figures that a plot shows, and the label of its axis."""
 
 
-def report(page: Path, found: Mapping[str, tuple[str, Sequence[Result]]], day: datetime.date) -> None:
+def machine() -> str:
+    """Return the number and kind of the processors that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    models = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{counted(cores, 'core')}, {models[0] if models else platform.machine()}"
+
+
+def report(
+    page: Path, found: Mapping[str, tuple[str, Sequence[Result]]], day: datetime.date, where: str
+) -> None:
     """Write tables and plots of `found` to the page, and the data to a JSON file of the same name.
 
     Args:
         page: The Markdown file. It may be missing.
         found: Title and results of each benchmark, by its name.
         day: When they were measured.
+        where: The machine, as from `machine`.
     """
     kept = page.with_suffix(".json")
     everything = json.loads(kept.read_text()) if kept.exists() else {}
     text = page.read_text() if page.exists() else "# Figures\n"
     for name, (title, results) in found.items():
-        everything[name] = {"title": title, "measured": day.isoformat(), "results": data(results)}
-        table = f"Measured on {day.isoformat()}.\n{markdown(title, results)}"
+        everything[name] = {
+            "title": title,
+            "measured": day.isoformat(),
+            "machine": where,
+            "results": data(results),
+        }
+        table = f"Measured on {day.isoformat()}: {where}.\n{markdown(title, results)}"
         if picture := draw(page.parent / "pictures", name, everything[name]["results"]):
             table += f"\n![{title}](pictures/{picture.name})\n"
         text = _replaced(text, name, table)
