@@ -18,10 +18,9 @@ import torch
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
-from checkmate.shadow import memory
+from checkmate.shadow import locks, memory
 from checkmate.shadow.clock import AwakeClock
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.locks import OrderedLock
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState
@@ -59,7 +58,7 @@ class Node:
         self.job, self.id, self.access = job, node_id, access
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
-        self.changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
+        self.changed = threading.Condition(locks.ordered_lock("node"))
         self._clock = AwakeClock()
         self.state = NodeState(job, node_id, self.now(), receive_buffer=receive_buffer, grace=grace)
         self.data: dict[HoldState, Hold] = {}

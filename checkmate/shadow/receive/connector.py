@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from pyroute2 import IPRoute
 
-from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import StreamPlan
@@ -41,7 +41,9 @@ class Connector:
         self._hello_key = hello_key
         self._on_change = on_change
         self._stopping = threading.Event()
-        self._turns: defaultdict[StreamPlan, OrderedLock] = defaultdict(lambda: OrderedLock("attempt"))
+        self._turns: defaultdict[StreamPlan, threading.Lock] = defaultdict(
+            lambda: locks.ordered_lock("attempt")
+        )
         self._attached: dict[StreamPlan, float] = {}
         """Time at which each stream was last connected."""
         self._pauses: dict[StreamPlan, float] = {}

@@ -15,7 +15,7 @@ import termios
 import time
 from collections import deque
 
-from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow import locks
 from checkmate.shadow.receive.buckets import SETS, BucketSets
 from checkmate.shadow.receive.plans import StreamPlan, start_of, whole_through
 from checkmate.wire.schedule import StreamLayout
@@ -58,7 +58,7 @@ class Inlet:
         self._began: float | None = None  # when the first byte of `iteration` came
         self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
         """The last iterations, each with the arrival times of its first and last byte."""
-        self._lock = OrderedLock("inlet")
+        self._lock = locks.ordered_lock("inlet")
         self.closed = False
         """Whether we have closed it, so that nothing more is written into the buckets."""
 

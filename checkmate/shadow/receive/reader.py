@@ -8,7 +8,7 @@ import select
 import threading
 from collections.abc import Callable
 
-from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow import locks
 from checkmate.shadow.receive.inlet import Inlet, Took
 
 
@@ -28,7 +28,7 @@ class Reader:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._lock = OrderedLock("reader")
+        self._lock = locks.ordered_lock("reader")
         self._inlets: dict[int, Inlet] = {}
         self._stopping = self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
