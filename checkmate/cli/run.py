@@ -12,8 +12,16 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from checkmate.cli.common import Insecure, JobArguments, err, out, read_files, says_errors, switch_extra
-from checkmate.cli.logs import log_to_stderr
+from checkmate.cli.common import (
+    Insecure,
+    JobArguments,
+    err,
+    log_to_stderr,
+    out,
+    read_files,
+    says_errors,
+    switch_extra,
+)
 from checkmate.cli.views import switch_tables
 from checkmate.job.followed import JobFiles
 from checkmate.job.schema import Job

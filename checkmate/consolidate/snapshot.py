@@ -17,9 +17,8 @@ from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
-from checkmate.nodes.headers import Asked, most_parts, record_of
 from checkmate.nodes.offers import LAB_HINT, Source, find_source
-from checkmate.nodes.reader import Reading, ShardState, States, read_shards
+from checkmate.nodes.reader import Asked, Reading, ShardState, States, most_parts, read_shards, record_of
 from checkmate.nodes.reserve import NotReserved, Reservation, reserved
 from checkmate.nodes.standing import Lacking, NoAnswer, Shard, lacking, name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs

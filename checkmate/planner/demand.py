@@ -14,7 +14,7 @@ from typing import Protocol
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
 from checkmate.planner.models.named import Model
-from checkmate.shadow.receive.buckets import SETS
+from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import tagged_chunks
 

@@ -8,9 +8,9 @@ import socket
 import sys
 from pathlib import Path
 
-from checkmate.tagger import build, cgroups
+from checkmate.tagger import cgroups
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
-from checkmate.tagger.libbpf import BpfObject
+from checkmate.tagger.libbpf import BpfObject, object_file
 
 PROGRAM = "checkmate_tagger"
 RANGES = 256
@@ -69,7 +69,7 @@ class Tagger:
         """
         if sys.platform != "linux":
             raise TaggerUnavailable(f"{sys.platform} has no eBPF", "run it on Linux")
-        loaded = BpfObject(build.object_file())
+        loaded = BpfObject(object_file())
         try:
             directory = _open(cgroup)
             try:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
-from checkmate.nodes.headers import Asked
+from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held

@@ -22,9 +22,9 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold_state import StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.memory import resident
-from checkmate.shadow.receive.buckets import SETS, BucketSets
-from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.plans import (
+    SETS,
     StreamPlan,
     StreamTooLong,
     ahead_at_most,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.tagger import Tagger, TaggerError, TaggerUnavailable, build, cgroups, libbpf
+from checkmate.tagger import Tagger, TaggerError, TaggerUnavailable, cgroups, libbpf
 from tests.support.labs.end_hosts import needs_root, veth_pair
 from tests.support.waiting import wait_until
 
@@ -73,7 +73,7 @@ def test_it_attaches_where_no_cgroup2_is_to_be_seen() -> None:
 def test_missing_clang_is_said_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TaggerUnavailable, match=r"clang.*not on PATH; apt-get install clang"):
-        build.object_file(tmp_path)
+        libbpf.object_file(tmp_path)
 
 
 def test_missing_libbpf_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:

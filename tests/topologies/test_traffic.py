@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkmate.tagger import build as tagger_build
+from checkmate.tagger.libbpf import object_file
 from tests.support.labs.live import alive, needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from tests.support.labs.remains import LAB_COMMAND, ROOT
@@ -150,7 +150,7 @@ def _occupy(lab: Lab, host: str, port: int) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: signal.Signals) -> None:
-    tagger_build.object_file()
+    object_file()
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
     held = namespaces.processes(namespaces.of_lab(name))

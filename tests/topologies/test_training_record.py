@@ -16,8 +16,7 @@ from topologies.describe import topology
 from topologies.training import demo
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.record import JobRecord, Loss, RankEvent, interval, read_events, read_losses
-from topologies.training.states import differences, digest
-from topologies.training.verdict import cost, promises
+from topologies.training.verdict import cost, differences, digest, promises
 
 RANKS = 2
 

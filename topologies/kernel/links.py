@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Final
 
-from topologies.kernel import offloads
-from topologies.kernel.namespaces import netlink
+from pyroute2.ethtool.ioctl import IoctlEthtool
+
+from topologies.kernel.namespaces import entered, netlink
 
 MGMT_BRIDGE: Final = "mgmt"
 MGMT_INTERFACE: Final = "mgmt0"
@@ -88,7 +90,7 @@ def add_cable(
         with netlink(namespace) as ip:
             ip.link("set", index=ip.link_lookup(ifname=interface)[0], state="up")
         if not offload:
-            offloads.switch_off(namespace, interface)
+            switch_offloads_off(namespace, interface)
 
 
 def set_address(namespace: str, interface: str, address: IPv4Address, subnet: IPv4Network) -> None:
@@ -104,3 +106,26 @@ def counters(namespace: str) -> dict[str, dict[str, int]]:
         return {
             link.get_attr("IFLA_IFNAME"): dict(link.get_attr("IFLA_STATS64") or {}) for link in ip.get_links()
         }
+
+
+_OFFLOADS: Final = {
+    "gro": "generic-receive-offload",
+    "gso": "generic-segmentation-offload",
+    "tso": "tcp-segmentation-offload",
+    "rx checksums": "rx-checksumming",
+    "tx checksums": "tx-checksumming",  # last: the others depend on it
+}
+
+
+def switch_offloads_off(namespace: str, interface: str) -> None:
+    """Switch all offloads of an interface off."""
+    with entered(namespace), closing(IoctlEthtool(interface)) as ethtool:
+        for name in _OFFLOADS.values():
+            ethtool.set_offload_flag(name, 0)
+
+
+def offloads(namespace: str, interface: str) -> dict[str, bool]:
+    """Return for each offload of an interface whether it is on."""
+    with entered(namespace), closing(IoctlEthtool(interface)) as ethtool:
+        flags = ethtool.get_offload_flags()
+    return {offload: bool(flags[name]) for offload, name in _OFFLOADS.items()}

@@ -1,12 +1,13 @@
-"""The JSON configuration of `rank_main` and `sink_main`."""
+"""The JSON configuration of `rank` and `sink`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from topologies.describe.topology import BadDescription
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Whole = Annotated[int, Field(ge=0)]
@@ -18,14 +19,14 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def read_config(file: str, model: type[ModelT]) -> ModelT | None:
-    """Return the configuration in a file; print its faults and return `None` if it has some."""
+def read_config(file: Path, model: type[ModelT]) -> ModelT:
+    """Return the configuration in a file. Raise `BadDescription` with all its faults."""
     try:
-        return model.model_validate_json(Path(file).read_text())
+        return model.model_validate_json(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        print(f"{file}: {error}", file=sys.stderr)
+        raise BadDescription(f"{file}: {error}") from None
     except ValidationError as error:
-        for fault in error.errors():
-            path = ".".join(str(part) for part in fault["loc"])
-            print(f"{file}: {path + ': ' if path else ''}{fault['msg']}", file=sys.stderr)
-    return None
+        paths = [".".join(str(part) for part in fault["loc"]) for fault in error.errors()]
+        faults = zip(paths, error.errors(), strict=True)
+        lines = (f"{file}: {path + ': ' if path else ''}{fault['msg']}" for path, fault in faults)
+        raise BadDescription("\n".join(lines)) from None

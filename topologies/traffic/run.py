@@ -118,7 +118,7 @@ class Traffic:
         for index, group in enumerate(self.job.dp_groups):
             ring = orders.ring(self.job, index, self.load)
             self.ranks += [
-                self.start_host(f"rank{rank.rank}", "rank_main", ring, "--rank", str(place))
+                self.start_host(f"rank{rank.rank}", "rank", ring, "--rank", str(place))
                 for place, rank in enumerate(group.ranks)
             ]
 
@@ -159,7 +159,7 @@ class Traffic:
         return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
 
     def _start_sink(self, host: str, config: dict[str, Any]) -> Member:
-        return self.start_host(host, "sink_main", config, "--job", str(self.lab.job_file))
+        return self.start_host(host, "sink", config, "--job", str(self.lab.job_file))
 
     def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
         """Start a rank or a sink with its configuration and a file for its result."""

@@ -8,8 +8,8 @@ from checkmate.planner.cost.model import STREAMS_PER_DP_GROUP
 from checkmate.planner.demand import KeepsState, socket_bytes
 from checkmate.planner.models.named import Model
 from checkmate.planner.scaling import NODES_MAX, StepTimes, largest_share, predicted
-from checkmate.shadow.receive.buckets import SETS
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import ITEMSIZES
 
 

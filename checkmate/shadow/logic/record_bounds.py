@@ -11,7 +11,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.begin_bounds import NAME_MAX, OPTIONS_MAX
 from checkmate.shadow.logic.bounds import ITERATIONS_MAX, check_ahead, check_number, check_numbers, check_text
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup
-from checkmate.shadow.replica.scalings import check_scalings
+from checkmate.shadow.replica.blocks import check_scalings
 from checkmate.state import DTYPES
 from checkmate.wire.schedule import FIRST, LAST
 

@@ -17,10 +17,9 @@ import torch
 from checkmate.optim.options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import locks
-from checkmate.shadow.replica.blocks import Batch, Gradients, block_elements, cut, uncut
+from checkmate.shadow.replica.blocks import Batch, Gradients, block_elements, check_scalings, cut, uncut
 from checkmate.shadow.replica.compare import Comparison
 from checkmate.shadow.replica.held import Held, State
-from checkmate.shadow.replica.scalings import check_scalings
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
 

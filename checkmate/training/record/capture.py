@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.record import rng
 from checkmate.training.record.buffers import Buffers, Later
 from checkmate.training.record.windows import Copy, Window
 from checkmate.training.record.wrapped import class_of
+
+
+def capture_generators(*, in_loop: bool = False) -> dict[str, Any]:
+    """Return the states of the generators of torch, the CUDA device, Python and NumPy.
+
+    `in_loop`: an iterator over batches exists, so that creating one in a resumed run must not advance them.
+    """
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "in_loop": in_loop,
+    }
+
+
+def install_generators(state: dict[str, Any]) -> None:
+    """Set all generators to a state from `capture_generators`, as `state.load_generators` returns it."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(np.frombuffer(words, dtype=np.uint32).tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,7 @@ class Capture:
         """Copy the current state without buffers. `in_loop`: between two batches of one iterator."""
         watched, first = self._watched, self._first
         return IterationEnd(
-            rng=rng.capture(in_loop=in_loop),
+            rng=capture_generators(in_loop=in_loop),
             extra=None if watched.extra is None else copy.deepcopy(watched.extra()),
             next_options=[options_of(group) for group in watched.optimizer.param_groups] if first else [],
             scheduler=_state_of(watched.scheduler) if first else None,

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate import state
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.record import rng
-from checkmate.training.record.capture import Watched
+from checkmate.training.record.capture import Watched, install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.formats import lay_out_state
 from checkmate.training.start.membership import Membership
@@ -218,7 +217,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     _load(watched.scheduler, "scheduler", step.scheduler)
     _load(watched.scaler, "scaler", step.scaler)
     if own.rng:
-        rng.install(state.load_generators(own.rng))
+        install_generators(state.load_generators(own.rng))
     return state.loads(own.extra) if own.extra else None
 
 

@@ -19,8 +19,7 @@ from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.receive.buckets import SETS
-from checkmate.shadow.receive.plans import hold_plans
+from checkmate.shadow.receive.plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import stream_layout
 from testbed.copies import local_job

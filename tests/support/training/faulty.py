@@ -23,7 +23,7 @@ from topologies.lab import Lab
 from topologies.training.job import SCRIPT, JobPlan, TrainingJob
 from topologies.training.orders import Kill
 from topologies.training.record import JobRecord
-from topologies.training.states import differences, leaves
+from topologies.training.verdict import differences, leaves
 
 ITERATIONS = 40
 SMALL = (

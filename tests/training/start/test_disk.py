@@ -37,7 +37,7 @@ from checkmate.training.start.install import InstallError
 from checkmate.training.start.standing import Start
 from testbed.jobs import job
 from tests.support.training.alone import alone
-from topologies.training.states import digest
+from topologies.training.verdict import digest
 
 JOB = job(ranks=2)
 PLACE = membership.place(JOB, 0, 2, [0, 1])
