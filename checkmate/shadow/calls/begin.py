@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow import memory
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.logic.begin_bounds import check_begin
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, reusable, start_of, warnings
 from checkmate.shadow.logic.hold_state import AHEAD, HoldState
+from checkmate.shadow.logic.record_bounds import check_begin
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import Node
 from checkmate.shadow.receive.plans import HoldPlan, StreamTooLong

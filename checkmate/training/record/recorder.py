@@ -20,8 +20,7 @@ from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record import clip
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, Noted, Scaled, Watched
-from checkmate.training.record.drift import DriftWatch
+from checkmate.training.record.capture import Capture, DriftWatch, Noted, Scaled, Watched
 from checkmate.training.record.step_checks import StepChecks, check_even
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import ScalerWatch, SchedulerWatch

@@ -19,8 +19,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.loop import resumed_in
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, Watched, capture_generators
-from checkmate.training.record.drift import CHECKED
+from checkmate.training.record.capture import CHECKED, Capture, Watched, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import place
