@@ -19,7 +19,6 @@ from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
 from checkmate.shadow import locks, memory
-from checkmate.shadow.clock import AwakeClock
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold_state import HoldState
@@ -29,6 +28,35 @@ from checkmate.shadow.receive.connector import Connector
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
 from checkmate.shadow.receive.reader import Reader
+
+STALL = 0.5
+"""Seconds without a beat after which the process is assumed to have been stopped."""
+
+
+class AwakeClock:
+    """A monotonic clock that stops unless `beat` is called several times per `STALL` seconds.
+
+    A process that resumes after a stop has heard from nobody for a while and has read nothing. This does not
+    mean that others are silent or that bytes are lost.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        """Read time, in seconds, from `read`, which must be monotonic."""
+        self._read = read
+        self._beaten = read()
+        self._stopped = 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds, without stops."""
+        return min(self._read(), self._beaten + STALL) - self._stopped
+
+    def beat(self) -> float:
+        """Record that the process runs. Return the seconds that it was stopped since the last beat."""
+        now = self._read()
+        stopped = max(now - self._beaten - STALL, 0.0)
+        self._beaten, self._stopped = now, self._stopped + stopped
+        return stopped
+
 
 log = logging.getLogger("checkmate")
 

@@ -32,9 +32,9 @@ from controlplane.entities import (
     PortRate,
     Rate,
     TableEntry,
+    Update,
     Value,
 )
-from controlplane.reconcile import Update
 from controlplane.tofino import device_config
 from controlplane.tofino.device_config import NotCompiled
 from p4src import artifacts

@@ -17,13 +17,13 @@ from checkmate.job.tofino.port_checks import resolve
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom
-from controlplane.tofino.hosts import host_commands
 from controlplane.tofino.pfc import (
     LEAST_FRAMES,
     UNIT,
     NoRoom,
     PfcPlan,
     copies_by_port,
+    host_commands,
     peers_of,
     pfc_plan,
     priority_clashes,

@@ -11,14 +11,13 @@ from finsy import P4Schema
 import p4src
 from checkmate.job.schema import Job
 from checkmate.job.tofino.port_checks import resolve
-from controlplane.entities import Holdings
+from controlplane.entities import Holdings, difference
 from controlplane.errors import WrongPipeline
 from controlplane.network import Network
 from controlplane.p4runtime import codec as codecs
 from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
-from controlplane.reconcile import difference
 from controlplane.serve import Fleet
 from controlplane.status import read_status
 from controlplane.streams import lose
