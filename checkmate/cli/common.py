@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from checkmate.job.files import JobError, JobSet, Located
-from checkmate.job.followed import JobFiles
+from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.wording import counted
 
 P = ParamSpec("P")

@@ -23,7 +23,7 @@ from checkmate.cli.common import (
     switch_extra,
 )
 from checkmate.cli.views import switch_tables
-from checkmate.job.followed import JobFiles
+from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable

@@ -17,11 +17,21 @@ from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
-from checkmate.nodes.offers import LAB_HINT, Source, find_source
-from checkmate.nodes.reader import Asked, Reading, ShardState, States, most_parts, read_shards, record_of
-from checkmate.nodes.reserve import NotReserved, Reservation, reserved
+from checkmate.nodes.reader import (
+    Asked,
+    NotReserved,
+    Reading,
+    Reservation,
+    ShardState,
+    States,
+    most_parts,
+    read_shards,
+    record_of,
+    reserved,
+)
 from checkmate.nodes.standing import Lacking, NoAnswer, Shard, lacking, name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
+from checkmate.nodes.target import LAB_HINT, Source, find_source
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.wire.layout import Layout

@@ -9,8 +9,7 @@ from checkmate import state
 from checkmate.training.record.capture import install_generators
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.start.install import part_of
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Membership, Start
 
 Batch = TypeVar("Batch")
 

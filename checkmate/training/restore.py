@@ -31,8 +31,7 @@ from checkmate.training.start.install import (
     install_record,
     part_of,
 )
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.standing import ModelStanding, Start
+from checkmate.training.start.membership import Membership, ModelStanding, Start
 
 A = TypeVar("A", RestartPlan, disk.OnDisk)
 

@@ -20,8 +20,7 @@ from tests.support.labs.live import alive, needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from tests.support.labs.remains import LAB_COMMAND, ROOT
 from topologies import state
-from topologies.controller import serving
-from topologies.crew import Crew
+from topologies.crew import Crew, serving
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, build, load
 from topologies.kernel import cgroups, loss, namespaces

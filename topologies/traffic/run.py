@@ -17,9 +17,8 @@ from typing import Any, Final
 from rich.console import Console
 
 from checkmate.job.files import read_job
-from topologies.controller import await_streams
-from topologies.controller import status as read_status
-from topologies.crew import Crew, Member
+from topologies.crew import Crew, Member, await_streams
+from topologies.crew import status as read_status
 from topologies.describe.topology import LabError
 from topologies.progress import StepProgress
 from topologies.traffic import orders

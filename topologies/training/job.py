@@ -23,8 +23,7 @@ from typing import Any, Final
 import torch
 
 from topologies import torchrun
-from topologies.controller import CHECKMATE, checkmate, serving
-from topologies.crew import TEMPORARY, Crew, Member
+from topologies.crew import CHECKMATE, TEMPORARY, Crew, Member, checkmate, serving
 from topologies.describe.job_files import Target
 from topologies.describe.topology import Host, LabError, Topology
 from topologies.lab import Lab

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.scripts.dying_shadow import STOPPED
-from topologies.controller import LabController, serving
-from topologies.crew import Crew
+from topologies.crew import Crew, LabController, serving
 from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
 from topologies.training.job import SCRIPT, JobPlan, TrainingJob

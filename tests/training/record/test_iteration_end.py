@@ -22,8 +22,7 @@ from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import CHECKED, Capture, Watched, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.fence import plan_new_run
-from checkmate.training.start.membership import place
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Start, place
 from testbed.jobs import job
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw
