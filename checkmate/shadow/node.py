@@ -24,10 +24,9 @@ from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, 
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive.connector import Connector
+from checkmate.shadow.receive.connector import Connector, Reader
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
-from checkmate.shadow.receive.reader import Reader
 
 STALL = 0.5
 """Seconds without a beat after which the process is assumed to have been stopped."""

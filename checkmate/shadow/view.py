@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.calls.status import node_status
+from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.node import Node
 from checkmate.wording import counted, size
 

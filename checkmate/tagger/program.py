@@ -58,11 +58,8 @@ class Tagger:
         self._faults = loaded.map_descriptor("faults", ctypes.sizeof(ctypes.c_uint64))
 
     @classmethod
-    def attach(cls, cgroup: int | str | os.PathLike[str] | None = None) -> Tagger:
-        """Load the program and attach it to a cgroup v2.
-
-        Args:
-            cgroup: A path or file descriptor; by default this process's cgroup.
+    def attach(cls) -> Tagger:
+        """Load the program and attach it to this process's cgroup (v2).
 
         Raises:
             TaggerUnavailable: The kernel or privileges do not suffice, or clang or libbpf is missing.
@@ -71,7 +68,7 @@ class Tagger:
             raise TaggerUnavailable(f"{sys.platform} has no eBPF", "run it on Linux")
         loaded = BpfObject(object_file())
         try:
-            directory = _open(cgroup)
+            directory = cgroups.open_own_cgroup()
             try:
                 loaded.attach(PROGRAM, directory)
             finally:
@@ -125,16 +122,3 @@ class Tagger:
         if self._object is None:
             raise TaggerError("the tagger is closed")
         return self._object
-
-
-def _open(cgroup: int | str | os.PathLike[str] | None) -> int:
-    if cgroup is None:
-        return cgroups.open_own_cgroup()
-    if isinstance(cgroup, int):
-        return os.dup(cgroup)
-    try:
-        return os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise TaggerUnavailable(
-            f"cgroup {cgroup}: {error.strerror}", "specify a cgroup v2 directory"
-        ) from None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkmate.job.schema import Job
 from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.calls.status import hold_status
+from checkmate.shadow.calls.begin import hold_status
 from checkmate.shadow.logic.effects import Empty
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
