@@ -76,7 +76,7 @@ class Member:
         return (self.errors if spoke_up else self.output).stat().st_mtime_ns
 
 
-class Crew:
+class Crew(contextlib.AbstractContextManager["Crew"]):
     """The processes of a lab. As a context manager, it kills those that are left.
 
     Files in their TMPDIR, such as torchrun's, are removed with the lab.
@@ -85,9 +85,6 @@ class Crew:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self._members: list[Member] = []
-
-    def __enter__(self) -> Crew:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for member in list(self._members):

@@ -22,7 +22,7 @@ from checkmate.cli.common import (
     says_errors,
     switch_extra,
 )
-from checkmate.cli.views import switch_tables
+from checkmate.cli.status import switch_tables
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.wording import counted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -76,7 +77,7 @@ class Snapshot:
     generation: int = 0
 
 
-class SnapshotReader:
+class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     """Reads snapshots from a job's shadow nodes. It is a context manager."""
 
     def __init__(
@@ -101,9 +102,6 @@ class SnapshotReader:
         self._stopped = stopped or threading.Event()
         self._progress = progress
         self._stubs = Stubs(job, access(job, Role.READER, insecure=insecure).keys)
-
-    def __enter__(self) -> SnapshotReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stubs.close()

@@ -6,6 +6,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -44,7 +45,7 @@ _ROOT: Final = re.compile(
 """Matches gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
 
 
-class Stubs:
+class Stubs(AbstractContextManager["Stubs"]):
     """A job's shadow nodes as gRPC stubs, with one channel per node. It is a context manager."""
 
     def __init__(self, job: Job, keys: RoleKeys | None) -> None:
@@ -54,9 +55,6 @@ class Stubs:
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
         self._closed = False
-
-    def __enter__(self) -> Stubs:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

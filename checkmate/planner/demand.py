@@ -9,21 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
 from checkmate.planner.models.named import Model
+from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import tagged_chunks
-
-
-class KeepsState(Protocol):
-    """The memory of an optimizer."""
-
-    def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of state for each element of a parameter of a type."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ class NodeDemand:
 class Setting:
     """Settings beside the job's YAML. The channels of a training rank share `link_bits_per_s`."""
 
-    optimizer: KeepsState
+    optimizer: NamedOptimizer
     link_bits_per_s: float
     receive_buffer: int
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from checkmate.tagger import cgroups
@@ -46,7 +47,7 @@ class SocketState(ctypes.Structure):
     )
 
 
-class Tagger:
+class Tagger(AbstractContextManager["Tagger"]):
     """The attached program. It is a context manager, and detaches also if the process dies.
 
     Sockets must be created in the cgroup, and prepared by `TaggedSocket` before they connect.
@@ -110,9 +111,6 @@ class Tagger:
         if self._object is not None:
             self._object.close()
             self._object = None
-
-    def __enter__(self) -> Tagger:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

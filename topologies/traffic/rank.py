@@ -24,8 +24,7 @@ from checkmate.tagger import Tagger, TaggerError
 from checkmate.wire import tag as wire
 from checkmate.wire.schedule import Bucket, chunk_sent, chunk_slice, side_of
 from topologies.describe.topology import BadDescription
-from topologies.traffic.config import StrictModel, Whole, read_config
-from topologies.traffic.digests import Digests, TaggedStream, Tail
+from topologies.traffic.digests import Digests, StrictModel, TaggedStream, Tail, Whole, read_config
 
 _PERIOD = 4_194_301  # a prime, so that misplaced bytes are not right by chance
 

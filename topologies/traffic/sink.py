@@ -35,8 +35,7 @@ from checkmate.shadow.receive.connect import (
 )
 from checkmate.wire.tag import CHANNELS_MAX, Hello
 from topologies.describe.topology import BadDescription
-from topologies.traffic.config import StrictModel, Whole, read_config
-from topologies.traffic.digests import StreamDigest, StreamResult
+from topologies.traffic.digests import StreamDigest, StreamResult, StrictModel, Whole, read_config
 
 READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.2

@@ -163,18 +163,17 @@ def _measure(
             for rate in receive.measure(nics, seconds):
                 received[nics] = rate
             progress.advance(task)
-        steps = []
-        for model in models:
-            steps.append(
-                step.measure(
-                    model,
-                    optimizer,
-                    threads,
-                    seconds,
-                    room or machine.memory_available(),
-                    lambda text, part: progress.update(task, description=text, advance=part),
-                )
+        steps = [
+            step.measure(
+                model,
+                optimizer,
+                threads,
+                seconds,
+                room or machine.memory_available(),
+                lambda text, part: progress.update(task, description=text, advance=part),
             )
+            for model in models
+        ]
     return Profile(machine.cores(), received, tuple(steps)), receive.may_force()
 
 
