@@ -201,34 +201,24 @@ def _spreads(
     ]
 
 
-@dataclass(frozen=True)
-class Clash:
-    """Two jobs with different priorities for one DSCP on a switch that both use."""
-
-    job: str
-    message: str
-
-
-def priority_clashes(jobs: Sequence[Job]) -> list[Clash]:
-    """Return the jobs that cannot share a switch because of their priorities.
+def priority_clashes(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return by name the jobs that cannot share a switch because of their priorities, each with the reason.
 
     A switch's hosts map each DSCP to one priority. A connection's plain and tagged segments have DSCP 0 and
     `dscp_bit`; both need the same priority, or they would overtake each other.
     """
-    found: list[Clash] = []
+    found: dict[str, str] = {}
     owners: dict[tuple[str, int], Job] = {}
     for job in jobs:
         for switch in job.fabric.switches:
             for dscp in (0, job.tag.dscp_bit):
                 first = owners.setdefault((switch.name, dscp), job)
-                if first.tag.priority != job.tag.priority and not any(c.job == job.job for c in found):
-                    found.append(
-                        Clash(
-                            job.job,
-                            f"DSCP {dscp} would have priority {job.tag.priority} here and "
-                            f"{first.tag.priority} in job {first.job!r}, on switch {switch.name!r} of both; "
-                            "jobs that share a switch must have the same priority",
-                        )
+                if first.tag.priority != job.tag.priority:
+                    found.setdefault(
+                        job.job,
+                        f"DSCP {dscp} would have priority {job.tag.priority} here and "
+                        f"{first.tag.priority} in job {first.job!r}, on switch {switch.name!r} of both; "
+                        "jobs that share a switch must have the same priority",
                     )
     return found
 

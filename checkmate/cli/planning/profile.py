@@ -256,8 +256,8 @@ def _threads(said: str | None, cores: int) -> list[int]:
 
 def _draw(file: Path, sized: Sequence[_Sized], cores: int, nodes: int, iteration_s: float | None) -> None:
     def write() -> None:
-        from checkmate.planner.profile.figure import Curve, write_figure  # noqa: PLC0415 - matplotlib takes a second
+        from checkmate.planner.profile.figure import write_figure  # noqa: PLC0415 - matplotlib takes a second
 
-        write_figure(file, [Curve(one.model, one.times) for one in sized], cores, nodes, iteration_s)
+        write_figure(file, [(one.model, one.times) for one in sized], cores, nodes, iteration_s)
 
     draw(file, write)

@@ -90,7 +90,7 @@ def _names(network: Network, only: str | None) -> list[str]:
 def _planned(
     found: JobSet, network: Network, plans: Mapping[str, SwitchPlan], names: Sequence[str]
 ) -> dict[str, PfcPlan]:
-    clashing = {clash.job: clash.message for clash in priority_clashes(network.jobs)}
+    clashing = priority_clashes(network.jobs)
     faults = [
         Located(*locate(file, ("tag", "priority")), "tag.priority", clashing[job.job])
         for file, job in found.sound
