@@ -95,21 +95,17 @@ class NodeDemand:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Settings beside the job's YAML. The channels of a training rank share `link_bits_per_s`."""
-
-    optimizer: NamedOptimizer
-    link_bits_per_s: float
-    receive_buffer: int
-
-
-@dataclass(frozen=True)
 class Demand:
-    """The demand of a job. `models` has the stage of each DP group."""
+    """The demand of a job. `models` has the stage of each DP group.
+
+    The channels of a training rank share `link_bits_per_s`.
+    """
 
     job: Job
     models: tuple[Model, ...]
-    setting: Setting
+    optimizer: NamedOptimizer
+    link_bits_per_s: float
+    receive_buffer: int
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -204,7 +200,7 @@ class Demand:
             for round_, nbytes in enumerate(self._rounds(stream)):
                 if nbytes:
                     sending[round_].add((stream.boundary.number, stream.channel))
-        channel = self.setting.link_bits_per_s / self.job.channels
+        channel = self.link_bits_per_s / self.job.channels
         return tuple(len(channels) * channel for channels in sending)
 
     def _memory(self, shards: Sequence[ShardDemand], nics: Sequence[NicDemand]) -> MemoryDemand:
@@ -214,9 +210,9 @@ class Demand:
             for number in layout.of_shard(shard.shard):
                 parameter = layout.parameters[number]
                 parameters += parameter.nbytes
-                state += parameter.elements * self.setting.optimizer.state_bytes(parameter.dtype)
+                state += parameter.elements * self.optimizer.state_bytes(parameter.dtype)
         streams = sum(nic.streams for nic in nics)
-        sockets = socket_bytes(streams, self.setting.receive_buffer)
+        sockets = socket_bytes(streams, self.receive_buffer)
         return MemoryDemand(parameters, state, SETS * parameters, sockets)
 
 

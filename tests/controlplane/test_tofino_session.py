@@ -33,9 +33,9 @@ def test_an_entry_says_what_it_counted() -> None:
     message = codec.encode(lose((300, 2, 1, 3)))
     message.table_entry.counter_data.packet_count = 7
     message.table_entry.counter_data.byte_count = 7000
-    found = codec.decode_direct_counter(message)
-    assert (found.packets, found.bytes) == (7, 7000)
-    assert found.match == {"boundary": 300, "channel": 2, "shadow_id": 1, "replication_id": 3}
+    match, packets, nbytes = codec.decode_direct_counter(message)
+    assert (packets, nbytes) == (7, 7000)
+    assert match == {"boundary": 300, "channel": 2, "shadow_id": 1, "replication_id": 3}
     assert codec.read_direct_counters("lost").table_entry.HasField("counter_data")
 
 
@@ -58,7 +58,7 @@ def test_both_ways_of_asking_say_the_same() -> None:
                 asked = [by_entry.read_direct_counters("lost")]
                 found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
             assert len(found) == len(plan.streams)
-            assert {len(counted.match) for counted in found} == {4}
+            assert {len(match) for match, *_ in found} == {4}
 
         LOOP.run_until_complete(told())
 

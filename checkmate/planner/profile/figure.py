@@ -51,7 +51,7 @@ def write_figure(
 def _draw(axes: Axes, lines: Sequence[tuple[Model, StepTimes]], cores: int, nodes: int) -> None:
     for (style, marker, colour), (model, times) in zip(_styles(len(lines)), lines, strict=True):
         points = curve(times, model, cores, nodes)
-        axes.plot([p.cores for p in points], [p.seconds for p in points], ls=style, color=colour, lw=1.6)
+        axes.plot(*zip(*points, strict=True), ls=style, color=colour, lw=1.6)
         measured = [(n, took) for n, took in times.seconds.items() if n <= cores]
         axes.plot(
             *zip(*measured, strict=True), ls="", marker=marker, ms=6, color=colour, mfc="white", zorder=3
@@ -72,7 +72,7 @@ def _labels(
     axes.set_xlim(0, most)
     ends = [
         (
-            curve(times, model, cores, nodes)[-1].seconds,
+            curve(times, model, cores, nodes)[-1][1],
             f"{model.name} (by layer)" if times.by_layer else model.name,
             colour,
         )
