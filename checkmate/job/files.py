@@ -13,7 +13,7 @@ from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job import faults as parts
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
-from checkmate.job.tofino import port_checks
+from checkmate.job.tofino import ports
 from checkmate.job.yaml_lines import Document, JobError, Located
 
 __all__ = [
@@ -169,7 +169,7 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
             faults = list(error.faults)
             del raw["fabric"]
     _resolve_paths(raw, document.file.parent, (fabric or document).file.parent)
-    return _Source(document, fabric, raw, tuple(port_checks.resolve(raw))), faults
+    return _Source(document, fabric, raw, tuple(ports.resolve(raw))), faults
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from checkmate.job.schema import Job
 from checkmate.job.tofino.chips import CHIPS
-from checkmate.job.tofino.port_checks import resolve
+from checkmate.job.tofino.ports import resolve
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom

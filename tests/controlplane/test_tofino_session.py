@@ -10,7 +10,7 @@ from finsy import P4Schema
 
 import p4src
 from checkmate.job.schema import Job
-from checkmate.job.tofino.port_checks import resolve
+from checkmate.job.tofino.ports import resolve
 from controlplane.entities import Holdings, difference
 from controlplane.errors import WrongPipeline
 from controlplane.network import Network

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkmate
 from checkmate.ring.connections import DEFAULT_PORT
 from checkmate.training.attached import attached
-from checkmate.training.record.clip import ClipListener
+from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start.membership import ModelStanding
 
 
