@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from checkmate.training.protect import Protection, protect
-    from checkmate.training.record.clip import clip_grad_norm_
+    from checkmate.training.record.wrapped import clip_grad_norm_
     from checkmate.training.restore import Restored, RestoreError, restore
 
 __all__ = ["Protection", "RestoreError", "Restored", "clip_grad_norm_", "protect", "restore"]
 
 _WHERE: Final = {
-    "clip_grad_norm_": "checkmate.training.record.clip",
+    "clip_grad_norm_": "checkmate.training.record.wrapped",
     "Protection": "checkmate.training.protect",
     "protect": "checkmate.training.protect",
     "RestoreError": "checkmate.training.restore",

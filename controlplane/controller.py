@@ -15,14 +15,13 @@ from controlplane import plan as planning
 from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.endpoint.frames import Segment, parse
 from controlplane.endpoint.waiting import WaitingSegments
-from controlplane.entities import Holdings
+from controlplane.entities import Holdings, difference
 from controlplane.errors import SwitchUnreachable, TooMuch, Unsure, WriteRefused
 from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import SwitchPlan
-from controlplane.reconcile import difference
 from controlplane.tasks import until_first
 
 LOG = logging.getLogger("checkmate")

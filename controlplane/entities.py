@@ -1,4 +1,4 @@
-"""Entries of a switch as plain values: table entries, multicast groups and rates.
+"""Entries of a switch as plain values: table entries, multicast groups and rates; and updates of them.
 
 Pure: equal entries compare equal, and only `codec` knows P4Runtime's messages.
 Values are integers of the widths in P4Info.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -200,3 +201,53 @@ def _show(name: str, value: Value) -> str:
     if name in ("source", "destination", "address") or name.endswith("_ip"):
         return str(IPv4Address(value))
     return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One change: insert (`old` is None), delete (`new` is None) or modify."""
+
+    old: Entity | None
+    new: Entity | None
+
+    @property
+    def entity(self) -> Entity:
+        """The entity that changes."""
+        entity = self.new if self.new is not None else self.old
+        assert entity is not None
+        return entity
+
+    @property
+    def verb(self) -> str:
+        return "insert" if self.old is None else "delete" if self.new is None else "modify"
+
+    def undone(self) -> Update:
+        """Return the change that undoes this one."""
+        return Update(self.new, self.old)
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.entity}"
+
+
+def difference(held: Holdings, wanted: Holdings) -> list[Update]:
+    """Return the updates from `held` to `wanted`, in order."""
+    have = {entity.key: entity for entity in held}
+    want = {entity.key: entity for entity in wanted}
+    puts = [Update(have.get(key), entity) for key, entity in want.items() if have.get(key) != entity]
+    drops = [Update(entity, None) for key, entity in have.items() if key not in want]
+    rank = {feature: place for place, feature in enumerate(WRITE_ORDER)}
+    puts.sort(key=lambda update: rank[update.entity.feature])
+    drops.sort(key=lambda update: -rank[update.entity.feature])
+    return puts + drops
+
+
+def batches(updates: Iterable[Update], size: int) -> list[list[Update]]:
+    """Split updates into batches of one feature and verb each.
+
+    P4Runtime does not define the order within a batch (specification, section 12.2).
+    """
+    cut: list[list[Update]] = []
+    for _, run in groupby(updates, key=lambda update: (update.entity.feature, update.new is None)):
+        alike = list(run)
+        cut += [alike[at : at + size] for at in range(0, len(alike), size)]
+    return cut

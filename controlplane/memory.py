@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from controlplane.endpoint.endpoint import Answer, Connected
-from controlplane.entities import Entity, EntryKey, Holdings, TableEntry
-from controlplane.reconcile import Update
+from controlplane.entities import Entity, EntryKey, Holdings, TableEntry, Update
 from controlplane.streams import StreamKey
 
 

@@ -8,12 +8,18 @@ from contextlib import AsyncExitStack
 
 from checkmate.job.schema import Job
 from controlplane.controller import Reconciled
-from controlplane.entities import FIRST_JOB_GROUP, FLOOD_GROUP, Holdings, MulticastGroup, mac_number
+from controlplane.entities import (
+    FIRST_JOB_GROUP,
+    FLOOD_GROUP,
+    Holdings,
+    MulticastGroup,
+    difference,
+    mac_number,
+)
 from controlplane.errors import ControlError
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.reconcile import difference
 
 _OF_BOUNDARIES = ("replication", "streams", "lost", "incarnations")
 _OF_HOSTS = ("sources", "guarded_addresses", "clients")

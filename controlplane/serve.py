@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from checkmate.job.files import JobError
-from checkmate.job.followed import JobFiles
+from checkmate.job.files import JobError, JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.errors import KeysError

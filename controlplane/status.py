@@ -132,9 +132,8 @@ async def _direct(session: SwitchSession, table: str) -> dict[tuple[StreamKey, i
     found = {}
     codec = session.codec
     async for message in session.read_entities([codec.read_direct_counters(table)]):
-        counted = codec.decode_direct_counter(message)
-        incarnation = counted.match.get("incarnation")
-        found[(key_of(counted.match), incarnation)] = StreamCount(counted.packets, counted.bytes)
+        match, packets, nbytes = codec.decode_direct_counter(message)
+        found[(key_of(match), match.get("incarnation"))] = StreamCount(packets, nbytes)
     return found
 
 

@@ -17,9 +17,8 @@ from ptf.base_tests import BaseTest
 from ptf.testutils import dp_poll, send_packet, verify_no_other_packets
 from scapy.layers.l2 import ARP, Ether
 
-from controlplane.entities import Entity, Holdings, MulticastGroup, TableEntry
+from controlplane.entities import Entity, Holdings, MulticastGroup, TableEntry, Update
 from controlplane.forwarding import flood_group, forward
-from controlplane.reconcile import Update
 from controlplane.replication import enter, mark, replicate
 from controlplane.streams import rewrite
 from controlplane.stub import punt

@@ -13,10 +13,9 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import ARP, Dot1AD, Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
-from controlplane.entities import Holdings, MulticastGroup
+from controlplane.entities import Holdings, MulticastGroup, Update
 from controlplane.forwarding import discard, flood_group, forward
 from controlplane.plan import plan
-from controlplane.reconcile import Update
 from ptf_tests import fabric
 from ptf_tests.base import SwitchTest
 from ptf_tests.packets import BROADCAST, PORTS, payload

@@ -22,9 +22,18 @@ from finsy import (
 )
 from finsy.proto import U128, p4r, p4r_grpc
 
-from controlplane.entities import Entity, Holdings, MulticastGroup, Pairs, PortRate, TableEntry
+from controlplane.entities import (
+    Entity,
+    Holdings,
+    MulticastGroup,
+    Pairs,
+    PortRate,
+    TableEntry,
+    Update,
+    batches,
+    difference,
+)
 from controlplane.p4runtime.codec import Codec
-from controlplane.reconcile import Update, batches, difference
 
 _TIMEOUT = 10.0
 _LOAD_TIMEOUT = 60.0

@@ -16,6 +16,7 @@ from checkmate.keys.access import INSECURE
 from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import locks
+from tests.support.shadow.checked_locks import CheckedLock
 from tests.support.shadow.processes import NodeProcess, Start, start_in
 from tests.support.shadow.recording_node import RecordingNode
 from tests.support.shadow.world import World
@@ -27,7 +28,7 @@ def pytest_configure() -> None:
 
     Background jobs of a script start with SIGINT ignored, which processes that tests interrupt would inherit.
     """
-    locks.check_order(True)
+    locks.ordered_lock = CheckedLock  # type: ignore[assignment]
     os.environ[INSECURE] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,6 @@
-"""Processes in a lab that are watched together: if one fails, the run ends with an error that quotes it.
+"""Processes in a lab that are watched together, the controller among them.
+
+If one fails, the run ends with an error that quotes it.
 
 with Crew(lab) as crew:
     node = crew.start("shadow0", "shadow0", ["checkmate", "shadow", ...], cpus={1})
@@ -8,15 +10,18 @@ with Crew(lab) as crew:
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from topologies.describe.topology import LabError
+from topologies.describe.topology import CONTROLLER, LabError
 from topologies.kernel import processes
 from topologies.lab import Lab
 
@@ -71,7 +76,7 @@ class Member:
         return (self.errors if spoke_up else self.output).stat().st_mtime_ns
 
 
-class Crew:
+class Crew(contextlib.AbstractContextManager["Crew"]):
     """The processes of a lab. As a context manager, it kills those that are left.
 
     Files in their TMPDIR, such as torchrun's, are removed with the lab.
@@ -80,9 +85,6 @@ class Crew:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self._members: list[Member] = []
-
-    def __enter__(self) -> Crew:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for member in list(self._members):
@@ -206,3 +208,67 @@ class Crew:
 
 def _text(file: Path, start: int) -> str:
     return file.read_bytes()[start:].decode(errors="replace")
+
+
+CHECKMATE: Final = (sys.executable, "-m", "checkmate.cli.entry")
+_START_SECONDS: Final = 60.0
+_CONNECT_SECONDS: Final = 30.0
+
+
+def checkmate(crew: Crew, *arguments: str | Path) -> str:
+    """Run a `checkmate` command beside the controller to its end; return its output."""
+    return crew.run("checkmate", CONTROLLER, [*CHECKMATE, *arguments], _START_SECONDS)
+
+
+def status(crew: Crew) -> list[dict[str, Any]]:
+    """Return each switch's status of the lab's job, by `checkmate status --json`."""
+    return list(json.loads(checkmate(crew, "status", "--json", crew.lab.job_file)).values())
+
+
+def await_streams(crew: Crew, seconds: float = _CONNECT_SECONDS) -> None:
+    """Wait until all streams of the lab's job are connected; raise `LabError` on timeout."""
+    checkmate(crew, "status", "--wait", "--timeout", f"{seconds:g}", crew.lab.job_file)
+
+
+class LabController:
+    """A `checkmate run` process in a lab, from its start until `stop`."""
+
+    def __init__(
+        self, crew: Crew, arguments: Collection[str | Path] = (), cpus: Collection[int] | None = None
+    ) -> None:
+        """Set the arguments of `checkmate run`; the default is the lab's job."""
+        self.crew = crew
+        argv = [*CHECKMATE, "run", *(arguments or ("--no-view", crew.lab.job_file))]
+        self.member: Member = crew.start("controller", CONTROLLER, argv, cpus=cpus)
+        self._await_serving()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL; this does not count as a failure."""
+        self.crew.kill(self.member)
+
+    def restart(self) -> None:
+        """Kill it if it runs, start it again, and wait until it serves."""
+        self.crew.restart(self.member)
+        self._await_serving()
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-C does, unless it was killed."""
+        if self.member in self.crew:
+            self.crew.stop(self.member, seconds=20)
+
+    def _await_serving(self) -> None:
+        self.crew.wait(lambda: "serving" in self.member.said(), "controller to serve", _START_SECONDS)
+
+
+@contextlib.contextmanager
+def serving(
+    crew: Crew, *arguments: str | Path, cpus: Collection[int] | None = None
+) -> Iterator[LabController]:
+    """Run `checkmate run` until the block ends, on the lab's job or with these arguments."""
+    controller = LabController(crew, arguments, cpus)
+    try:
+        yield controller
+    except BaseException:
+        controller.kill()  # report the original error, not the controller's end
+        raise
+    controller.stop()

@@ -22,7 +22,7 @@ from topologies import state, switches
 from topologies.describe import job_files
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
-from topologies.kernel import cables, cgroups, links, namespaces, processes
+from topologies.kernel import cgroups, links, namespaces, processes
 from topologies.signals import undisturbed
 
 _INTO_CGROUP: Final = 'echo $$ > "$0" && exec "$@"'
@@ -222,10 +222,10 @@ class Lab:
         for node in (*self.topology.nodes, *([CABLES] if cut else [])):
             namespaces.create(self.namespace(node))
             links.prepare(self.namespace(node))
-        cables.management(self.name, self.topology)
-        cables.training(self.name, self.topology, self.mtu, cut=cut, offload=self.offloads)
+        links.connect_management(self.name, self.topology)
+        links.connect_training(self.name, self.topology, self.mtu, cut=cut, offload=self.offloads)
         if self.loss:
-            self.loss_by = cables.lose(self.name, self.topology, self.loss)
+            self.loss_by = links.lose(self.name, self.topology, self.loss)
         if cut:
             self._join_cables()
         for switch in self.topology.switches:
@@ -244,7 +244,7 @@ class Lab:
 
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""
-        pairs = [":".join(cables.cut_ends(rank)) for rank in self.topology.ranks]
+        pairs = [":".join(links.cut_ends(rank)) for rank in self.topology.ranks]
         argv = [sys.executable, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
         with self.log(CABLES).open("wb") as log:
             process = self.start(CABLES, argv, stdout=subprocess.PIPE, stderr=log, cpus=self.switch_cpus)

@@ -19,8 +19,7 @@ from rich.progress import track
 
 from benchmarks.figures import Figure, Result, Skipped
 from topologies.describe.topology import load
-from topologies.training.job import JobPlan, TrainingJob
-from topologies.training.side_by_side import start, training_lab
+from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 
 BATCHES: Final = (1, 2, 4, 8, 16)
 TITLE: Final = (
@@ -57,7 +56,7 @@ def _times(batch: int) -> Times:
         tempfile.TemporaryDirectory(prefix="checkmate-bench-") as folder,
         training_lab(load("single_tor"), "softswitch", "bench_batch", plan, Path(folder)) as job,
     ):
-        start([job])
+        start_all([job])
         _train(job, _WARM_UP)
         nodes = [host.number for host in job.crew.lab.topology.shadow_nodes]
         before = {node: len(job.statuses(node)) for node in nodes}

@@ -20,8 +20,8 @@ from rich.progress import track
 from benchmarks.figures import Figure, Result, Skipped, ratios
 from checkmate.planner.profile import sender
 from checkmate.planner.profile.receive import Receiver
-from checkmate.shadow.receive.buckets import BucketSets
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.inlet import BucketSets
 from checkmate.wire.tcp import SO_RCVBUFFORCE
 from topologies.kernel import links, namespaces
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from pyroute2 import IPRoute
 
-from topologies.controller import serving
-from topologies.crew import Crew
+from topologies.crew import Crew, serving
 from topologies.kernel import namespaces
 from topologies.lab import Lab
 from topologies.traffic.orders import Load, Operation

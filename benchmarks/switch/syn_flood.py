@@ -23,8 +23,7 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.wire.tag import Hello
 from controlplane.network import Network
-from topologies.controller import LabController, serving
-from topologies.crew import Crew
+from topologies.crew import Crew, LabController, serving
 from topologies.describe.topology import load
 from topologies.kernel import namespaces
 from topologies.lab import Lab

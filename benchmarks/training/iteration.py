@@ -23,9 +23,8 @@ from rich.progress import Progress
 from benchmarks.figures import Figure, Result, Skipped, ratios
 from benchmarks.training import saving, twins
 from topologies.describe.topology import load
-from topologies.training.job import JobPlan, TrainingJob
+from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
 from topologies.training.record import TimedBlock
-from topologies.training.side_by_side import start, training_lab
 
 BATCH: Final = 8
 TITLE: Final = (
@@ -65,7 +64,7 @@ def _twins(folder: Path) -> Blocks:
             arguments = ("--iterations", str(TURNS), "--batch", str(BATCH), "--seed", str(seed))
             plan, place = JobPlan(arguments, module="benchmarks.training.twins"), folder / str(seed)
             with training_lab(topology, "softswitch", "bench_twins", plan, place) as job:
-                start([job])
+                start_all([job])
                 done = partial(twins.turns, place, ranks)
                 job.finish(_TWINS_SECONDS, lambda: bar.update(task, completed=seed * TURNS + done()))  # noqa: B023
             for kind, blocks in twins.read(place, ranks).items():
@@ -92,7 +91,7 @@ def _jobs(folder: Path) -> Iterator[dict[str, TrainingJob]]:
             )
             for name, plan in plans.items()
         }
-        start(jobs.values())
+        start_all(jobs.values())
         for job in jobs.values():
             _block(job, _WARM_UP)  # DDP rebuilds its buckets, TCP windows open
         yield jobs

@@ -11,10 +11,9 @@ from rich.progress import Progress
 
 from benchmarks.figures import Figure, Result, Skipped
 from topologies.describe.topology import load
-from topologies.training.job import JobPlan
+from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.orders import Kill
 from topologies.training.record import Recovery
-from topologies.training.side_by_side import start, training_lab
 
 TITLE: Final = (
     "Recovery: kill -9 of a rank to the next trained iteration, a GPT of 5 million parameters on 4 ranks"
@@ -41,7 +40,7 @@ def measure() -> list[Result]:
         training_lab(load("single_tor"), "softswitch", "bench_recovery", plan, Path(folder)) as job,
     ):
         task = bar.add_task("recovery", total=_ITERATIONS)
-        start([job])
+        start_all([job])
         job.finish(_SECONDS, lambda: bar.update(task, completed=job.next_iteration()))
         record = job.record()
     found = record.recoveries()

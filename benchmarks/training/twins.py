@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import checkmate
 from examples.gpt import text, train
 from examples.gpt.model import Gpt, Shape
+from topologies.training.in_rank import Untagged
 from topologies.training.record import TimedBlock
-from topologies.training.substitutes import Untagged
 
 KINDS: Final = ("checkmate", "untagged")
 _WARM_UP: Final = 12

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Final, ParamSpec, TypeVar
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
-from checkmate.job.files import JobError, JobSet, Located
-from checkmate.job.followed import JobFiles
+from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.wording import counted
 
 P = ParamSpec("P")
@@ -111,3 +112,19 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(code) from None
 
     return wrapper
+
+
+TIME: Final = "%Y-%m-%d %H:%M:%S"
+"""Local time, as in the switch's own log."""
+
+
+def log_to_stderr() -> None:
+    """Log to standard error, each line with its time so that logs of several machines can be merged."""
+    handler: logging.Handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME))
+    if err.is_terminal:
+        handler = RichHandler(
+            console=err, show_path=False, show_level=False, log_time_format=TIME, omit_repeated_times=False
+        )
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

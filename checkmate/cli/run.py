@@ -14,10 +14,18 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from checkmate.cli.common import Insecure, JobArguments, err, out, read_files, says_errors, switch_extra
-from checkmate.cli.logs import log_to_stderr
-from checkmate.cli.views import switch_tables
-from checkmate.job.followed import JobFiles
+from checkmate.cli.common import (
+    Insecure,
+    JobArguments,
+    err,
+    log_to_stderr,
+    out,
+    read_files,
+    says_errors,
+    switch_extra,
+)
+from checkmate.cli.status import switch_tables
+from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.privileges import keep_only, to_read

@@ -13,8 +13,7 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import Insecure, JobArgument, UsageFault, out, says_errors
-from checkmate.cli.logs import log_to_stderr
+from checkmate.cli.common import Insecure, JobArgument, UsageFault, log_to_stderr, out, says_errors
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job, split_address
 from checkmate.keys.roles import Role, role_folder

@@ -16,8 +16,8 @@ from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.snapshot import Missing, Snapshot, SnapshotReader
 from checkmate.job.schema import Job
-from checkmate.nodes.offers import LAB_HINT, Source
 from checkmate.nodes.standing import Lacking, NoAnswer
+from checkmate.nodes.target import LAB_HINT, Source
 from checkmate.state import StateError
 
 P = ParamSpec("P")

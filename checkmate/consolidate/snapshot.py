@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,12 +18,21 @@ from checkmate import state
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
-from checkmate.nodes.headers import Asked, most_parts, record_of
-from checkmate.nodes.offers import LAB_HINT, Source, find_source
-from checkmate.nodes.reader import Reading, ShardState, States, read_shards
-from checkmate.nodes.reserve import NotReserved, Reservation, reserved
+from checkmate.nodes.reader import (
+    Asked,
+    NotReserved,
+    Reading,
+    Reservation,
+    ShardState,
+    States,
+    most_parts,
+    read_shards,
+    record_of,
+    reserved,
+)
 from checkmate.nodes.standing import Lacking, NoAnswer, Shard, lacking, name
 from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs
+from checkmate.nodes.target import LAB_HINT, Source, find_source
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.wire.layout import Layout
@@ -67,7 +77,7 @@ class Snapshot:
     generation: int = 0
 
 
-class SnapshotReader:
+class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     """Reads snapshots from a job's shadow nodes. It is a context manager."""
 
     def __init__(
@@ -92,9 +102,6 @@ class SnapshotReader:
         self._stopped = stopped or threading.Event()
         self._progress = progress
         self._stubs = Stubs(job, access(job, Role.READER, insecure=insecure).keys)
-
-    def __enter__(self) -> SnapshotReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stubs.close()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.job.tofino import chips
-from checkmate.job.tofino.port_checks import tofino_faults
+from checkmate.job.tofino.ports import tofino_faults
 from checkmate.wire.tag import SHADOW_IDS_MAX
 from checkmate.wording import counted
 

@@ -1,4 +1,4 @@
-"""Read job files: YAML to `Job`, with all faults at once, each with file, line and path."""
+"""Read job files: YAML to `Job`, with all faults at once, each with file, line and path. Follow changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job import faults as parts
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
-from checkmate.job.tofino import port_checks
+from checkmate.job.tofino import ports
 from checkmate.job.yaml_lines import Document, JobError, Located
 
 __all__ = [
@@ -169,7 +169,7 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
             faults = list(error.faults)
             del raw["fabric"]
     _resolve_paths(raw, document.file.parent, (fabric or document).file.parent)
-    return _Source(document, fabric, raw, tuple(port_checks.resolve(raw))), faults
+    return _Source(document, fabric, raw, tuple(ports.resolve(raw))), faults
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:
@@ -196,3 +196,74 @@ def _fabric_document(document: Document, named: str, read: ReadYaml) -> Document
             message = f"the fabric file {named} {error.faults[0].message}"
             raise JobError([document.locate(Fault(("fabric",), message))]) from None
         raise
+
+
+SUFFIXES = (".yaml", ".yml")
+Signature = dict[Path, tuple[int, int]]
+
+
+def job_files(arguments: Iterable[Path], read: ReadYaml | None = None) -> list[Path]:
+    """Return the job files that a command line names: files, and the YAML files of folders, sorted.
+
+    Fabric files in folders are left out. `read` parses the files of folders.
+    """
+    read = read or cache(yaml_lines.read_document)
+    files: list[Path] = []
+    for argument in arguments:
+        if argument.is_dir():
+            files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
+        else:
+            files.append(argument)
+    return list({file.resolve(): file for file in files}.values())
+
+
+class JobFiles:
+    """The job files of a command line, read again whenever they have changed."""
+
+    def __init__(self, arguments: Sequence[Path]) -> None:
+        self._arguments = arguments
+        self._read: tuple[Path, ...] = ()
+        self._seen: Signature | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(str(argument) for argument in self._arguments)
+
+    def read(self) -> JobSet:
+        """Read all files, each once. From the second time on, a named file that is gone is a removed job."""
+        read, first, before = cache(yaml_lines.read_document), self._seen is None, self._signature()
+        files = job_files(self._arguments, read)
+        found = read_set([file for file in files if first or file.exists()], read)
+        self._read = found.files
+        self._seen = {**self._signature(), **before}  # a file that is written while it is read has changed
+        return found
+
+    def changed(self) -> bool:
+        """Return whether a file was added, removed or written since the last `read`."""
+        return self._signature() != self._seen
+
+    def _signature(self) -> Signature:
+        """Return name, time and size of all files in the folders, and of those that were read."""
+        named = (_yaml_files(one) if one.is_dir() else [one] for one in self._arguments)
+        found: Signature = {}
+        for file in {*self._read, *(file for files in named for file in files)}:
+            try:
+                stat = file.stat()
+            except OSError:
+                continue  # removed after the listing
+            found[file] = stat.st_mtime_ns, stat.st_size
+        return found
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    try:
+        found = sorted(folder.iterdir())
+    except OSError:
+        return  # removed meanwhile
+    yield from (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+
+
+def _is_fabric(file: Path, read: ReadYaml) -> bool:
+    try:
+        return is_fabric(read(file).data)
+    except JobError:
+        return False  # reported when it is read as a job

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,12 +14,157 @@ import grpc
 import torch
 
 from checkmate import state
-from checkmate.nodes.headers import Asked, check_header
 from checkmate.nodes.standing import Lacking, Shard, lacking
-from checkmate.nodes.stubs import Stubs, reason
+from checkmate.nodes.stubs import ANSWER_SECONDS, Stubs, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.wire.layout import Layout
+from checkmate.state import StateError
+from checkmate.wire.layout import Layout, LayoutError, from_json
+
+_MARGINS: Final = (0, 1, 2, 4, 8)
+"""How many iterations to reserve ahead of the newest one, in successive attempts."""
+_TOO_FAST: Final = "advances faster than iterations can be reserved"
+
+
+@dataclass
+class NotReserved(Exception):
+    """No iteration could be reserved on enough nodes. `refused`: the reasons, by node."""
+
+    refused: Mapping[int, str]
+
+    def __str__(self) -> str:
+        return "; ".join(f"shadow node {node}: {why}" for node, why in sorted(self.refused.items()))
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """An iteration, and the nodes that keep it readable. `refused`: the reasons of the others, by node."""
+
+    iteration: int
+    granted: frozenset[int]
+    refused: Mapping[int, str]
+
+
+@contextmanager
+def reserved(
+    stubs: Stubs,
+    nodes: Collection[int],
+    seconds: float,
+    *,
+    newest: int | None = None,
+    at_least: int = 0,
+    enough: Callable[[Collection[int]], bool] | None = None,
+) -> Iterator[Reservation]:
+    """Reserve the newest iteration that enough nodes grant, and release it at the end of the block.
+
+    Args:
+        stubs: Stubs of the job's nodes.
+        nodes: The nodes to ask.
+        seconds: The time after which nodes release the iteration on their own.
+        newest: The newest iteration that the nodes have stepped; `None` to ask them.
+        at_least: The lowest iteration to reserve.
+        enough: Returns whether these nodes are enough; by default all are required.
+
+    Raises:
+        NotReserved: Too few nodes have granted any iteration.
+    """
+    enough = enough or (lambda granted: len(granted) == len(nodes))
+    refused: Mapping[int, str] = {}
+    stepped = -1 if newest is None else newest
+    for margin in _MARGINS if newest is not None else (0, *_MARGINS):
+        iteration = max(stepped + margin, at_least, 0)
+        request = pb.ReserveRequest(job=stubs.job.job, iteration=iteration, seconds=seconds)
+        answers = stubs.ask(nodes, lambda stub: stub.Reserve, request, min(seconds, ANSWER_SECONDS))
+        refused = {node: why for node, answer in answers.items() if (why := _refusal(answer))}
+        granted = frozenset(answers.keys() - refused.keys())
+        try:
+            if enough(granted):
+                yield Reservation(iteration, granted, refused)
+                return
+        finally:
+            release = pb.ReleaseRequest(job=stubs.job.job, iteration=iteration)
+            stubs.ask(granted, lambda stub: stub.Release, release)
+        stepped = max([stepped, *(one.stepped for one in answers.values() if not isinstance(one, str))])
+        if stepped < 0:
+            break  # no hold is live: no later iteration would be granted either
+    raise NotReserved(refused)
+
+
+def _refusal(answer: pb.ReserveReply | str) -> str:
+    """Return why a node has refused a reservation, or ""."""
+    if isinstance(answer, str):
+        return answer
+    return "" if answer.granted else _TOO_FAST
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for one shard of a job's DP group at an iteration of a run.
+
+    Without `incarnation` or `start`, any is accepted. Without `parameters`, all of the shard's are requested.
+    """
+
+    job: str
+    run: str
+    iteration: int
+    group: int
+    shard: int
+    incarnation: int | None = None
+    start: bytes | None = None
+    parameters: tuple[int, ...] = ()
+
+
+def check_header(header: pb.SeedHeader, asked: Asked) -> Layout:
+    """Return the layout of a stream of seeds. Raise `StateError` if it is not the requested shard."""
+    there = Asked(
+        header.job,
+        header.run,
+        header.iteration,
+        header.shard.group,
+        header.shard.shard,
+        None if asked.incarnation is None else header.incarnation,
+        None if asked.start is None else header.start,
+        asked.parameters,
+    )
+    if there != asked:
+        ours, theirs = _shown(asked), _shown(there)
+        raise StateError(f"it sent {theirs}, not {ours if ours != theirs else 'of the requested start'}")
+    try:
+        layout = from_json(header.layout)
+    except LayoutError as error:
+        raise StateError(str(error)) from None
+    if sorted(header.parameters) != sorted(asked.parameters or layout.of_shard(asked.shard)):
+        raise StateError("it announced other parameters than requested")
+    return layout
+
+
+def most_parts(headers: Sequence[pb.SeedHeader]) -> pb.SeedHeader:
+    """Return the header with the most parts of the record: a shard without parameters may lack some."""
+    return max(headers, key=lambda header: len(header.record.parts))
+
+
+def record_of(headers: Sequence[pb.SeedHeader]) -> tuple[pb.IterationRecord, list[str]]:
+    """Return a DP group's record with the buffers of all its headers, and the names of buffers that none has.
+
+    A node that joined late may lack buffers that another one has.
+    """
+    record = pb.IterationRecord()
+    record.CopyFrom(most_parts(headers).record)
+    for header in headers:
+        for name, data in header.record.buffers.items():
+            if name not in record.buffers:
+                record.buffers[name] = data
+    expected = {name for header in headers for name in header.buffers}
+    return record, sorted(expected - record.buffers.keys())
+
+
+def _shown(asked: Asked) -> str:
+    incarnation = "" if asked.incarnation is None else f" (incarnation {asked.incarnation})"
+    return (
+        f"shard {asked.shard} of DP group {asked.group} at iteration {asked.iteration} of job {asked.job}, "
+        f"run {asked.run}{incarnation}"
+    )
+
 
 States = dict[int, tuple[torch.Tensor, dict[str, object]]]
 """Parameters by number: the tensor, and the optimizer state."""

@@ -6,6 +6,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -18,7 +19,6 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.protocol import mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.rpc.tls_faults import tls_fault
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ _ROOT: Final = re.compile(
 """Matches gRPC's `... UNKNOWN: ipv4:10.0.0.1:7000: Failed to connect to remote host: connect: why (111)`."""
 
 
-class Stubs:
+class Stubs(AbstractContextManager["Stubs"]):
     """A job's shadow nodes as gRPC stubs, with one channel per node. It is a context manager."""
 
     def __init__(self, job: Job, keys: RoleKeys | None) -> None:
@@ -55,9 +55,6 @@ class Stubs:
         self._lock = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
         self._closed = False
-
-    def __enter__(self) -> Stubs:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -143,3 +140,34 @@ def unreached(detail: str) -> str:
     found = _ROOT.search(detail)
     why = tls_fault(detail) or (found["why"] if found else detail)
     return f" ({why})" if why else ""
+
+
+_WORDS: Final = (
+    (("certificate has expired", "alert certificate expired"), "a certificate has expired"),
+    (
+        ("certificate_verify_failed", "certificate verify failed", "hostname verification"),
+        "its certificate is not one for this address by the authority in this host's folder of keys",
+    ),
+    (
+        ("alert unknown ca", "alert_unknown_ca", "certificate required", "certificate_required"),
+        "it does not accept this host's certificate, which is of another authority",
+    ),
+    (
+        ("wrong_version_number", "wrong version number", "unexpected_eof", "has been closed (eof)"),
+        "it does not use TLS: it runs with --insecure, or is an older version",
+    ),
+)
+"""Texts of OpenSSL and BoringSSL, in lower case, with what they mean."""
+_CLOSED: Final = ("failed to connect", "socket closed")
+"""What gRPC reports without TLS if the node waits for a TLS handshake."""
+
+
+def tls_fault(text: str) -> str | None:
+    """Return what an error's text means for the user, or `None` if it is not about TLS."""
+    lower = text.lower()
+    for texts, words in _WORDS:
+        if any(one in lower for one in texts):
+            return words
+    if all(one in lower for one in _CLOSED):
+        return "it closed the connection: if it uses TLS, this process needs keys too"
+    return None

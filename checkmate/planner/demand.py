@@ -9,21 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
 from checkmate.planner.models.named import Model
-from checkmate.shadow.receive.buckets import SETS
+from checkmate.planner.models.optimizers import NamedOptimizer
+from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import tagged_chunks
-
-
-class KeepsState(Protocol):
-    """The memory of an optimizer."""
-
-    def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of state for each element of a parameter of a type."""
 
 
 @dataclass(frozen=True)
@@ -102,21 +95,17 @@ class NodeDemand:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Settings beside the job's YAML. The channels of a training rank share `link_bits_per_s`."""
-
-    optimizer: KeepsState
-    link_bits_per_s: float
-    receive_buffer: int
-
-
-@dataclass(frozen=True)
 class Demand:
-    """The demand of a job. `models` has the stage of each DP group."""
+    """The demand of a job. `models` has the stage of each DP group.
+
+    The channels of a training rank share `link_bits_per_s`.
+    """
 
     job: Job
     models: tuple[Model, ...]
-    setting: Setting
+    optimizer: NamedOptimizer
+    link_bits_per_s: float
+    receive_buffer: int
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -211,7 +200,7 @@ class Demand:
             for round_, nbytes in enumerate(self._rounds(stream)):
                 if nbytes:
                     sending[round_].add((stream.boundary.number, stream.channel))
-        channel = self.setting.link_bits_per_s / self.job.channels
+        channel = self.link_bits_per_s / self.job.channels
         return tuple(len(channels) * channel for channels in sending)
 
     def _memory(self, shards: Sequence[ShardDemand], nics: Sequence[NicDemand]) -> MemoryDemand:
@@ -221,9 +210,9 @@ class Demand:
             for number in layout.of_shard(shard.shard):
                 parameter = layout.parameters[number]
                 parameters += parameter.nbytes
-                state += parameter.elements * self.setting.optimizer.state_bytes(parameter.dtype)
+                state += parameter.elements * self.optimizer.state_bytes(parameter.dtype)
         streams = sum(nic.streams for nic in nics)
-        sockets = socket_bytes(streams, self.setting.receive_buffer)
+        sockets = socket_bytes(streams, self.receive_buffer)
         return MemoryDemand(parameters, state, SETS * parameters, sockets)
 
 

@@ -71,15 +71,6 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The step time of the slowest of `nodes` nodes, which have `cores` in total."""
-
-    cores: int
-    nodes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Profile:
     """Measurements of a machine as a shadow node. `receive_bytes_per_s` is by number of NICs."""
 
@@ -158,16 +149,16 @@ def predicted(times: StepTimes, model: Model, nodes: int, cores_each: float) -> 
     return times.on(cores_each) * largest_share(model, nodes)
 
 
-def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> list[Point]:
+def curve(times: StepTimes, model: Model, cores_each: int, nodes_most: int) -> list[tuple[int, float]]:
     """Return the paper's scaling figure: step time over cores, with one more node for every `cores_each`.
 
-    Cores are spread evenly over the nodes.
+    Each point has the cores of all nodes, spread evenly, and the seconds of the slowest node.
     """
     shares = {nodes: largest_share(model, nodes) for nodes in range(1, nodes_most + 1)}
     points = []
     for cores in range(1, cores_each * nodes_most + 1):
         nodes = -(-cores // cores_each)
-        points.append(Point(cores, nodes, times.on(cores / nodes) * shares[nodes]))
+        points.append((cores, times.on(cores / nodes) * shares[nodes]))
     return points
 
 

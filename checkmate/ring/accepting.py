@@ -46,7 +46,7 @@ class _Arrival:
         return whole - len(self.received)
 
 
-class Acceptor:
+class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
     """Accepts one connection per listener from the previous rank. It is a context manager."""
 
     def __init__(
@@ -88,9 +88,6 @@ class Acceptor:
         for sock in [*(arrival.sock for arrival in self._arrivals), *self._accepted.values()]:
             sock.close()
         self._selector.close()
-
-    def __enter__(self) -> Acceptor:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

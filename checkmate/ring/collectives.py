@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -24,7 +25,7 @@ for a main thread that computes in Python; the default of 5 ms is longer than mo
 """
 
 
-class AllReduce:
+class AllReduce(AbstractContextManager["AllReduce"]):
     """Averages the same buckets repeatedly over one ring. It is a context manager; `close` ends its threads.
 
     While it is open the process has a shorter switch interval (`sys.setswitchinterval`).
@@ -91,14 +92,11 @@ class AllReduce:
         if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # unless someone else has changed it
             sys.setswitchinterval(self._interval)
 
-    def __enter__(self) -> AllReduce:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class AllGather:
+class AllGather(AbstractContextManager["AllGather"]):
     """Gathers the same buckets repeatedly over one ring, or runs another collective. Labs use it.
 
     It is a context manager; `close` ends threads.
@@ -146,9 +144,6 @@ class AllGather:
         """End the threads."""
         self._engine.close()
         self._gathered.end()
-
-    def __enter__(self) -> AllGather:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -91,7 +91,7 @@ class PlainSocket:
         self.socket.sendall(piece)
 
 
-class Ring:
+class Ring(contextlib.AbstractContextManager["Ring"]):
     """A rank's connections: `senders` to the next rank and `receivers` from the one before, by channel."""
 
     def __init__(
@@ -141,9 +141,6 @@ class Ring:
         """Close all connections."""
         for sock in self._sockets():
             sock.close()
-
-    def __enter__(self) -> Ring:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

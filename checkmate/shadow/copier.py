@@ -10,9 +10,7 @@ from collections.abc import Sequence
 import grpc
 
 from checkmate import state
-from checkmate.nodes.headers import Asked
-from checkmate.nodes.reader import Reading, read_shard
-from checkmate.nodes.reserve import NotReserved, reserved
+from checkmate.nodes.reader import Asked, NotReserved, Reading, read_shard, reserved
 from checkmate.nodes.stubs import Stubs
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import HoldState

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.locks import OrderedLock
+from checkmate.shadow import locks
 from checkmate.shadow.logic.hold_state import HoldSnapshot, HoldState, Stepped, StreamState
-from checkmate.shadow.receive.buckets import SETS, BucketSets
-from checkmate.shadow.receive.inlet import Inlet
-from checkmate.shadow.receive.plans import HoldPlan, check_lengths
+from checkmate.shadow.receive.inlet import BucketSets, Inlet
+from checkmate.shadow.receive.plans import SETS, HoldPlan, check_lengths
 from checkmate.shadow.replica.replica import Replica
 from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import stream_layout
@@ -44,7 +43,7 @@ class Hold:
             StreamTooLong: if an iteration of a stream is too long.
         """
         self.layout, self.replica = layout, replica
-        self.lock = OrderedLock("hold")
+        self.lock = locks.ordered_lock("hold")
         layouts = [
             stream_layout(layout.schedule, channels, s.channel, ranks, side=s.side, shadow_id=plan.shard)
             for s in plan.streams

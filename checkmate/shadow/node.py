@@ -18,18 +18,44 @@ import torch
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
-from checkmate.shadow import memory
-from checkmate.shadow.clock import AwakeClock
+from checkmate.shadow import locks, memory
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.locks import OrderedLock
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive.connector import Connector
+from checkmate.shadow.receive.connector import Connector, Reader
 from checkmate.shadow.receive.inlet import Inlet
 from checkmate.shadow.receive.plans import hold_plans
-from checkmate.shadow.receive.reader import Reader
+
+STALL = 0.5
+"""Seconds without a beat after which the process is assumed to have been stopped."""
+
+
+class AwakeClock:
+    """A monotonic clock that stops unless `beat` is called several times per `STALL` seconds.
+
+    A process that resumes after a stop has heard from nobody for a while and has read nothing. This does not
+    mean that others are silent or that bytes are lost.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        """Read time, in seconds, from `read`, which must be monotonic."""
+        self._read = read
+        self._beaten = read()
+        self._stopped = 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds, without stops."""
+        return min(self._read(), self._beaten + STALL) - self._stopped
+
+    def beat(self) -> float:
+        """Record that the process runs. Return the seconds that it was stopped since the last beat."""
+        now = self._read()
+        stopped = max(now - self._beaten - STALL, 0.0)
+        self._beaten, self._stopped = now, self._stopped + stopped
+        return stopped
+
 
 log = logging.getLogger("checkmate")
 
@@ -59,7 +85,7 @@ class Node:
         self.job, self.id, self.access = job, node_id, access
         self.plans = hold_plans(job, node_id)
         self.nics = [str(nic.ip) for nic in job.node(node_id).nics]
-        self.changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
+        self.changed = threading.Condition(locks.ordered_lock("node"))
         self._clock = AwakeClock()
         self.state = NodeState(job, node_id, self.now(), receive_buffer=receive_buffer, grace=grace)
         self.data: dict[HoldState, Hold] = {}

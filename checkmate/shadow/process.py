@@ -72,7 +72,9 @@ class Serving:
             if shortfall := tcp_memory_shortfall(connections, receive_buffer):
                 log.warning("%s", shortfall)
                 self.node.state.troubles.append(shortfall)
-            self._inbox = Inbox(listener, partial(record, self.node), gate, _connections(job))
+            # Two of each rank, because an old connection may linger.
+            most = 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS
+            self._inbox = Inbox(listener, partial(record, self.node), gate, most)
             self.node.also_unread.append(self._inbox.unread)
             self._peers = Peers(self.node)
             self._copier = Copier(self.node)
@@ -93,8 +95,3 @@ class Serving:
         self.node.close()
         self._copier.stop()
         self._server.__exit__()
-
-
-def _connections(job: Job) -> int:
-    """Return the most connections for step records: two of each rank, because an old one may linger."""
-    return 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS

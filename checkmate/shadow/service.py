@@ -20,7 +20,7 @@ from checkmate.rpc.channels import OPTIONS
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow.admission import CallerCheck
 from checkmate.shadow.calls import begin, fence, transfer
-from checkmate.shadow.calls.status import status
+from checkmate.shadow.calls.begin import status
 from checkmate.shadow.guard import Guard, Handlers
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.node import Node
@@ -70,7 +70,9 @@ class ShadowService(rpc.ShadowServicer):
         )
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
-        return self._answer(context, lambda: _begun(begin.begin(self._node, request)))
+        return self._answer(
+            context, lambda: pb.BeginReply(protocol=PROTOCOL, warnings=begin.begin(self._node, request))
+        )
 
     def Seed(self, request_iterator: Iterator[pb.Seeds], context: grpc.ServicerContext) -> pb.SeedReply:
         return self._answer(
@@ -105,10 +107,6 @@ class ShadowService(rpc.ShadowServicer):
             return call()
         except (CallRefused, StateError, ReplicaError) as error:
             _abort(context, error)
-
-
-def _begun(warnings: list[str]) -> pb.BeginReply:
-    return pb.BeginReply(warnings=warnings, protocol=PROTOCOL)
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
@@ -16,19 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.calls.status import node_status
+from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.node import Node
 from checkmate.wording import counted, size
 
 SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A status, and each NIC's bytes per second since the previous status."""
-
-    status: pb.NodeStatus
-    rates: dict[str, float]
 
 
 class Watch:
@@ -39,14 +31,14 @@ class Watch:
         self._at = time.monotonic()
         self._bytes: dict[str, int] = {}
 
-    def see(self) -> Seen:
-        """Return the current status and rates."""
+    def see(self) -> tuple[pb.NodeStatus, dict[str, float]]:
+        """Return the current status, and each NIC's bytes per second since the previous one."""
         status = node_status(self._node, self._node.job.job)
         now = time.monotonic()
         passed = max(now - self._at, 1e-6)
         rates = {nic.ip: (nic.bytes - self._bytes.get(nic.ip, nic.bytes)) / passed for nic in status.nics}
         self._at, self._bytes = now, {nic.ip: nic.bytes for nic in status.nics}
-        return Seen(status, rates)
+        return status, rates
 
 
 def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool, as_json: bool) -> None:
@@ -56,17 +48,17 @@ def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool
     with shown if live else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
             if live:
-                shown.update(picture(watch.see()))
+                shown.update(picture(*watch.see()))
             elif as_json:
-                print(json.dumps(data(watch.see())), flush=True)
+                print(json.dumps(data(*watch.see())), flush=True)
 
 
-def data(seen: Seen) -> dict[str, object]:
+def data(status: pb.NodeStatus, rates: Mapping[str, float]) -> dict[str, object]:
     """Return what `--json` prints: the fields of the status, and rates."""
-    said = plain(seen.status)
-    for hold, of in zip(said["holds"], seen.status.holds, strict=True):
+    said = plain(status)
+    for hold, of in zip(said["holds"], status.holds, strict=True):
         hold["lag"] = lag(of)
-    return {**said, "bytes_per_second": {ip: round(rate) for ip, rate in seen.rates.items()}}
+    return {**said, "bytes_per_second": {ip: round(rate) for ip, rate in rates.items()}}
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -89,9 +81,8 @@ def lag(hold: pb.HoldStatus) -> int:
     return max(0, hold.receiving - hold.stepped) if hold.seeded else 0
 
 
-def picture(seen: Seen) -> Group:
+def picture(status: pb.NodeStatus, rates: Mapping[str, float]) -> Group:
     """Return a table of holds, and lines about the node."""
-    status = seen.status
     table = Table(title=f"shadow node {status.node}, job {status.job}", title_justify="left")
     for column in ("group", "shard", "state"):
         table.add_column(column, no_wrap=True)
@@ -107,7 +98,7 @@ def picture(seen: Seen) -> Group:
             f"{hold.connected} of {hold.streams}",
             size(hold.bytes),
         )
-    nics = ", ".join(f"{ip} {size(rate)}/s" for ip, rate in seen.rates.items())
+    nics = ", ".join(f"{ip} {size(rate)}/s" for ip, rate in rates.items())
     times = f"pull {status.pull_seconds * 1000:.3g} ms; step {status.step_seconds * 1000:.3g} ms"
     troubles = [hold.trouble for hold in status.holds if hold.trouble] + list(status.trouble)
     troubles += [

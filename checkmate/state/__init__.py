@@ -1,7 +1,5 @@
 """Exact conversion of training state to messages and bytes, and back: the public names of this package."""
 
-from checkmate.state.frozen import frozen_states, is_frozen_state, name_frozen
-from checkmate.state.generators import dump_generators, load_generators
 from checkmate.state.plain import dumps, loads
 from checkmate.state.seeds import (
     PIECE_BYTES,
@@ -16,8 +14,13 @@ from checkmate.state.tensors import (
     StateError,
     bytes_of,
     dtype_name,
+    dump_generators,
     from_held,
+    frozen_states,
     in_memory_order,
+    is_frozen_state,
+    load_generators,
+    name_frozen,
     to_held,
 )
 

@@ -1,12 +1,16 @@
-"""Supported tensors in state, their bytes, and their order of dimensions in memory. Pure."""
+"""Supported tensors in state, their bytes and order of dimensions; frozen state, and generators. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from google.protobuf.message import DecodeError
 
+from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Parameter
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -81,3 +85,100 @@ def _turned(
         name: turn(value, order) if isinstance(value, torch.Tensor) and value.shape == tensor.shape else value
         for name, value in state.items()
     }
+
+
+_TENSOR: Final = "tensor"
+_NAME: Final = re.compile(
+    r"optimizer\.state\[(?P<index>\d+)\]\[(?P<place>\d+)\]\.(?P<entry>.+) \((?P<kind>\w+)\)", re.DOTALL
+)
+"""Names contain the place of an entry because buffers have no order. No buffer has such a name."""
+_NUMBERS: Final = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
+
+
+def is_frozen_state(name: str) -> bool:
+    """Return whether a name among the buffers is such state."""
+    return _NAME.fullmatch(name) is not None
+
+
+def name_frozen(index: int, entries: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the state of the parameter with this number in `optimizer.state_dict()`, as named tensors.
+
+    Raises `StateError` if an entry is neither a tensor nor a number.
+    """
+    for place, (entry, value) in enumerate(entries.items()):
+        kind = _TENSOR if isinstance(value, torch.Tensor) else type(value).__name__
+        if isinstance(value, torch.Tensor):
+            tensor = value
+        elif value is None:
+            tensor = torch.empty(0)
+        elif kind in _NUMBERS:
+            tensor = torch.tensor(value, dtype=_NUMBERS[kind])
+        else:
+            raise StateError(f"{entry} of the optimizer state is neither a tensor nor a number, but a {kind}")
+        yield f"optimizer.state[{index}][{place}].{entry} ({kind})", tensor
+
+
+def frozen_states(found: Mapping[str, torch.Tensor]) -> dict[int, dict[str, object]]:
+    """Return the state of each such parameter, by its number. Ignore other names."""
+    states: dict[int, dict[str, object]] = {}
+    matches = [match for name in found if (match := _NAME.fullmatch(name)) is not None]
+    for match in sorted(matches, key=lambda match: (int(match["index"]), int(match["place"]))):
+        tensor = found[match.string]
+        number = tensor.item() if match["kind"] != _TENSOR and tensor.numel() else None
+        value = tensor if match["kind"] == _TENSOR else number
+        states.setdefault(int(match["index"]), {})[match["entry"]] = value
+    return states
+
+
+def dump_generators(found: Mapping[str, Any]) -> bytes:
+    """Return the states of generators as bytes.
+
+    Args:
+        found: `torch`, `cuda` (tensors of bytes or `None`), `python` and `numpy`, as returned by the
+            generators. `in_loop`, if present, is true if they were captured between two batches of one
+            iterator. Words may be bytes of native uint32, as from `load_generators`.
+    """
+    message = pb.Generators(in_loop=bool(found.get("in_loop")))
+    for name in ("torch", "cuda"):
+        if found.get(name) is not None:
+            setattr(message, name, bytes(bytes_of(found[name])))
+    if "python" in found:
+        version, words, gauss = found["python"]
+        message.python.CopyFrom(pb.PythonGenerator(version=version, words=_packed(words), gauss=gauss))
+    if "numpy" in found:
+        kind, words, position, has_gauss, gauss = found["numpy"]
+        state = pb.NumpyGenerator(
+            kind=kind, words=_packed(words), position=position, has_gauss=has_gauss, gauss=gauss
+        )
+        message.numpy.CopyFrom(state)
+    return message.SerializeToString()
+
+
+def load_generators(data: bytes) -> dict[str, Any]:
+    """Return the argument of `dump_generators`, with words as bytes. Raise `StateError` if invalid."""
+    try:
+        message = pb.Generators.FromString(data)
+    except DecodeError as error:
+        raise StateError(f"unreadable states of random generators: {error}") from None
+    found: dict[str, Any] = {"cuda": None}
+    if message.in_loop:
+        found["in_loop"] = True
+    for name in ("torch", "cuda"):
+        if state := getattr(message, name):
+            found[name] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if message.HasField("python"):
+        python = message.python
+        found["python"] = (
+            python.version,
+            python.words,
+            python.gauss if python.HasField("gauss") else None,
+        )
+    if message.HasField("numpy"):
+        numpy = message.numpy
+        found["numpy"] = (numpy.kind, numpy.words, numpy.position, numpy.has_gauss, numpy.gauss)
+    return found
+
+
+def _packed(words: Any) -> bytes:
+    """Return words as bytes of native uint32."""
+    return words if isinstance(words, bytes) else array("I", words).tobytes()

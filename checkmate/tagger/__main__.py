@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from checkmate.tagger import Tagger, TaggerUnavailable, build
+from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.tagger.libbpf import object_file
 
 
 def main() -> int:
@@ -18,7 +19,7 @@ def main() -> int:
     parser.add_argument("--build", action="store_true", help="only compile, as set-up does")
     arguments = parser.parse_args()
     try:
-        print(f"compiled: {build.object_file()}")
+        print(f"compiled: {object_file()}")
         if not arguments.build:
             with Tagger.attach() as tagger:
                 print(f"attached as program {tagger.program_id}, and detached again")

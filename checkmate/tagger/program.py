@@ -6,11 +6,12 @@ import ctypes
 import os
 import socket
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from checkmate.tagger import build, cgroups
+from checkmate.tagger import cgroups
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
-from checkmate.tagger.libbpf import BpfObject
+from checkmate.tagger.libbpf import BpfObject, object_file
 
 PROGRAM = "checkmate_tagger"
 RANGES = 256
@@ -46,7 +47,7 @@ class SocketState(ctypes.Structure):
     )
 
 
-class Tagger:
+class Tagger(AbstractContextManager["Tagger"]):
     """The attached program. It is a context manager, and detaches also if the process dies.
 
     Sockets must be created in the cgroup, and prepared by `TaggedSocket` before they connect.
@@ -58,20 +59,17 @@ class Tagger:
         self._faults = loaded.map_descriptor("faults", ctypes.sizeof(ctypes.c_uint64))
 
     @classmethod
-    def attach(cls, cgroup: int | str | os.PathLike[str] | None = None) -> Tagger:
-        """Load the program and attach it to a cgroup v2.
-
-        Args:
-            cgroup: A path or file descriptor; by default this process's cgroup.
+    def attach(cls) -> Tagger:
+        """Load the program and attach it to this process's cgroup (v2).
 
         Raises:
             TaggerUnavailable: The kernel or privileges do not suffice, or clang or libbpf is missing.
         """
         if sys.platform != "linux":
             raise TaggerUnavailable(f"{sys.platform} has no eBPF", "run it on Linux")
-        loaded = BpfObject(build.object_file())
+        loaded = BpfObject(object_file())
         try:
-            directory = _open(cgroup)
+            directory = cgroups.open_own_cgroup()
             try:
                 loaded.attach(PROGRAM, directory)
             finally:
@@ -114,9 +112,6 @@ class Tagger:
             self._object.close()
             self._object = None
 
-    def __enter__(self) -> Tagger:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -125,16 +120,3 @@ class Tagger:
         if self._object is None:
             raise TaggerError("the tagger is closed")
         return self._object
-
-
-def _open(cgroup: int | str | os.PathLike[str] | None) -> int:
-    if cgroup is None:
-        return cgroups.open_own_cgroup()
-    if isinstance(cgroup, int):
-        return os.dup(cgroup)
-    try:
-        return os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise TaggerUnavailable(
-            f"cgroup {cgroup}: {error.strerror}", "specify a cgroup v2 directory"
-        ) from None

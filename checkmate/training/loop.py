@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from checkmate import state
-from checkmate.training.record import rng
+from checkmate.training.record.capture import install_generators
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.start.install import part_of
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Membership, Start
 
 Batch = TypeVar("Batch")
 
@@ -39,7 +38,7 @@ class Loop:
         iterator = iter(batches)
         generators, self._generators = self._generators, None  # the next loop is a new one
         if generators is not None and not self._begun():
-            rng.install(dict(generators))
+            install_generators(dict(generators))
         for batch in iterator:
             try:
                 yield batch

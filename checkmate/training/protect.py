@@ -33,10 +33,8 @@ from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
 from checkmate.training.start.followers import Followers, Opening
-from checkmate.training.start.formats import lay_out_state
-from checkmate.training.start.install import own_buffers
-from checkmate.training.start.membership import Membership, join, lay_out, trained
-from checkmate.training.start.standing import ModelStanding, Start
+from checkmate.training.start.install import lay_out_state, own_buffers
+from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out, trained
 from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")

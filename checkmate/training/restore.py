@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
-from checkmate.nodes.headers import Asked
+from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
@@ -32,8 +32,7 @@ from checkmate.training.start.install import (
     install_record,
     part_of,
 )
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.standing import ModelStanding, Start
+from checkmate.training.start.membership import Membership, ModelStanding, Start
 
 A = TypeVar("A", RestartPlan, disk.OnDisk)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,9 +31,9 @@ from controlplane.entities import (
     PortRate,
     Rate,
     TableEntry,
+    Update,
     Value,
 )
-from controlplane.reconcile import Update
 from controlplane.tofino import device_config
 from controlplane.tofino.device_config import NotCompiled
 from p4src import artifacts
@@ -53,15 +52,6 @@ def compiled(target: str) -> tuple[Path, Path]:
     """Return P4Info and device configuration of the committed v1model program for `target`."""
     folder = artifacts(target)
     return folder / f"{PROGRAM}.p4info.txtpb", folder / f"{PROGRAM}.json"
-
-
-@dataclass(slots=True)
-class CountedEntry:
-    """The direct counter of a table entry, with the entry's match fields by name."""
-
-    match: dict[str, Any] = field(default_factory=dict)
-    packets: int = 0
-    bytes: int = 0
 
 
 class Codec:
@@ -189,15 +179,15 @@ class Codec:
             return P4TableEntry(table, counter_data=P4CounterData()).encode(self.schema)
         return P4DirectCounterEntry(table_entry=P4TableEntry(table)).encode(self.schema)
 
-    def decode_direct_counter(self, message: p4r.Entity) -> CountedEntry:
-        """Return the counter in an answer to `read_direct_counters`."""
+    def decode_direct_counter(self, message: p4r.Entity) -> tuple[dict[str, Any], int, int]:
+        """Return match fields by name, packets and bytes in an answer to `read_direct_counters`."""
         if self._counters_by_entry:
             found = P4TableEntry.decode(message, self.schema)
             data = found.counter_data or P4CounterData()
-            return CountedEntry(dict(found.match or {}), data.packet_count, data.byte_count)
+            return dict(found.match or {}), data.packet_count, data.byte_count
         entry = P4DirectCounterEntry.decode(message, self.schema)
         assert entry.table_entry is not None
-        return CountedEntry(dict(entry.table_entry.match or {}), entry.packet_count, entry.byte_count)
+        return dict(entry.table_entry.match or {}), entry.packet_count, entry.byte_count
 
     def read_counter(self, counter: str) -> p4r.Entity:
         """Return the wildcard read for all cells of an indexed counter."""

@@ -17,11 +17,10 @@ from finsy.proto import U128, p4r, p4r_grpc
 
 from checkmate.job.schema import Switch
 from checkmate.wording import counted
-from controlplane.entities import Holdings
+from controlplane.entities import Holdings, Update, batches
 from controlplane.errors import ControlError, SwitchUnreachable, Unsure, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec
 from controlplane.p4runtime.connection import GONE, SwitchConnection
-from controlplane.reconcile import Update, batches
 
 BATCH = 250
 """Updates in a Write request. A refusal has 100 to 200 bytes of details for each update in gRPC's trailing

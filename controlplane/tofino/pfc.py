@@ -15,10 +15,10 @@ All frames have the chip's internal class iCoS 0 and queue 0: the program sets n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from checkmate.job.schema import Job, Nic, Switch
+from checkmate.job.schema import Job, Nic, Rank, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import PortSettings, port_settings
 from controlplane.entities import MulticastGroup
@@ -201,33 +201,60 @@ def _spreads(
     ]
 
 
-@dataclass(frozen=True)
-class Clash:
-    """Two jobs with different priorities for one DSCP on a switch that both use."""
-
-    job: str
-    message: str
-
-
-def priority_clashes(jobs: Sequence[Job]) -> list[Clash]:
-    """Return the jobs that cannot share a switch because of their priorities.
+def priority_clashes(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return by name the jobs that cannot share a switch because of their priorities, each with the reason.
 
     A switch's hosts map each DSCP to one priority. A connection's plain and tagged segments have DSCP 0 and
     `dscp_bit`; both need the same priority, or they would overtake each other.
     """
-    found: list[Clash] = []
+    found: dict[str, str] = {}
     owners: dict[tuple[str, int], Job] = {}
     for job in jobs:
         for switch in job.fabric.switches:
             for dscp in (0, job.tag.dscp_bit):
                 first = owners.setdefault((switch.name, dscp), job)
-                if first.tag.priority != job.tag.priority and not any(c.job == job.job for c in found):
-                    found.append(
-                        Clash(
-                            job.job,
-                            f"DSCP {dscp} would have priority {job.tag.priority} here and "
-                            f"{first.tag.priority} in job {first.job!r}, on switch {switch.name!r} of both; "
-                            "jobs that share a switch must have the same priority",
-                        )
+                if first.tag.priority != job.tag.priority:
+                    found.setdefault(
+                        job.job,
+                        f"DSCP {dscp} would have priority {job.tag.priority} here and "
+                        f"{first.tag.priority} in job {first.job!r}, on switch {switch.name!r} of both; "
+                        "jobs that share a switch must have the same priority",
                     )
     return found
+
+
+@dataclass(frozen=True)
+class HostCommands:
+    """POSIX shell commands for one interface; `$DEV` is the interface that has the address."""
+
+    host: str
+    ip: str
+    switch: str
+    port: str
+    commands: tuple[str, ...]
+
+
+def host_commands(jobs: Sequence[Job]) -> Iterator[HostCommands]:
+    """Yield the commands for every rank and shadow NIC that is attached to a Tofino."""
+    for job in jobs:
+        switches = {switch.name: switch for switch in job.fabric.switches if switch.is_tofino}
+        for name, host in job.hosts():
+            if host.switch in switches:
+                yield _host(name, host, switches[host.switch], job)
+
+
+def _host(name: str, place: Rank | Nic, switch: Switch, job: Job) -> HostCommands:
+    """Return a host's commands. A shadow NIC stops pausing if its host stops reading."""
+    priority = job.tag.priority
+    commands = [
+        f"DEV=$(ip -o -4 address show to {place.ip}/32 | awk '{{print $2}}')",
+        f'ip link set dev "$DEV" mtu {switch.mtu}',
+        'ethtool --pause "$DEV" autoneg off rx off tx off',
+        f'dcb app replace dev "$DEV" dscp-prio 0:{priority} {job.tag.dscp_bit}:{priority}',
+        f'dcb pfc set dev "$DEV" prio-pfc all:off {priority}:on',
+    ]
+    if isinstance(place, Nic):
+        commands.append(f'ethtool --set-tunable "$DEV" pfc-prevention-tout {switch.pfc.watchdog}')
+    return HostCommands(
+        name, str(place.ip), switch.name, port_settings(switch, place.port).name, tuple(commands)
+    )

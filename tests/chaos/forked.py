@@ -24,7 +24,7 @@ _PRELOADED: Final = """
 torch numpy torch.distributed torch.nn.parallel torch.optim pyroute2
 checkmate.training.protect checkmate.cli.main checkmate.shadow.process checkmate.shadow.view
 controlplane.serve softswitch.__main__ tests.chaos.model
-topologies.training.substitutes topologies.training.states
+topologies.training.in_rank topologies.training.verdict
 """
 _MODULE: Final = [sys.executable, "-m"]
 

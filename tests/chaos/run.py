@@ -21,8 +21,7 @@ from tests.chaos.scenario import Scenario
 from tests.chaos.script import ANEW
 from tests.chaos.world import ChaosWorld, RankLog
 from topologies import lab as labs
-from topologies.controller import serving
-from topologies.crew import Crew
+from topologies.crew import Crew, serving
 from topologies.describe.topology import LabError, build
 
 SECONDS = 120.0

@@ -32,8 +32,8 @@ from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.start.membership import lay_out, trained
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
-from topologies.training.states import digest
-from topologies.training.substitutes import Unprotected
+from topologies.training.in_rank import Unprotected
+from topologies.training.verdict import digest
 
 TIMEOUT = 12.0
 ANEW = 3

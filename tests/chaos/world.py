@@ -14,8 +14,7 @@ from typing import Any
 
 from tests.chaos.forked import ForkedLab
 from tests.chaos.scenario import Scenario
-from topologies.controller import CHECKMATE, LabController
-from topologies.crew import Crew, Member
+from topologies.crew import CHECKMATE, Crew, LabController, Member
 from topologies.kernel.links import MGMT_INTERFACE
 from topologies.kernel.namespaces import netlink
 

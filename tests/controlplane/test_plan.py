@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 from checkmate.job.schema import Job
 from controlplane import plan as planning
 from controlplane import streams
-from controlplane.entities import FLOOD_GROUP, WRITE_ORDER, Entity, Holdings, MulticastGroup, mac_number
+from controlplane.entities import (
+    FLOOD_GROUP,
+    WRITE_ORDER,
+    Entity,
+    Holdings,
+    MulticastGroup,
+    Update,
+    batches,
+    difference,
+    mac_number,
+)
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan, excesses, plan_switch
-from controlplane.reconcile import Update, batches, difference
 from controlplane.remove import without
 from testbed.jobs import job
 from tests.support.jobs import some_jobs

@@ -20,11 +20,10 @@ from checkmate.cli import shell
 from checkmate.job.schema import Switch, Tls
 from checkmate.keys.roles import Role, role_folder
 from controlplane import forwarding, guard, replication, stub
-from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate
+from controlplane.entities import Entity, Holdings, MulticastGroup, PortRate, Rate, Update
 from controlplane.errors import AnotherPrimary, SwitchUnreachable, WriteRefused, WrongPipeline
 from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
-from controlplane.reconcile import Update
 from testbed.jobs import switch as switch_data
 from testbed.ports import free_port
 from tests.support.keys import made, served_job

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkmate.job.schema import Job
-from checkmate.job.tofino.port_checks import resolve
+from checkmate.job.tofino.ports import resolve
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.bfrt import script

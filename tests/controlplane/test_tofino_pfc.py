@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from checkmate.job.schema import Job
 from checkmate.job.tofino.chips import CHIPS
-from checkmate.job.tofino.port_checks import resolve
+from checkmate.job.tofino.ports import resolve
 from controlplane import plan as planning
 from controlplane.network import Network
 from controlplane.tofino.headroom import BETWEEN_FRAMES, ETHERNET, RESPONSE_QUANTA, cells_of, headroom
-from controlplane.tofino.hosts import host_commands
 from controlplane.tofino.pfc import (
     LEAST_FRAMES,
     UNIT,
     NoRoom,
     PfcPlan,
     copies_by_port,
+    host_commands,
     peers_of,
     pfc_plan,
     priority_clashes,
@@ -190,10 +190,10 @@ def test_jobs_that_share_a_switch_have_one_priority() -> None:
     away = other.model_copy(
         update={"job": "three", "fabric": three.fabric.model_copy(update={"switches": (elsewhere,)})}
     )
-    assert priority_clashes([one, two, away]) == []
-    (clash,) = priority_clashes([one, other, away])
-    assert clash.job == "two"
-    assert "DSCP 0 would have priority 5 here and 3 in job 'demo', on switch 'tor0'" in clash.message
+    assert priority_clashes([one, two, away]) == {}
+    ((name, message),) = priority_clashes([one, other, away]).items()
+    assert name == "two"
+    assert "DSCP 0 would have priority 5 here and 3 in job 'demo', on switch 'tor0'" in message
 
 
 def test_hosts_map_plain_and_tagged_segments_to_one_priority() -> None:

@@ -10,15 +10,14 @@ from finsy import P4Schema
 
 import p4src
 from checkmate.job.schema import Job
-from checkmate.job.tofino.port_checks import resolve
-from controlplane.entities import Holdings
+from checkmate.job.tofino.ports import resolve
+from controlplane.entities import Holdings, difference
 from controlplane.errors import WrongPipeline
 from controlplane.network import Network
 from controlplane.p4runtime import codec as codecs
 from controlplane.p4runtime.codec import Codec, compiled
 from controlplane.p4runtime.session import SwitchSession
 from controlplane.plan import plan_switch
-from controlplane.reconcile import difference
 from controlplane.serve import Fleet
 from controlplane.status import read_status
 from controlplane.streams import lose
@@ -34,9 +33,9 @@ def test_an_entry_says_what_it_counted() -> None:
     message = codec.encode(lose((300, 2, 1, 3)))
     message.table_entry.counter_data.packet_count = 7
     message.table_entry.counter_data.byte_count = 7000
-    found = codec.decode_direct_counter(message)
-    assert (found.packets, found.bytes) == (7, 7000)
-    assert found.match == {"boundary": 300, "channel": 2, "shadow_id": 1, "replication_id": 3}
+    match, packets, nbytes = codec.decode_direct_counter(message)
+    assert (packets, nbytes) == (7, 7000)
+    assert match == {"boundary": 300, "channel": 2, "shadow_id": 1, "replication_id": 3}
     assert codec.read_direct_counters("lost").table_entry.HasField("counter_data")
 
 
@@ -59,7 +58,7 @@ def test_both_ways_of_asking_say_the_same() -> None:
                 asked = [by_entry.read_direct_counters("lost")]
                 found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
             assert len(found) == len(plan.streams)
-            assert {len(counted.match) for counted in found} == {4}
+            assert {len(match) for match, *_ in found} == {4}
 
         LOOP.run_until_complete(told())
 

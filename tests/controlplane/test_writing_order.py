@@ -11,11 +11,10 @@ import struct
 import pytest
 
 from checkmate.job.boundaries import Stream
-from controlplane.entities import Holdings, mac_number
+from controlplane.entities import Holdings, difference, mac_number
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
 from controlplane.plan import plan
-from controlplane.reconcile import difference
 from softswitch.p4runtime.pipeline import Pipeline, build
 from softswitch.p4runtime.writes import apply
 from testbed.jobs import job

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from checkmate.job.checks import FAULTS_MOST
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job
-from checkmate.job.yaml_lines import Located
-from checkmate.job.yaml_loader import FILE_BYTES, SCALAR_CHARACTERS
+from checkmate.job.yaml_lines import FILE_BYTES, SCALAR_CHARACTERS, Located
 from testbed.jobs import job_data
 from tests.support.fuzz import fuzz
 

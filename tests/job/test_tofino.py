@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from checkmate.job.files import JobError, read_job, read_jobs
 from checkmate.job.schema import Job, PanelPort
 from checkmate.job.tofino import chips
-from checkmate.job.tofino.port_checks import resolve
-from checkmate.job.tofino.ports import FEC, names, port_settings
+from checkmate.job.tofino.ports import FEC, names, port_settings, resolve
 from testbed.jobs import job_data, tofino_job_data
 
 few = settings(max_examples=40, deadline=None)

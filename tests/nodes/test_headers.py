@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkmate.nodes.headers import Asked, check_header, record_of
+from checkmate.nodes.reader import Asked, check_header, record_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import StateError
 from checkmate.wire.layout import Parameter, make_layout

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate.nodes.offers import Source, find_source
 from checkmate.nodes.standing import (
     Answers,
     Beginning,
@@ -20,6 +19,7 @@ from checkmate.nodes.standing import (
     newest_beginnings,
     newest_incarnation,
 )
+from checkmate.nodes.target import Source, find_source
 from checkmate.rpc import shadow_pb2 as pb
 from testbed.jobs import job
 from tests.support.shadow.standings import JOB, answers, held, hold, newest, node

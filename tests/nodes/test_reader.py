@@ -10,9 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkmate.nodes.headers import Asked
-from checkmate.nodes.reader import Reading, read_shard, read_shards
-from checkmate.nodes.reserve import NotReserved, reserved
+from checkmate.nodes.reader import Asked, NotReserved, Reading, read_shard, read_shards, reserved
 from checkmate.nodes.standing import Lacking
 from checkmate.nodes.stubs import Stubs
 from checkmate.state import StateError

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from checkmate.job.faults import Fault
 from checkmate.job.schema import Job
-from checkmate.planner.capacity.changes import serving, widened, with_nic
-from checkmate.planner.capacity.misfits import checks
+from checkmate.planner.capacity.misfits import checks, serving, widened, with_nic
 from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
 from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, stages_of

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from checkmate.planner.cost import flops, model
-from checkmate.planner.cost.flops import OutputProjection, Transformer
+from checkmate.planner.cost import model
+from checkmate.planner.cost.inputs import BYTES_PER_PARAMETER, CostInputs, ModelInputs
 from checkmate.planner.cost.model import Prices, TrainingRun, Waste
 
-LLAMA3_405B = Transformer(layers=126, hidden=16_384, ffn=53_248, vocabulary=128_256, heads=128, kv_groups=8)
-LLAMA3_405B_BATCH_TOKENS = 16 * 2**20
+LLAMA3_405B = ModelInputs(
+    layers=126,
+    hidden=16_384,
+    ffn=53_248,
+    vocabulary=128_256,
+    heads=128,
+    kv_heads=8,
+    ffn_matrices=2,
+    batch_tokens=16 * 2**20,
+    sequence=8192,
+    achieved="400TFLOPS",  # type: ignore[arg-type]  # parsed
+)
 LLAMA3_405B_PHASES = ((15.6e12, 8_192), (0.8e12, 131_072), (40e6, 131_072))
 """Tokens and sequence length of pre-training: initial, long-context, annealing."""
 
@@ -32,9 +42,13 @@ def rounds_to(value: float, published: float, unit: float) -> None:
     assert value == pytest.approx(published, abs=unit / 2)
 
 
-def pre_training_flops(output: OutputProjection) -> float:
-    phases = LLAMA3_405B_PHASES
-    return sum(flops.iteration_flops(LLAMA3_405B, tokens, length, output) for tokens, length in phases)
+def pre_training_flops(projected: int) -> float:
+    return sum(LLAMA3_405B.flops(tokens, length, projected) for tokens, length in LLAMA3_405B_PHASES)
+
+
+def iteration_s(projected: int) -> float:
+    operations = LLAMA3_405B.flops(LLAMA3_405B.batch_tokens, LLAMA3_405B.sequence, projected)
+    return operations / (LLAMA3_405B.achieved * 16_384)
 
 
 def conventional_dollars(waste: Waste) -> float:
@@ -42,31 +56,28 @@ def conventional_dollars(waste: Waste) -> float:
 
 
 def test_an_iteration_takes_4_58_s() -> None:
-    operations = flops.iteration_flops(LLAMA3_405B, LLAMA3_405B_BATCH_TOKENS, 8192)
-    rounds_to(flops.iteration_seconds(operations, 400e12, 16_384), 4.58, 0.01)
+    rounds_to(iteration_s(LLAMA3_405B.kv_width), 4.58, 0.01)
 
 
 def test_pre_training_takes_3_49e25_operations() -> None:
-    rounds_to(pre_training_flops(OutputProjection.HIDDEN) / 1e25, 3.49, 0.01)
+    rounds_to(pre_training_flops(LLAMA3_405B.hidden) / 1e25, 3.49, 0.01)
 
 
 def test_no_reading_of_the_output_projection_gives_both() -> None:
-    right = flops.iteration_flops(LLAMA3_405B, LLAMA3_405B_BATCH_TOKENS, 8192, OutputProjection.HIDDEN)
-    rounds_to(flops.iteration_seconds(right, 400e12, 16_384), 5.06, 0.01)
-    printed = pre_training_flops(OutputProjection.AS_PRINTED)
-    rounds_to(printed / 1e25, 3.18, 0.01)
+    rounds_to(iteration_s(LLAMA3_405B.hidden), 5.06, 0.01)
+    rounds_to(pre_training_flops(LLAMA3_405B.kv_width) / 1e25, 3.18, 0.01)
 
 
 def test_keys_are_as_wide_as_the_paper_says_for_this_model_alone() -> None:
-    assert LLAMA3_405B.kv_width == LLAMA3_405B.kv_groups * LLAMA3_405B.heads == 1024
-    llama3_8b = flops.Transformer(32, 4096, 14_336, 128_256, 32, 8)
-    assert llama3_8b.kv_width == 1024 != llama3_8b.kv_groups * llama3_8b.heads
+    assert LLAMA3_405B.kv_width == LLAMA3_405B.kv_heads * LLAMA3_405B.heads == 1024
+    llama3_8b = LLAMA3_405B.model_copy(update={"hidden": 4096, "heads": 32})
+    assert llama3_8b.kv_width == 1024 != llama3_8b.kv_heads * llama3_8b.heads
 
 
 def test_a_checkpoint_has_2_43_tb_and_takes_1_2_s() -> None:
-    size = flops.checkpoint_bytes(405e9)
-    rounds_to(size / 1e12, 2.43, 0.01)
-    rounds_to(flops.checkpoint_seconds(size, 2e12), 1.2, 0.1)
+    rounds_to(BYTES_PER_PARAMETER * 405e9 / 1e12, 2.43, 0.01)
+    estimated = CostInputs(parameters="405e9", storage="2TB/s")  # type: ignore[arg-type]  # parsed
+    rounds_to(estimated.stall_s, 1.2, 0.1)
 
 
 def test_ports() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.job.schema import Job
-from checkmate.planner.demand import Demand, NodeDemand, Setting
+from checkmate.planner.demand import Demand, NodeDemand
 from checkmate.planner.models.named import Model, load_model
 from checkmate.planner.models.optimizers import NamedOptimizer, OptimizerError
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
@@ -105,8 +105,7 @@ def test_shadow_nodes_take_the_memory_that_was_planned(stack: ExitStack) -> None
         here.stepped(iteration)
     whole = Model("trained", training.layout.parameters)
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
-    setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
-    for planned in Demand(here.job, (whole,), setting).nodes:
+    for planned in Demand(here.job, (whole,), optimizer, LINE, RECEIVE_BUFFER).nodes:
         real = here.nodes[planned.node].node
         taken = sum(bytes_of_hold(hold) for hold in real.holds())
         assert taken == pytest.approx(planned.memory.process, rel=0.01)
@@ -165,6 +164,6 @@ def test_a_shadow_nodes_process_takes_what_was_planned() -> None:
     training, empty, peaks = followed(made)
     taken = [peak - empty for peak in peaks]
     optimizer = NamedOptimizer(type(training.optimizer).__name__ + options(training.optimizer))
-    setting = Setting(optimizer, LINE, RECEIVE_BUFFER)
-    (planned,) = Demand(made, (Model("trained", training.layout.parameters),), setting).nodes
+    model = Model("trained", training.layout.parameters)
+    (planned,) = Demand(made, (model,), optimizer, LINE, RECEIVE_BUFFER).nodes
     assert statistics.median(taken) == pytest.approx(planned.memory.process, rel=0.15)

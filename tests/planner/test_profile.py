@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from checkmate.planner.models.named import Model, layers_of, load_model
 from checkmate.planner.profile import machine, receive
 from checkmate.planner.profile import step as profile_step
-from checkmate.planner.profile.figure import Curve, write_figure
+from checkmate.planner.profile.figure import write_figure
 from checkmate.planner.profile.step import TooLittleMemory, needed, samples_of
 from checkmate.planner.scaling import (
     StepTimes,
@@ -104,8 +104,8 @@ def test_a_step_is_measured_whole_and_by_layer(memory: int) -> None:
 def test_the_figure_names_axes_models_and_nodes(tmp_path: Path, name: str) -> None:
     model = load_model(TINY)
     lines = [
-        Curve(model, times({1: 4.0, 2: 2.2})),
-        Curve(Model("other", model.parameters), StepTimes("o", "AdamW", "float32", 1, {1: 4.1}, True)),
+        (model, times({1: 4.0, 2: 2.2})),
+        (Model("other", model.parameters), StepTimes("o", "AdamW", "float32", 1, {1: 4.1}, True)),
     ]
     file = tmp_path / name
     write_figure(file, lines, 2, 3, 1.5)

@@ -24,8 +24,7 @@ from checkmate.wire.schedule import FIRST, LAST, Bucket, channel_slice, chunk_sl
 from testbed.ports import free_port
 from tests.support.rings import loopback, on_all_ranks, play
 from tests.support.streams import spans
-from topologies.traffic.rank import BucketSpec, RingJob, run_rank
-from topologies.traffic.tensors import Contents
+from topologies.traffic.rank import BucketSpec, Contents, RingJob, run_rank
 
 Result = TypeVar("Result")
 
@@ -298,7 +297,7 @@ def worker(folder: Path, job: dict[str, object], rank: int = 0) -> subprocess.Co
     command = [
         sys.executable,
         "-m",
-        "topologies.traffic.rank_main",
+        "topologies.traffic.rank",
         "--config",
         str(config),
         "--rank",

@@ -16,7 +16,7 @@ from typing import Any
 
 from checkmate.cli.entry import main
 from checkmate.shadow.calls import transfer as reading
-from checkmate.shadow.receive.buckets import BucketSets
+from checkmate.shadow.receive.inlet import BucketSets
 from checkmate.shadow.replica.blocks import Batch
 from checkmate.shadow.replica.replica import Replica
 

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import checkmate
 from checkmate.ring.connections import DEFAULT_PORT
 from checkmate.training.attached import attached
-from checkmate.training.record.clip import ClipListener
-from checkmate.training.start.standing import ModelStanding
+from checkmate.training.record.wrapped import ClipListener
+from checkmate.training.start.membership import ModelStanding
 
 
 class NoScaler:

@@ -6,19 +6,20 @@ import threading
 
 import pytest
 
-from checkmate.shadow.locks import ORDER, LockOrderError, OrderedLock
+from checkmate.shadow.locks import ORDER
+from tests.support.shadow.checked_locks import CheckedLock, LockOrderError
 
 
 @pytest.mark.parametrize("second", ORDER[: ORDER.index("hold") + 1])
 def test_a_lock_is_not_taken_under_one_that_stands_after_it(second: str) -> None:
-    with OrderedLock("hold"), pytest.raises(LockOrderError, match=f"{second!r} acquired while holding hold"):
-        OrderedLock(second).acquire()
-    with OrderedLock(second):
+    with CheckedLock("hold"), pytest.raises(LockOrderError, match=f"{second!r} acquired while holding hold"):
+        CheckedLock(second).acquire()
+    with CheckedLock(second):
         pass  # no lock is held
 
 
 def test_locks_may_be_taken_in_order_and_let_go_in_any() -> None:
-    locks = [OrderedLock(name) for name in ORDER]
+    locks = [CheckedLock(name) for name in ORDER]
     for lock in locks:
         lock.acquire()
     for lock in (locks[2], *locks[:2], *locks[3:]):
@@ -29,7 +30,7 @@ def test_locks_may_be_taken_in_order_and_let_go_in_any() -> None:
 
 def test_what_another_thread_holds_does_not_count() -> None:
     there, go_on = threading.Event(), threading.Event()
-    held, other = OrderedLock("reader"), OrderedLock("node")
+    held, other = CheckedLock("reader"), CheckedLock("node")
 
     def hold() -> None:
         with held:
@@ -46,7 +47,7 @@ def test_what_another_thread_holds_does_not_count() -> None:
 
 
 def test_a_condition_waits_with_a_lock_of_the_order() -> None:
-    changed = threading.Condition(OrderedLock("node"))  # type: ignore[arg-type]
+    changed = threading.Condition(CheckedLock("node"))  # type: ignore[arg-type]
     with changed:
         assert not changed.wait(0.01)
         changed.notify_all()

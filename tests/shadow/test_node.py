@@ -84,21 +84,21 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     taken = time.monotonic() - start
     assert all(0 < here.status(node).pull_seconds < taken for node in here.nodes)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(picture(watch.see()))
+    console.print(picture(*watch.see()))
     said = console.export_text()
     assert "shadow node 1, job demo" in said
     assert said.count("live") == 2
     assert "127.0.4.2" in said
     assert " B/s" in said or " kB/s" in said
     assert "memory" in said and "pull" in said and "step" in said
-    seen = watch.see()
-    seen.status.behind.add(node=2, iterations=5)
-    seen.status.trouble.append("parameter [/]:smile: differs")
-    console.print(picture(seen))
+    status, rates = watch.see()
+    status.behind.add(node=2, iterations=5)
+    status.trouble.append("parameter [/]:smile: differs")
+    console.print(picture(status, rates))
     assert "parameter [/]:smile: differs" in console.export_text(clear=False)
     assert "shadow node 2 is 5 iterations behind the last commit" in console.export_text()
     fence(here, training)
-    console.print(picture(watch.see()))
+    console.print(picture(*watch.see()))
     assert "fenced" in console.export_text()
 
 

@@ -22,9 +22,10 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.hold_state import StreamState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.memory import resident
-from checkmate.shadow.receive.buckets import SETS, BucketSets
-from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.connector import Reader
+from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.plans import (
+    SETS,
     StreamPlan,
     StreamTooLong,
     ahead_at_most,
@@ -33,7 +34,6 @@ from checkmate.shadow.receive.plans import (
     start_of,
     whole_through,
 )
-from checkmate.shadow.receive.reader import Reader
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import Bucket, StreamLayout, stream_layout
 from testbed.copies import local_job

@@ -232,7 +232,7 @@ def run_sink(folder: Path, streams: list[dict[str, object]]) -> tuple[subprocess
     command = [
         sys.executable,
         "-m",
-        "topologies.traffic.sink_main",
+        "topologies.traffic.sink",
         "--job",
         str(job),
         "--config",

@@ -31,7 +31,7 @@ from checkmate.state import (
     to_pieces,
     to_seeds,
 )
-from checkmate.training.record.rng import capture, install
+from checkmate.training.record.capture import capture_generators, install_generators
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -207,13 +207,13 @@ def test_random_states_come_back() -> None:
     """States of used generators, from the message and from its earlier result."""
     random.gauss(0, 1)  # keeps a second value
     np.random.normal()
-    kept = capture()
+    kept = capture_generators()
     expected = torch.rand(3), [random.gauss(0, 1), random.random()], np.random.normal(size=3)
     data = dump_generators(kept | {"cuda": torch.arange(16, dtype=torch.uint8)})
     for _ in range(2):
         found = load_generators(data)
         assert found["cuda"].tolist() == list(range(16))
-        install(found | {"cuda": None})
+        install_generators(found | {"cuda": None})
         assert torch.equal(torch.rand(3), expected[0])
         assert [random.gauss(0, 1), random.random()] == expected[1]
         assert (np.random.normal(size=3) == expected[2]).all(None)

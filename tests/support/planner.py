@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from checkmate.job.schema import Job
-from checkmate.planner.demand import Demand, Setting
+from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import StepTimes
@@ -41,7 +41,7 @@ def model(*sizes: int, dtype: str = "float32") -> Model:
 
 
 def demand(made: Job, *models: Model) -> Demand:
-    return Demand(made, models * (len(made.dp_groups) // len(models)), Setting(ADAMW, LINE, RECEIVE_BUFFER))
+    return Demand(made, models * (len(made.dp_groups) // len(models)), ADAMW, LINE, RECEIVE_BUFFER)
 
 
 def times(seconds: dict[int, float], elements: int = 1000) -> StepTimes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkmate.tagger import Tagger, TaggerError, TaggerUnavailable, build, cgroups, libbpf
+from checkmate.tagger import Tagger, TaggerError, TaggerUnavailable, libbpf
 from tests.support.labs.end_hosts import needs_root, veth_pair
 from tests.support.waiting import wait_until
 
@@ -50,15 +49,6 @@ def test_a_killed_process_leaves_nothing() -> None:
     wait_until(lambda: number not in live_programs(), "the program goes")
 
 
-def test_it_attaches_to_a_given_cgroup() -> None:
-    own = cgroups.open_own_cgroup()
-    try:
-        with Tagger.attach(own) as attached:
-            assert attached.program_id in live_programs()
-    finally:
-        os.close(own)
-
-
 def test_it_attaches_where_no_cgroup2_is_to_be_seen() -> None:
     with veth_pair() as pair:
         enter = ["ip", "netns", "exec", pair.a]  # it hides /sys/fs/cgroup
@@ -73,18 +63,13 @@ def test_it_attaches_where_no_cgroup2_is_to_be_seen() -> None:
 def test_missing_clang_is_said_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TaggerUnavailable, match=r"clang.*not on PATH; apt-get install clang"):
-        build.object_file(tmp_path)
+        libbpf.object_file(tmp_path)
 
 
 def test_missing_libbpf_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libbpf, "_LIBRARY", "libbpf-missing.so.1")
     with pytest.raises(TaggerUnavailable, match=r"libbpf-missing\.so\.1 is not installed; apt-get"):
         Tagger.attach()
-
-
-def test_a_folder_that_is_no_cgroup_is_said_plainly(tmp_path: Path) -> None:
-    with pytest.raises(TaggerUnavailable, match="can't run here"):
-        Tagger.attach(tmp_path)
 
 
 NEEDED = ("bpf", "perfmon", "net_admin")

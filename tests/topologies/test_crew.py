@@ -16,8 +16,7 @@ import pytest
 from tests.support.labs.live import alive, needs_root
 from tests.support.waiting import wait_until
 from topologies import torchrun
-from topologies.controller import serving, status
-from topologies.crew import Crew
+from topologies.crew import Crew, serving, status
 from topologies.describe.topology import BadDescription, LabError, load
 from topologies.kernel.processes import descendants
 from topologies.lab import Lab

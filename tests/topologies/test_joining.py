@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.labs.live import needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
-from topologies.controller import serving, status
-from topologies.crew import Crew, Member
+from topologies.crew import Crew, Member, serving, status
 from topologies.describe.job_files import Target
 from topologies.describe.topology import build
 from topologies.kernel import processes

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 from topologies import lab as labs
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, load
-from topologies.kernel import links, loss, offloads
+from topologies.kernel import links, loss
 from topologies.kernel.namespaces import entered
 from topologies.lab import Lab
 
@@ -97,10 +97,8 @@ def test_hosts_are_set_up_for_their_target(name: str) -> None:
     target = any_target()
     with Lab(load("single_tor"), target, name=name, mtu=9000) as lab:
         host = lab.namespace("shadow0")
-        assert set(offloads.states(host, "data1").values()) == (
-            {False} if target == "bmv2" else {True, False}
-        )
-        assert offloads.states(host, "data1")["tso"] == (target == "softswitch")
+        assert set(links.offloads(host, "data1").values()) == ({False} if target == "bmv2" else {True, False})
+        assert links.offloads(host, "data1")["tso"] == (target == "softswitch")
         with entered(host):
             assert Path("/proc/sys/net/ipv4/conf/data1/arp_ignore").read_text() == "1\n"
             assert Path("/proc/sys/net/ipv4/conf/data1/arp_announce").read_text() == "2\n"

@@ -14,8 +14,7 @@ import pytest
 from tests.support.capabilities import check_keeps
 from tests.support.labs.live import needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
-from topologies.controller import serving
-from topologies.crew import Crew
+from topologies.crew import Crew, serving
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, build, load
 from topologies.kernel import namespaces

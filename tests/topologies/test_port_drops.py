@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.labs.live import needs_root
 from tests.support.waiting import wait_until
-from topologies.controller import CHECKMATE
+from topologies.crew import CHECKMATE
 from topologies.describe.topology import LabError, load
 from topologies.kernel import links, namespaces
 from topologies.lab import Lab

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkmate.tagger import build as tagger_build
+from checkmate.tagger.libbpf import object_file
 from tests.support.labs.live import alive, needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from tests.support.labs.remains import LAB_COMMAND, ROOT
 from topologies import state
-from topologies.controller import serving
-from topologies.crew import Crew
+from topologies.crew import Crew, serving
 from topologies.describe.job_files import Target
 from topologies.describe.topology import LabError, build, load
 from topologies.kernel import cgroups, loss, namespaces
@@ -150,7 +149,7 @@ def _occupy(lab: Lab, host: str, port: int) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: signal.Signals) -> None:
-    tagger_build.object_file()
+    object_file()
     process = _start_run(name, small)
     _wait_for_traffic(name, process)
     held = namespaces.processes(namespaces.of_lab(name))

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from topologies.describe import topology
 from topologies.training import demo
 from topologies.training.orders import PHASES, Kill, Orders, read
-from topologies.training.record import JobRecord, Loss, RankEvent, interval, read_events, read_losses
-from topologies.training.states import differences, digest
-from topologies.training.verdict import cost, promises
+from topologies.training.record import JobRecord, RankEvent, interval, read_events, read_losses
+from topologies.training.verdict import cost, differences, digest, promises
 
 RANKS = 2
 
@@ -37,7 +36,7 @@ def run(iterations: int, seconds: float, begin: float = 0.0, waits: float = 0.0,
             now += seconds + (waits if i % block == 0 else 0.0)
             events[rank].append(event("iteration", now, iteration=i, began=began, processor=seconds / 4))
         events[rank].append(event("ended", now, digest="d"))
-    losses = [Loss(i, 1 / (i + 1)) for i in range(iterations)]
+    losses = [(i, 1 / (i + 1)) for i in range(iterations)]
     return JobRecord(events, dict.fromkeys(range(RANKS), losses))
 
 
@@ -63,7 +62,7 @@ def test_orders_arrive_as_they_were_given(orders: Orders) -> None:
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False)))
 def test_losses_keep_every_bit_and_half_a_line_is_left_out(losses: list[float]) -> None:
     lines = [json.dumps({"iteration": i, "loss": loss}) + "\n" for i, loss in enumerate(losses)]
-    assert read_losses([*lines, '{"iteration": 7, "lo']) == [Loss(i, loss) for i, loss in enumerate(losses)]
+    assert read_losses([*lines, '{"iteration": 7, "lo']) == [(i, loss) for i, loss in enumerate(losses)]
 
 
 def test_events_are_read() -> None:
@@ -74,11 +73,11 @@ def test_events_are_read() -> None:
 
 
 def test_repeated_iterations_are_counted_and_compared() -> None:
-    first = [Loss(0, 1.0), Loss(1, 0.5), Loss(2, 0.25)]
-    found = JobRecord({0: [], 1: []}, {0: [*first, Loss(2, 0.25)], 1: [*first[:2], Loss(2, 0.25)]})
+    first = [(0, 1.0), (1, 0.5), (2, 0.25)]
+    found = JobRecord({0: [], 1: []}, {0: [*first, (2, 0.25)], 1: [*first[:2], (2, 0.25)]})
     assert found.repeated == {2: 2}
     assert found.changed_when_repeated == []
-    changed = JobRecord({0: []}, {0: [*first, Loss(2, 0.125)]})
+    changed = JobRecord({0: []}, {0: [*first, (2, 0.125)]})
     assert changed.changed_when_repeated == [(0, 2)]
     assert changed.losses == {0: {0: 1.0, 1: 0.5, 2: 0.125}}
 
@@ -152,7 +151,7 @@ def test_promises_that_are_broken_are_told() -> None:
     other = run(10, 1.0)
     broken = JobRecord(
         {**other.events, 1: [event("ended", 1.0, digest="e")]},
-        {**other.completed, 1: [Loss(i, 1 / (i + 1) + (i == 7) * 1e-16) for i in range(10)] + [Loss(9, 0.1)]},
+        {**other.completed, 1: [(i, 1 / (i + 1) + (i == 7) * 1e-16) for i in range(10)] + [(9, 0.1)]},
     )
     states = {"one": {"w": torch.zeros(2)}, "other": {"w": torch.tensor([0.0, 1e-30])}}
     found = promises(other, broken, 10, 0, states)

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.labs.live import needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
-from topologies.controller import LabController, serving
-from topologies.crew import Crew
+from topologies.crew import Crew, LabController, serving
 from topologies.describe.topology import build
 from topologies.lab import Lab
 from topologies.traffic.orders import Load

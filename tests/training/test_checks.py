@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from checkmate.training.checks import check_ddp, check_script
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.watch import ParameterWatch
+from checkmate.training.record.step_checks import ParameterWatch
 from checkmate.training.record.windows import Slices
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw

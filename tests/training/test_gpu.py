@@ -10,10 +10,9 @@ import torch
 
 from tests.support.labs.made import on_one_switch
 from topologies.describe.topology import build
-from topologies.training.job import JobPlan
+from topologies.training.job import JobPlan, start_all, training_lab
 from topologies.training.orders import Kill
 from topologies.training.record import JobRecord
-from topologies.training.side_by_side import start, training_lab
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
@@ -28,7 +27,7 @@ def trained(folder: Path, kills: tuple[Kill, ...]) -> tuple[JobRecord, dict[str,
     """Train two ranks; return the record and the final parameters."""
     plan = JobPlan(("--iterations", str(ITERATIONS), "--device", "cuda"), kills=kills, restarts=len(kills))
     with training_lab(build("gpu", on_one_switch(2, (1, 1))), "softswitch", "testgpu", plan, folder) as job:
-        start([job])
+        start_all([job])
         job.finish(200, lambda: None)
         return job.record(), torch.load(folder / "final.pt", map_location="cpu")["model"]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Final
 
-from topologies.kernel import offloads
-from topologies.kernel.namespaces import netlink
+from pyroute2.ethtool.ioctl import IoctlEthtool
+
+from topologies.describe.topology import CABLES, CONTROLLER, DATA_NET, MGMT_NET, Host, SwitchNode, Topology
+from topologies.kernel import loss
+from topologies.kernel.namespaces import entered, name_of, netlink
 
 MGMT_BRIDGE: Final = "mgmt"
 MGMT_INTERFACE: Final = "mgmt0"
@@ -88,7 +93,7 @@ def add_cable(
         with netlink(namespace) as ip:
             ip.link("set", index=ip.link_lookup(ifname=interface)[0], state="up")
         if not offload:
-            offloads.switch_off(namespace, interface)
+            switch_offloads_off(namespace, interface)
 
 
 def set_address(namespace: str, interface: str, address: IPv4Address, subnet: IPv4Network) -> None:
@@ -104,3 +109,76 @@ def counters(namespace: str) -> dict[str, dict[str, int]]:
         return {
             link.get_attr("IFLA_IFNAME"): dict(link.get_attr("IFLA_STATS64") or {}) for link in ip.get_links()
         }
+
+
+_OFFLOADS: Final = {
+    "gro": "generic-receive-offload",
+    "gso": "generic-segmentation-offload",
+    "tso": "tcp-segmentation-offload",
+    "rx checksums": "rx-checksumming",
+    "tx checksums": "tx-checksumming",  # last: the others depend on it
+}
+
+
+def switch_offloads_off(namespace: str, interface: str) -> None:
+    """Switch all offloads of an interface off."""
+    with entered(namespace), closing(IoctlEthtool(interface)) as ethtool:
+        for name in _OFFLOADS.values():
+            ethtool.set_offload_flag(name, 0)
+
+
+def offloads(namespace: str, interface: str) -> dict[str, bool]:
+    """Return for each offload of an interface whether it is on."""
+    with entered(namespace), closing(IoctlEthtool(interface)) as ethtool:
+        flags = ethtool.get_offload_flags()
+    return {offload: bool(flags[name]) for offload, name in _OFFLOADS.items()}
+
+
+def connect_management(lab: str, topology: Topology) -> None:
+    """Connect each switch and host to the bridge beside the controller."""
+    controller = name_of(lab, CONTROLLER)
+    add_bridge(controller, MGMT_NET[1], MGMT_NET)
+    members: list[SwitchNode | Host] = [*topology.switches, *topology.hosts]
+    for node in members:
+        join_bridge(controller, node.name, name_of(lab, node.name), node.mgmt, MGMT_NET)
+
+
+def connect_training(
+    lab: str, topology: Topology, mtu: int, *, cut: bool = False, offload: bool = True
+) -> None:
+    """Connect each NIC to its switch, and the switches to each other; without `offload`, offloads are off.
+
+    With `cut`, each rank's cable has two pieces, both of which end in the namespace of the cables.
+    """
+    connect = partial(add_cable, mtu=mtu, offload=offload)
+    for host in topology.hosts:
+        own = name_of(lab, host.name)
+        for nic in host.interfaces:
+            there, port = name_of(lab, nic.switch), f"port{nic.port}"
+            if cut and host.role == "rank":
+                inside, near, far = name_of(lab, CABLES), *cut_ends(host)
+                connect(inside, far, there, port)
+                there, port = inside, near
+            connect(there, port, own, nic.name, far_mac=nic.mac)
+            set_address(own, nic.name, nic.ip, DATA_NET)
+    for link in topology.links:
+        (a, a_port), (b, b_port) = link.a, link.b
+        connect(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}")
+
+
+def cut_ends(rank: Host) -> tuple[str, str]:
+    """Return the interface names where a rank's cable is cut: towards the host, towards the switch."""
+    return f"host{rank.number}", f"switch{rank.number}"
+
+
+def lose(lab: str, topology: Topology, share: float) -> str | None:
+    """Drop frames in both directions on each rank's cable; return the mechanism.
+
+    Links to shadow nodes are lossless, as with PFC.
+    """
+    by = None
+    for host in topology.ranks:
+        for nic in host.interfaces:
+            loss.add(name_of(lab, host.name), nic.name, share)
+            by = loss.add(name_of(lab, nic.switch), f"port{nic.port}", share)
+    return by

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from topologies import picture
-from topologies.controller import serving
-from topologies.crew import Crew
+from topologies.crew import Crew, serving
 from topologies.lab import Lab
 from topologies.progress import StepProgress
 from topologies.signals import unwinding

@@ -65,7 +65,7 @@ def gathered(job: Job, load: Load) -> int:
 
 
 def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
-    """Return a DP group's ring, as the configuration of `topologies.traffic.rank_main`."""
+    """Return a DP group's ring, as the configuration of `topologies.traffic.rank`."""
     return {
         "ips": [str(rank.ip) for rank in job.dp_groups[group].ranks],
         "buckets": [
@@ -103,7 +103,7 @@ def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail
 
 
 def sinks(job: Job, topology: Topology, load: Load, joining: Tail | None = None) -> dict[str, dict[str, Any]]:
-    """Return the configuration of `topologies.traffic.sink_main` for each shadow node, by host.
+    """Return the configuration of `topologies.traffic.sink` for each shadow node, by host.
 
     A sink has no expectations: it reads from the beginning, or from the tail `joining`, until it is stopped.
     """

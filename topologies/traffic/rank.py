@@ -1,11 +1,17 @@
-"""One rank of a lab: it gathers tensors repeatedly, checks them, and reports the bytes that it tagged."""
+"""One rank of a lab: it gathers tensors repeatedly, checks them, and reports the bytes that it tagged.
+
+All ranks get the same configuration.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -14,12 +20,51 @@ from pydantic import Field, model_validator
 from checkmate.ring.collectives import AllGather
 from checkmate.ring.connections import DEFAULT_PORT, Ring, RingError, RingPlace, connect_ring
 from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allreduce_steps
-from checkmate.tagger import Tagger
+from checkmate.tagger import Tagger, TaggerError
 from checkmate.wire import tag as wire
 from checkmate.wire.schedule import Bucket, chunk_sent, chunk_slice, side_of
-from topologies.traffic.config import StrictModel, Whole
-from topologies.traffic.digests import Digests, TaggedStream, Tail
-from topologies.traffic.tensors import Contents
+from topologies.describe.topology import BadDescription
+from topologies.traffic.digests import Digests, StrictModel, TaggedStream, Tail, Whole, read_config
+
+_PERIOD = 4_194_301  # a prime, so that misplaced bytes are not right by chance
+
+
+class Contents:
+    """Every byte of every bucket in each iteration, as a function of the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        noise = torch.randint(
+            0, 256, (_PERIOD,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+        # Two periods, so that a run of _PERIOD bytes can start anywhere in the first.
+        self._noise = torch.cat([noise, noise])
+        self._scratch = torch.empty(_PERIOD, dtype=torch.uint8)
+
+    def fill(self, tensor: torch.Tensor, start: int, stop: int, *, bucket: int, iteration: int) -> None:
+        """Write bytes [start, stop) of a flat tensor."""
+        target = tensor.view(torch.uint8)
+        for first in range(start, stop, _PERIOD):
+            last = min(first + _PERIOD, stop)
+            self._expected(first, last, bucket, iteration, target[first:last])
+
+    def equal(self, tensor: torch.Tensor, *, bucket: int, iteration: int) -> bool:
+        """Return whether a whole flat tensor has the contents of `iteration`."""
+        actual = tensor.view(torch.uint8)
+        for first in range(0, len(actual), _PERIOD):
+            last = min(first + _PERIOD, len(actual))
+            expected = self._scratch[: last - first]
+            self._expected(first, last, bucket, iteration, expected)
+            if not torch.equal(actual[first:last], expected):
+                return False
+        return True
+
+    def _expected(self, first: int, last: int, bucket: int, iteration: int, out: torch.Tensor) -> None:
+        word = f"{self._seed} {bucket} {iteration}".encode()
+        digest = hashlib.blake2b(word, digest_size=5).digest()
+        begin = (int.from_bytes(digest[:4], "big") + first) % _PERIOD
+        torch.bitwise_xor(self._noise[begin : begin + last - first], digest[4], out=out)
+
 
 DType = Literal["float32", "float64", "float16", "bfloat16", "int32", "int8"]
 Operation = Literal["allgather", "allreduce"]
@@ -189,3 +234,40 @@ def _place(job: RingJob, rank: int) -> RingPlace:
         dscp_bit=job.dscp_bit,
         fingerprint=hashlib.blake2b(common.encode(), digest_size=16).digest(),
     )
+
+
+def main() -> int:
+    """Return 0 if everything was gathered and checked, 1 if not, 2 for an invalid configuration."""
+    parser = argparse.ArgumentParser(
+        prog="python -m topologies.traffic.rank",
+        description=__doc__,
+        epilog="example: python -m topologies.traffic.rank --config ring.json --rank 0 --result r0.json",
+    )
+    parser.add_argument("--config", required=True, type=Path, help="the job, as JSON (see RingJob)")
+    parser.add_argument("--rank", required=True, type=int, help="this rank, from 0")
+    parser.add_argument(
+        "--result", type=Path, help="where to write the result as JSON; default: standard output"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a lab's ranks share one machine
+    try:
+        found = run_rank(read_config(arguments.config, RingJob), arguments.rank)
+        result = found.model_dump_json(indent=1) + "\n"
+        if arguments.result:
+            arguments.result.write_text(result)
+        else:
+            sys.stdout.write(result)
+    except BadDescription as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (RingError, TaggerError, OSError) as error:
+        print(error if isinstance(error, RingError) else f"rank {arguments.rank}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

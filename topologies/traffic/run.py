@@ -17,9 +17,8 @@ from typing import Any, Final
 from rich.console import Console
 
 from checkmate.job.files import read_job
-from topologies.controller import await_streams
-from topologies.controller import status as read_status
-from topologies.crew import Crew, Member
+from topologies.crew import Crew, Member, await_streams
+from topologies.crew import status as read_status
 from topologies.describe.topology import LabError
 from topologies.progress import StepProgress
 from topologies.traffic import orders
@@ -118,7 +117,7 @@ class Traffic:
         for index, group in enumerate(self.job.dp_groups):
             ring = orders.ring(self.job, index, self.load)
             self.ranks += [
-                self.start_host(f"rank{rank.rank}", "rank_main", ring, "--rank", str(place))
+                self.start_host(f"rank{rank.rank}", "rank", ring, "--rank", str(place))
                 for place, rank in enumerate(group.ranks)
             ]
 
@@ -159,7 +158,7 @@ class Traffic:
         return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
 
     def _start_sink(self, host: str, config: dict[str, Any]) -> Member:
-        return self.start_host(host, "sink_main", config, "--job", str(self.lab.job_file))
+        return self.start_host(host, "sink", config, "--job", str(self.lab.job_file))
 
     def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
         """Start a rank or a sink with its configuration and a file for its result."""

@@ -1,24 +1,42 @@
-"""A sink: it reads all streams of a shadow node until it is stopped, and digests them.
+"""The sink of a lab's shadow node: it reads all streams until it is stopped, and digests them.
+
+It prints "ready" once all streams are connected, then "received N" as bytes arrive. Ctrl-C ends it with a
+result.
 
 The digests are of the bytes that were received, in order. They are independent of the sender's side.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from checkmate.shadow.receive.connect import RECEIVE_BUFFER, connect_stream, node_time
+from checkmate.job.files import JobError, read_job
+from checkmate.keys.access import access
+from checkmate.keys.errors import KeysError
+from checkmate.keys.roles import Role, Secret
+from checkmate.privileges import keep_only, to_read
+from checkmate.shadow.receive.connect import (
+    RECEIVE_BUFFER,
+    StreamError,
+    connect_stream,
+    node_time,
+    tcp_memory_shortfall,
+)
 from checkmate.wire.tag import CHANNELS_MAX, Hello
-from topologies.traffic.config import StrictModel, Whole
-from topologies.traffic.digests import StreamDigest, StreamResult
+from topologies.describe.topology import BadDescription
+from topologies.traffic.digests import StreamDigest, StreamResult, StrictModel, Whole, read_config
 
 READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.2
@@ -170,3 +188,62 @@ class Sink:
     def _idle(self) -> bool:
         newest = max(stream.last for stream in self.streams)
         return newest > 0 and time.monotonic() - newest > self._job.idle_timeout
+
+
+def main() -> int:
+    """Return 0 if every stream is complete, 1 if not, 2 for invalid input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m topologies.traffic.sink",
+        description=__doc__,
+        epilog="example: python -m topologies.traffic.sink --job J.yaml --config S.json --result R.json",
+    )
+    parser.add_argument("--job", required=True, type=Path, help="the training job, whose keys are used")
+    parser.add_argument("--config", required=True, type=Path, help="the streams, as JSON (see SinkJob)")
+    parser.add_argument("--result", required=True, type=Path, help="where to write the result as JSON")
+    arguments = parser.parse_args()
+    try:
+        job = read_config(arguments.config, SinkJob)
+        if shortfall := tcp_memory_shortfall(len(job.streams), job.receive_buffer):
+            print(f"warning: {shortfall}", file=sys.stderr)
+        sink = Sink(job, access(read_job(arguments.job), Role.SHADOW).secret(Secret.HELLO))
+    except (BadDescription, JobError, KeysError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        return _run(sink, arguments.result)
+    except (StreamError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        sink.close()
+
+
+def _run(sink: Sink, result_file: Path) -> int:
+    start = time.monotonic()
+    sink.connect()
+    keep_only(*to_read([]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sink.stop())
+    print(f"ready: {len(sink.streams)} streams connected in {time.monotonic() - start:.1f} s", flush=True)
+    shown = 0
+
+    def tick(total: int) -> None:
+        nonlocal shown
+        if total != shown:
+            shown = total
+            print(f"received {total}", flush=True)
+
+    result = sink.run(tick)
+    result_file.write_text(result.model_dump_json(indent=1) + "\n")
+    for stream in result.streams:
+        if stream.error:
+            name = f"boundary {stream.boundary}, channel {stream.channel}, shadow id {stream.shadow_id}"
+            print(f"{name}: {stream.error}", file=sys.stderr)
+    return 0 if result.complete else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -25,8 +25,8 @@ from topologies.describe.job_files import TARGETS, Target, target_of
 from topologies.describe.topology import LabError, Topology
 from topologies.progress import StepProgress
 from topologies.signals import unwinding
-from topologies.training import report, side_by_side
-from topologies.training.job import JobPlan, TrainingJob
+from topologies.training import report
+from topologies.training.job import JobPlan, TrainingJob, start_all, take_turns, training_lab
 from topologies.training.orders import PHASES, Kill, Phase
 from topologies.training.record import JobRecord
 from topologies.training.verdict import Cost, Promise, cost, promises
@@ -86,14 +86,12 @@ def perform(story: Story, console: Console) -> Ending:
         }
         reference, protected = (
             labs.enter_context(
-                side_by_side.training_lab(
-                    story.topology, story.target, f"demo_{name}", plan, story.out / name, steps
-                )
+                training_lab(story.topology, story.target, f"demo_{name}", plan, story.out / name, steps)
             )
             for name, plan in plans.items()
         )
         steps(f"torchrun starts {len(story.topology.ranks)} ranks in each")
-        side_by_side.start((reference, protected))
+        start_all((reference, protected))
         _train(story, reference, protected, steps)
         steps("checkmate consolidate, from the shadow nodes")
         states: dict[str, object] = {
@@ -113,7 +111,7 @@ def _train(story: Story, reference: TrainingJob, protected: TrainingJob, steps: 
         loss = protected.record().curve[done - 1]
         steps.advanced(done, story.iterations, f"iteration {done} of {story.iterations}, loss {loss:.3f}")
 
-    side_by_side.turns((reference, protected), story.iterations, _BLOCK, tick)
+    take_turns((reference, protected), story.iterations, _BLOCK, tick)
     for training in (reference, protected):
         training.finish(_END_SECONDS)
 

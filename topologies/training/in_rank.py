@@ -11,17 +11,139 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self, TypeVar
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import checkmate
-from topologies.training import substitutes
-from topologies.training.kill_points import arm, die
+from checkmate import Restored
+from checkmate.ring import connect_ring
+from checkmate.ring.connections import PlainSocket, RingPlace
+from checkmate.tagger import TaggedSocket
+from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.start.membership import join, lay_out, trained
 from topologies.training.orders import PHASES, Kill, Orders, read
-from topologies.training.states import digest
+from topologies.training.verdict import digest
+
+Batch = TypeVar("Batch")
+
+
+def nothing_to_restore(*_: Any, **__: Any) -> Restored:
+    """Replace `checkmate.restore`: training begins with iteration 0."""
+    return Restored(0, None)
+
+
+class Unprotected:
+    """Replacement of `checkmate.protect`: DDP's own AllReduce averages gradients."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches."""
+        return iter(batches)
+
+    def mark(self) -> None:
+        """Do nothing: the ends of iterations are not needed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Untagged(Unprotected):
+    """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
+
+    def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        session = join(ddp)
+        layout = lay_out(ddp, session.shards)
+        place = RingPlace(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
+        self._ring = connect_ring(place)
+        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
+        self._hook.register()
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.close()
+        self._ring.close()
+
+
+def arm(
+    kill: Kill,
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer,
+    iteration: Callable[[], int],
+    last_words: Callable[[], None],
+) -> None:
+    """Have this process kill itself at the point in `kill`.
+
+    Args:
+        kill: The point.
+        ddp: The wrapped model.
+        optimizer: Its optimizer.
+        iteration: Returns the current iteration.
+        last_words: Called just before.
+    """
+
+    def die_if_due(*_: Any) -> None:
+        if iteration() == kill.iteration:
+            die(last_words)
+
+    if kill.phase == "forward":
+        modules = list(ddp.module.modules())
+        modules[len(modules) // 2].register_forward_hook(die_if_due)
+    elif kill.phase == "before the step":
+        optimizer.register_step_pre_hook(die_if_due)
+    elif kill.phase == "after the step":
+        optimizer.register_step_post_hook(die_if_due)
+    else:
+        rounds = ddp.process_group.size() - 1
+        first = 2 * rounds * kill.bucket + (rounds if kill.phase == "all-gather" else 0)
+        _watch_ring(range(first, first + rounds), iteration, kill.iteration, last_words)
+
+
+def _watch_ring(
+    chunks: range, iteration: Callable[[], int], when: int, last_words: Callable[[], None]
+) -> None:
+    """Kill this process in the middle of a write of these chunks, as counted on one ring connection."""
+    watched: list[object] = []
+    begun = -1
+
+    def begin(sock: Any, length: int, shadow_id: int | None, original: Callable[..., None]) -> None:
+        nonlocal begun
+        if iteration() == when and watched[:1] in ([], [sock]):
+            watched[:] = [sock]
+            begun += 1
+        original(sock, length, shadow_id)
+
+    def write(sock: Any, piece: memoryview | bytes, original: Callable[..., None]) -> None:
+        if watched[:1] == [sock] and begun in chunks[1:]:
+            original(sock, piece[: len(piece) // 2])
+            die(last_words)
+        original(sock, piece)
+
+    for kind in (PlainSocket, TaggedSocket):
+        _wrap(kind, begin, write)
+
+
+def _wrap(kind: Any, begin: Callable[..., None], write: Callable[..., None]) -> None:
+    begin_before, write_before = kind.begin_chunk, kind.write
+    kind.begin_chunk = lambda self, length, shadow_id=None: begin(self, length, shadow_id, begin_before)
+    kind.write = lambda self, piece: write(self, piece, write_before)
+
+
+def die(last_words: Callable[[], None]) -> None:
+    """Call `last_words`, and kill this process with SIGKILL."""
+    last_words()
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 _POLL_SECONDS: Final = 0.005
 
@@ -53,8 +175,8 @@ class Driven:
         restore: Callable[..., Any] = checkmate.restore
         protect: Callable[..., Any] = checkmate.protect
         if self._orders.reduce != "checkmate":
-            restore = substitutes.nothing_to_restore
-            protect = substitutes.Untagged if self._orders.reduce == "untagged" else substitutes.Unprotected
+            restore = nothing_to_restore
+            protect = Untagged if self._orders.reduce == "untagged" else Unprotected
 
         def restoring(*arguments: Any, **options: Any) -> Any:
             self.note("group_ready")

@@ -12,6 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+Loss = tuple[int, float]
+"""An iteration, and the loss in it."""
+
 
 @dataclass(frozen=True)
 class RankEvent:
@@ -22,14 +25,6 @@ class RankEvent:
     pid: int
     at: float
     more: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A rank's own loss in a completed iteration."""
-
-    iteration: int
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class JobRecord:
     @cached_property
     def losses(self) -> dict[int, dict[int, float]]:
         """The loss by rank and iteration; the last one if an iteration was repeated."""
-        return {rank: {one.iteration: one.loss for one in each} for rank, each in self.completed.items()}
+        return {rank: dict(each) for rank, each in self.completed.items()}
 
     @property
     def curve(self) -> dict[int, float]:
@@ -89,7 +84,7 @@ class JobRecord:
         """Iterations that a rank has completed more than once, with the highest count."""
         counts: Counter[int] = Counter()
         for each in self.completed.values():
-            counts |= Counter(one.iteration for one in each)  # the greater counts
+            counts |= Counter(iteration for iteration, _ in each)  # the greater counts
         return {iteration: count for iteration, count in sorted(counts.items()) if count > 1}
 
     @property
@@ -98,9 +93,9 @@ class JobRecord:
         found = []
         for rank, each in self.completed.items():
             first: dict[int, float] = {}
-            for one in each:
-                if first.setdefault(one.iteration, one.loss) != one.loss:
-                    found.append((rank, one.iteration))
+            for iteration, loss in each:
+                if first.setdefault(iteration, loss) != loss:
+                    found.append((rank, iteration))
         return found
 
     @property
@@ -194,7 +189,7 @@ def read_events(lines: Iterable[str]) -> list[RankEvent]:
 def read_losses(lines: Iterable[str]) -> list[Loss]:
     """Return the losses in a file's lines, without incomplete ones."""
     said = (json.loads(line) for line in lines if line.endswith("\n"))
-    return [Loss(int(one["iteration"]), float(one["loss"])) for one in said]
+    return [(int(one["iteration"]), float(one["loss"])) for one in said]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from checkmate.job.schema import Job, Nic
 from checkmate.planner.capacity import report
 from checkmate.planner.capacity.misfits import checks
 from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
-from checkmate.planner.demand import Demand, Setting
+from checkmate.planner.demand import Demand
 from checkmate.planner.models.named import Model, load_model, stages_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import read_profile
@@ -62,7 +62,7 @@ def show(
             limits = _with_profile(limits, profile, cores, stages, chosen.name)
         elif cores:
             raise UsageFault("--cores scales the step time of a profile: add --profile")
-        demand = Demand(job, tuple(stages), Setting(chosen, link, receive_buffer << 20))
+        demand = Demand(job, tuple(stages), chosen, link, receive_buffer << 20)
         plan = Capacity(demand, limits, tuple(_switches(job)))
         checked = checks(plan, lambda channels: _switches(job.model_copy(update={"channels": channels})))
         data = report.data(plan, checked)

@@ -141,11 +141,11 @@ def _draw(file: Path, inputs: CostInputs) -> None:
 
 
 def _print(report: Report) -> None:
-    from checkmate.planner.cost import tables  # noqa: PLC0415
+    from checkmate.planner.cost.report import inputs_table, schemes_table, sentences  # noqa: PLC0415
 
-    expected, *rest = tables.sentences(report)
-    out.print(tables.values(report))
+    expected, *rest = sentences(report)
+    out.print(inputs_table(report))
     out.print(expected, markup=False, soft_wrap=True)
-    out.print(tables.schemes(report))
+    out.print(schemes_table(report))
     for text in rest:
         out.print(text, markup=False, soft_wrap=True)

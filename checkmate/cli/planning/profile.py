@@ -163,18 +163,17 @@ def _measure(
             for rate in receive.measure(nics, seconds):
                 received[nics] = rate
             progress.advance(task)
-        steps = []
-        for model in models:
-            steps.append(
-                step.measure(
-                    model,
-                    optimizer,
-                    threads,
-                    seconds,
-                    room or machine.memory_available(),
-                    lambda text, part: progress.update(task, description=text, advance=part),
-                )
+        steps = [
+            step.measure(
+                model,
+                optimizer,
+                threads,
+                seconds,
+                room or machine.memory_available(),
+                lambda text, part: progress.update(task, description=text, advance=part),
             )
+            for model in models
+        ]
     return Profile(machine.cores(), received, tuple(steps)), receive.may_force()
 
 
@@ -257,8 +256,8 @@ def _threads(said: str | None, cores: int) -> list[int]:
 
 def _draw(file: Path, sized: Sequence[_Sized], cores: int, nodes: int, iteration_s: float | None) -> None:
     def write() -> None:
-        from checkmate.planner.profile.figure import Curve, write_figure  # noqa: PLC0415 - matplotlib takes a second
+        from checkmate.planner.profile.figure import write_figure  # noqa: PLC0415 - matplotlib takes a second
 
-        write_figure(file, [Curve(one.model, one.times) for one in sized], cores, nodes, iteration_s)
+        write_figure(file, [(one.model, one.times) for one in sized], cores, nodes, iteration_s)
 
     draw(file, write)

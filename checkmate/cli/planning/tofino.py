@@ -15,8 +15,15 @@ from checkmate.job.schema import Job
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 from controlplane.tofino.bfrt import script
-from controlplane.tofino.hosts import HostCommands, host_commands
-from controlplane.tofino.pfc import NoRoom, PfcPlan, peers_of, pfc_plan, priority_clashes
+from controlplane.tofino.pfc import (
+    HostCommands,
+    NoRoom,
+    PfcPlan,
+    host_commands,
+    peers_of,
+    pfc_plan,
+    priority_clashes,
+)
 
 PfcFlag = Annotated[
     bool, typer.Option("--pfc", help="Print the settings for lossless delivery on Tofinos and their hosts.")
@@ -83,7 +90,7 @@ def _names(network: Network, only: str | None) -> list[str]:
 def _planned(
     found: JobSet, network: Network, plans: Mapping[str, SwitchPlan], names: Sequence[str]
 ) -> dict[str, PfcPlan]:
-    clashing = {clash.job: clash.message for clash in priority_clashes(network.jobs)}
+    clashing = priority_clashes(network.jobs)
     faults = [
         Located(*locate(file, ("tag", "priority")), "tag.priority", clashing[job.job])
         for file, job in found.sound

@@ -1,13 +1,20 @@
-"""A Tofino's ports: names, device ports and settings. Pure, from a switch's description."""
+"""A Tofino's ports: their settings, translation of front-panel names to device ports, and rules.
+
+Like `checks`, the rules work on the valid parts of a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from checkmate.job.schema import PanelPort, Switch
+from pydantic import TypeAdapter, ValidationError
+
+from checkmate.job.faults import Fault, Part, Path, parts
+from checkmate.job.schema import CPU_PORT, Attachment, Nic, PanelPort, Rank, Switch
 from checkmate.job.tofino import chips
 
 FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -95,3 +102,188 @@ def _own(switch: Switch, name: str) -> dict[str, object]:
     derived = {"fec": FEC[port.speed][0]} if port.speed is not None else {}
     said = {key: value for key, value in port if value is not None}
     return {key: value for key, value in (derived | said).items() if value != usual[key]}
+
+
+OF_TOFINO = ("p4runtime", "front_panel", "ports", "speed", "fec", "cable", "mtu", "pfc")
+"""Keys of a switch that only apply to Tofinos."""
+
+
+def resolve(raw: Any) -> list[Fault]:
+    """Replace front-panel names by device ports, in place. Return faults for unknown names."""
+    switches = {switch.fields.get("name"): switch for switch in parts(raw, Switch, "fabric", "switches")}
+    faults = []
+    for part, place in _attachments(raw):
+        path, port = part.path, place.get("port")
+        switch = switches.get(part.fields.get("switch"))
+        if not isinstance(port, str) or switch is None or switch.fields.get("target") not in chips.TARGETS:
+            continue
+        panel = switch.get("front_panel", "ports")
+        if panel is None:
+            message = "cannot be checked while front_panel or ports of its switch is faulty"
+            faults.append(Fault((*path, "port"), message))
+            continue
+        known = names(*panel)
+        if port in known:
+            place["port"] = known[port]
+        else:
+            faults.append(Fault((*path, "port"), _unknown(port, str(switch.fields["name"]), known)))
+    return faults
+
+
+def _attachments(raw: Any) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Yield every mapping with `switch` and `port`, as its valid part and as data."""
+    found = [
+        *parts(raw, Rank, "dp_groups", "ranks"),
+        *parts(raw, Nic, "shadow_nodes", "nics"),
+        *parts(raw, Attachment, "fabric", "links"),
+    ]
+    for part in found:
+        if isinstance(at := _at(raw, part.path), dict):
+            yield part, at
+
+
+def _at(raw: Any, path: Path) -> Any:
+    for step in path:
+        raw = raw[step]
+    return raw
+
+
+def _unknown(port: str, switch: str, known: Mapping[str, int]) -> str:
+    if known:
+        listed = f"its ports are {next(iter(known))} to {list(known)[-1]}"
+        return f"switch {switch!r} has no port {port!r}; {listed}; or use a device port's number"
+    boards = ", ".join(chips.FRONT_PANELS)
+    return (
+        f"the device port of {port!r} on switch {switch!r} is unknown; specify its board in front_panel "
+        f'({boards}), or the port in its ports, such as {{"{port}": 128}}'
+    )
+
+
+def tofino_faults(raw: Any) -> Iterator[Fault]:
+    """Yield faults that concern Tofinos: of switches, and of the ports that jobs use."""
+    attached = [part for part, _ in _attachments(raw)]
+    for switch in parts(raw, Switch, "fabric", "switches"):
+        target, given = switch.fields.get("target"), _at(raw, switch.path)
+        if target not in chips.TARGETS:
+            if target is not None and isinstance(given, dict):
+                yield from _not_tofino(switch, given, target)
+            continue
+        yield from _cpu_port(switch, str(target))
+        yield from _board(switch, str(target))
+        yield from _port_settings(switch, str(target))
+        name = switch.fields.get("name")
+        yield from _used_ports(switch, str(target), [p for p in attached if p.fields.get("switch") == name])
+
+
+def _is_default(key: str, value: object) -> bool:
+    """Return whether a value is the default, as in a job file that a program has written."""
+    field = Switch.model_fields[key]
+    annotation: Any = field.annotation
+    kind: TypeAdapter[Any] = TypeAdapter(annotation)
+    try:
+        return bool(kind.validate_python(value) == field.get_default())
+    except ValidationError:
+        return False
+
+
+def _not_tofino(switch: Part, given: Mapping[str, Any], target: str) -> Iterator[Fault]:
+    for key in OF_TOFINO:
+        if key in given and not _is_default(key, given[key]):
+            yield Fault((*switch.path, key), f"is only for Tofinos, but the target is {target}; remove it")
+    if switch.fields.get("cpu_port") not in (None, CPU_PORT):
+        yield Fault(
+            (*switch.path, "cpu_port"), f"must be {CPU_PORT}, for which {target}'s program is compiled"
+        )
+
+
+def _cpu_port(switch: Part, target: str) -> Iterator[Fault]:
+    port, chip = switch.fields.get("cpu_port"), chips.CHIPS[target]
+    if port is not None and port not in chip.cpu_ports:
+        ports = ", ".join(map(str, chip.cpu_ports))
+        yield Fault((*switch.path, "cpu_port"), f"must be a CPU port of {target} ({ports}), not {port}")
+
+
+def _board(switch: Part, target: str) -> Iterator[Fault]:
+    if switch.fields.get("front_panel") is not None and target != "tofino":
+        yield Fault(
+            (*switch.path, "front_panel"),
+            f"is a board with a tofino, not a {target}; list the names in ports",
+        )
+    first: dict[int, str] = {}
+    chip = chips.CHIPS[target]
+    for name, port in (switch.fields.get("ports") or {}).items():
+        number = port.device_port
+        if number is None:
+            if name not in names(switch.fields.get("front_panel"), switch.fields["ports"]):
+                yield Fault(
+                    (*switch.path, "ports", name), "has no device_port, nor does front_panel define it"
+                )
+            continue
+        path = (*switch.path, "ports", name)
+        if chips.use(chip, number) != "front panel":
+            yield Fault(path, _no_front_port(number, target))
+        if number in first:
+            yield Fault(path, f"device port {number} is already named {first[number]}; each has one name")
+        first.setdefault(number, name)
+
+
+def _no_front_port(number: int, target: str) -> str:
+    chip = chips.CHIPS[target]
+    kind = chips.use(chip, number)
+    what = "does not exist" if kind == "nothing" else f"is {'the' if kind == 'CPU' else 'a'} {kind} port"
+    return (
+        f"device port {number} of {target} {what}; the front panel has {chip.first_front} to "
+        f"{chip.last_front} in pipe 0, and 128 more in each next of {chips.PIPES} pipes"
+    )
+
+
+def _port_settings(switch: Part, target: str) -> Iterator[Fault]:
+    """Yield faults of speed and FEC, of the switch and of ports with their own settings."""
+    default, chip = switch.fields.get("speed"), chips.CHIPS[target]
+    fields: list[tuple[Path, PanelPort]] = (
+        [((), PanelPort(speed=default, fec=switch.fields.get("fec")))] if default else []
+    )
+    fields += [(("ports", name), port) for name, port in (switch.fields.get("ports") or {}).items()]
+    for path, port in fields:
+        speed = port.speed or default
+        if speed is None:
+            continue
+        if speed not in chip.speeds:
+            there = ", ".join(chip.speeds)
+            yield Fault((*switch.path, *path, "speed"), f"{target} has no {speed} ports; speeds: {there}")
+        if port.fec is not None and port.fec not in FEC[speed]:
+            there = " or ".join(FEC[speed])
+            yield Fault((*switch.path, *path, "fec"), f"a {speed} port's FEC is {there}, not {port.fec}")
+
+
+def _used_ports(switch: Part, target: str, used: list[Part]) -> Iterator[Fault]:
+    """Yield faults of a job's device ports: not on the front panel, or on the lanes of another."""
+    chip, ports = chips.CHIPS[target], switch.get("front_panel", "ports", "speed")
+    if ports is None:
+        return
+    board, own, default = ports
+    known = {number: name for name, number in names(board, own).items()}
+    lanes: dict[int, dict[int, Part]] = defaultdict(dict)
+    for part in used:
+        number = part.fields.get("port")
+        if number is None:
+            continue
+        path = (*part.path, "port")
+        if chips.use(chip, number) != "front panel":
+            yield Fault(path, _no_front_port(number, target))
+            continue
+        if board is not None and number not in known:
+            yield Fault(path, f"device port {number} is not on the front panel of a {board}")
+            continue
+        name = known.get(number, str(number))
+        speed = (own[name].speed if name in own else None) or default
+        width, lane = chip.speeds.get(speed, 0), number % chip.lanes
+        if width and lane % width:
+            yield Fault(path, f"a {speed} port takes {width} lanes and cannot begin at {name}, lane {lane}")
+            continue
+        taken = lanes[number - lane]
+        for one in range(lane, lane + max(width, 1)):
+            other = taken.setdefault(one, part)
+            if other is not part and other.fields["port"] != number:
+                yield Fault(path, f"{name} at {speed} shares a lane with device port {other.fields['port']}")
+                break

@@ -9,19 +9,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from checkmate.planner import units
 from checkmate.planner.cost.failures import ShadowNodes
-from checkmate.planner.cost.flops import (
-    OutputProjection,
-    Transformer,
-    checkpoint_bytes,
-    checkpoint_seconds,
-    iteration_flops,
-    iteration_seconds,
-)
 from checkmate.planner.cost.model import Prices, TrainingRun
 from checkmate.planner.units import HOUR_S, UnitError
 
 GPUS_PER_NODE: Final = 128
 """Also per DP group: the paper has 128 of both for 16,384 GPUs."""
+BYTES_PER_PARAMETER: Final = 2 + 4
+"""As in the paper: bf16, and 4 bytes of optimizer state. (Adam has 8, and mixed precision 4 more.)"""
 
 DEFAULTS: Final[Mapping[str, str]] = {
     "gpus": "16384",
@@ -101,7 +95,19 @@ class _Model(BaseModel):
 
 
 class ModelInputs(_Model):
-    """A transformer and its batch, from which the time of an iteration is estimated."""
+    """A LLaMA-style transformer and its batch, from which the time of an iteration is estimated.
+
+    Two formulas of the paper's Appendix A for grouped-query attention are wrong as printed:
+
+    - The width of keys and values is printed as g·a (groups times heads). It is g·(h/a): g heads of the width
+      of each query head. For LLaMA3-405B both are 1,024, because it has 128 heads of width 128.
+    - The output projection is printed with the same input width. Its input is all heads, of width h.
+
+    No single version gives both results of the paper. 4.58 s per iteration follows from the output projection
+    as printed (the correct one gives 5.06 s), but 3.49e25 operations of pre-training from the correct one (as
+    printed: 3.18e25). The paper's FFN has two matrices, but LLaMA3's has three (SwiGLU); with three and the
+    correct projection, an iteration takes 6.75 s.
+    """
 
     layers: _Count
     hidden: _Count
@@ -116,16 +122,31 @@ class ModelInputs(_Model):
     """Operations per second that each GPU reaches in practice."""
 
     @property
-    def shape(self) -> Transformer:
-        """Its dimensions."""
-        return Transformer(
-            self.layers, self.hidden, self.ffn, self.vocabulary, self.heads, self.kv_heads, self.ffn_matrices
+    def kv_width(self) -> int:
+        """Width of keys and of values: a head's width for each group."""
+        return self.kv_heads * self.hidden // self.heads
+
+    def flops(self, tokens: float, sequence: int, projected: int) -> float:
+        """Return the operations of an iteration: three forward passes, without recomputation.
+
+        Args:
+            tokens: all tokens, the paper's b·s.
+            sequence: tokens of a sequence.
+            projected: input width of attention's output projection.
+        """
+        h = self.hidden
+        layer = (
+            2 * (h * h + 2 * h * self.kv_width)  # queries, keys, values
+            + 4 * sequence * h  # attention
+            + 2 * h * projected  # attention's output
+            + 2 * self.ffn_matrices * h * self.ffn
+            + 2 * h  # rotary positions
         )
+        return 3 * tokens * (self.layers * layer + 4 * h * self.vocabulary)
 
     def iteration_s(self, gpus: int) -> float:
         """Return the time of an iteration, with the correct output projection of attention."""
-        flops = iteration_flops(self.shape, self.batch_tokens, self.sequence, OutputProjection.HIDDEN)
-        return iteration_seconds(flops, self.achieved, gpus)
+        return self.flops(self.batch_tokens, self.sequence, self.hidden) / (self.achieved * gpus)
 
 
 class CostInputs(_Model):
@@ -165,7 +186,7 @@ class CostInputs(_Model):
         """Stall, specified or estimated as the time to write a checkpoint."""
         if self.parameters is None or self.storage is None:
             return self.stall
-        return checkpoint_seconds(checkpoint_bytes(self.parameters), self.storage)
+        return BYTES_PER_PARAMETER * self.parameters / self.storage
 
     @property
     def assumed(self) -> tuple[str, ...]:

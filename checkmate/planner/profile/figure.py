@@ -7,7 +7,6 @@ marker, and are labelled at their ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -36,21 +35,8 @@ _APART: Final = 0.055
 """Minimum distance between labels, as a share of the axis."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A model and its measured step."""
-
-    model: Model
-    times: StepTimes
-
-    @property
-    def label(self) -> str:
-        """Name of the model, and whether it was measured by layer."""
-        return f"{self.model.name} (by layer)" if self.times.by_layer else self.model.name
-
-
 def write_figure(
-    file: Path, lines: Sequence[Curve], cores: int, nodes: int, iteration_s: float | None
+    file: Path, lines: Sequence[tuple[Model, StepTimes]], cores: int, nodes: int, iteration_s: float | None
 ) -> None:
     """Plot the step time on up to `nodes` nodes of `cores` cores each. Raise `OSError` if writing fails."""
     with mpl.rc_context(STYLE):
@@ -62,11 +48,11 @@ def write_figure(
         save(figure, file)
 
 
-def _draw(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int) -> None:
-    for (style, marker, colour), line in zip(_styles(len(lines)), lines, strict=True):
-        points = curve(line.times, line.model, cores, nodes)
-        axes.plot([p.cores for p in points], [p.seconds for p in points], ls=style, color=colour, lw=1.6)
-        measured = [(n, took) for n, took in line.times.seconds.items() if n <= cores]
+def _draw(axes: Axes, lines: Sequence[tuple[Model, StepTimes]], cores: int, nodes: int) -> None:
+    for (style, marker, colour), (model, times) in zip(_styles(len(lines)), lines, strict=True):
+        points = curve(times, model, cores, nodes)
+        axes.plot(*zip(*points, strict=True), ls=style, color=colour, lw=1.6)
+        measured = [(n, took) for n, took in times.seconds.items() if n <= cores]
         axes.plot(
             *zip(*measured, strict=True), ls="", marker=marker, ms=6, color=colour, mfc="white", zorder=3
         )
@@ -77,14 +63,20 @@ def _draw(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int) -> None:
     axes.legend(handles=handles, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.1), borderaxespad=0)
 
 
-def _labels(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int, iteration_s: float | None) -> None:
+def _labels(
+    axes: Axes, lines: Sequence[tuple[Model, StepTimes]], cores: int, nodes: int, iteration_s: float | None
+) -> None:
     """Label the axes, the right end of each line, and the iteration time."""
     most = cores * nodes
     axes.set_yscale("log")
     axes.set_xlim(0, most)
     ends = [
-        (curve(line.times, line.model, cores, nodes)[-1].seconds, line.label, colour)
-        for (_, _, colour), line in zip(_styles(len(lines)), lines, strict=True)
+        (
+            curve(times, model, cores, nodes)[-1][1],
+            f"{model.name} (by layer)" if times.by_layer else model.name,
+            colour,
+        )
+        for (_, _, colour), (model, times) in zip(_styles(len(lines)), lines, strict=True)
     ]
     if iteration_s is not None:
         axes.axhline(iteration_s, color="0.4", lw=1)
@@ -102,8 +94,8 @@ def _labels(axes: Axes, lines: Sequence[Curve], cores: int, nodes: int, iteratio
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    optimizers = ", ".join(dict.fromkeys(line.times.optimizer for line in lines))
-    types = ", ".join(dict.fromkeys(line.times.dtype for line in lines))
+    optimizers = ", ".join(dict.fromkeys(times.optimizer for _, times in lines))
+    types = ", ".join(dict.fromkeys(times.dtype for _, times in lines))
     axes.set_title(f"{optimizers}, {types}", loc="left", fontsize=9)
 
 

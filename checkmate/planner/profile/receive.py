@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.planner.profile import sender
-from checkmate.shadow.receive.buckets import BucketSets
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
-from checkmate.shadow.receive.inlet import Inlet
+from checkmate.shadow.receive.connector import Reader
+from checkmate.shadow.receive.inlet import BucketSets, Inlet
 from checkmate.shadow.receive.plans import StreamPlan
-from checkmate.shadow.receive.reader import Reader
 from checkmate.wire.layout import Parameter, make_layout
 from checkmate.wire.schedule import LAST, stream_layout
 from checkmate.wire.tcp import SO_RCVBUFFORCE

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkmate.planner.cost.model import STREAMS_PER_DP_GROUP
-from checkmate.planner.demand import KeepsState, socket_bytes
+from checkmate.planner.demand import socket_bytes
 from checkmate.planner.models.named import Model
+from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import NODES_MAX, StepTimes, largest_share, predicted
-from checkmate.shadow.receive.buckets import SETS
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
+from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import ITEMSIZES
 
 
@@ -45,7 +46,7 @@ class Machine:
 
 def sizing(
     model: Model,
-    optimizer: KeepsState,
+    optimizer: NamedOptimizer,
     times: StepTimes,
     machine: Machine,
     nodes: int,
@@ -70,7 +71,7 @@ def sizing(
 
 def sizings(
     model: Model,
-    optimizer: KeepsState,
+    optimizer: NamedOptimizer,
     times: StepTimes,
     machine: Machine,
     iteration_s: float | None,
@@ -89,7 +90,7 @@ def sizings(
     return found, enough
 
 
-def memory_of(model: Model, optimizer: KeepsState) -> int:
+def memory_of(model: Model, optimizer: NamedOptimizer) -> int:
     """Return a model's memory: parameters and state, twice (readers may keep a copy), and gradients.
 
     Without socket buffers, which do not depend on the model.

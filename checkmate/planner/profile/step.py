@@ -16,7 +16,6 @@ from typing import Final
 
 import torch
 
-from checkmate.planner.demand import KeepsState
 from checkmate.planner.models.named import Model, layers_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import StepTimes, dtype_of
@@ -75,7 +74,7 @@ def measure(
     return StepTimes(model.name, optimizer.name, dtype_of(model), model.elements, found, by_layer)
 
 
-def samples_of(model: Model, optimizer: KeepsState, memory: int) -> list[Sample]:
+def samples_of(model: Model, optimizer: NamedOptimizer, memory: int) -> list[Sample]:
     """Return the whole model if it fits in `memory` bytes, otherwise layers of each kind."""
     if needed(model.parameters, optimizer) <= memory:
         return [Sample(model.parameters, 1.0)]
@@ -85,12 +84,12 @@ def samples_of(model: Model, optimizer: KeepsState, memory: int) -> list[Sample]
     return [_sample(layers, optimizer, memory) for layers in kinds.values()]
 
 
-def needed(parameters: Sequence[Parameter], optimizer: KeepsState) -> int:
+def needed(parameters: Sequence[Parameter], optimizer: NamedOptimizer) -> int:
     """Return the bytes that a measured step uses: parameters, one iteration's gradients and state."""
     return sum(2 * p.nbytes + p.elements * optimizer.state_bytes(p.dtype) for p in parameters)
 
 
-def _sample(layers: Sequence[Sequence[Parameter]], optimizer: KeepsState, memory: int) -> Sample:
+def _sample(layers: Sequence[Sequence[Parameter]], optimizer: NamedOptimizer, memory: int) -> Sample:
     one = needed(layers[0], optimizer)
     together = min(len(layers), max(1, min(SAMPLE_BYTES, memory) // max(one, 1)))
     chosen = [parameter for layer in layers[:together] for parameter in layer]

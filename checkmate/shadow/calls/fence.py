@@ -12,7 +12,7 @@ from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
-from checkmate.shadow.calls.status import locked_status, node_status
+from checkmate.shadow.calls.begin import locked_status, node_status
 from checkmate.shadow.calls.transfer import record
 from checkmate.shadow.logic.bounds import (
     FENCE_SECONDS_MAX,

@@ -1,7 +1,7 @@
 """Limits of requests and of messages between nodes, checked before anything is allocated or repeated. Pure.
 
-Each check raises `CallRefused`, which names the field, its value and its limits. `begin_bounds` has those of
-`Begin`, and `record_bounds` those of step records and seeds.
+Each check raises `CallRefused`, which names the field, its value and its limits. `record_bounds` has those of
+`Begin`, of step records and of seeds.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.doubt import Doubt
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.receive.buckets import SETS
-from checkmate.shadow.receive.plans import FARTHEST, HoldPlan, StreamPlan, ahead_at_most, whole_through
+from checkmate.shadow.receive.plans import FARTHEST, SETS, HoldPlan, StreamPlan, ahead_at_most, whole_through
 from checkmate.wire.schedule import StreamLayout
 
 AHEAD = 3

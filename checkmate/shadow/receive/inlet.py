@@ -14,11 +14,45 @@ import sys
 import termios
 import time
 from collections import deque
+from collections.abc import Mapping
 
-from checkmate.shadow.locks import OrderedLock
-from checkmate.shadow.receive.buckets import SETS, BucketSets
-from checkmate.shadow.receive.plans import StreamPlan, start_of, whole_through
+import torch
+
+from checkmate import state
+from checkmate.shadow import locks
+from checkmate.shadow.receive.plans import SETS, StreamPlan, start_of, whole_through
+from checkmate.wire.layout import Layout
 from checkmate.wire.schedule import StreamLayout
+
+
+class BucketSets:
+    """Two sets of a shard's buckets, as flat tensors.
+
+    `released` is the newest iteration whose gradients are no longer needed. `released + SETS` is the newest
+    iteration that may be written.
+    """
+
+    def __init__(self, layout: Layout, shard: int, released: int) -> None:
+        ours = {i: bucket for i, bucket in enumerate(layout.buckets) if bucket.shard == shard}
+        self.tensors: list[dict[int, torch.Tensor]] = [
+            {i: torch.zeros(b.elements, dtype=getattr(torch, b.dtype)) for i, b in ours.items()}
+            for _ in range(SETS)
+        ]
+        self._bytes = [{i: state.bytes_of(t) for i, t in tensors.items()} for tensors in self.tensors]
+        self.released = released
+
+    def gradients(self, iteration: int) -> Mapping[int, torch.Tensor]:
+        """Return an iteration's gradients, as flat tensors by index of bucket."""
+        return self.tensors[iteration % SETS]
+
+    def free_for(self, iteration: int) -> bool:
+        """Return whether an iteration's bytes may be written."""
+        return iteration <= self.released + SETS
+
+    def room(self, iteration: int, bucket: int, start: int, stop: int) -> memoryview:
+        """Return writable bytes [start, stop) of a bucket."""
+        return self._bytes[iteration % SETS][bucket][start:stop]
+
 
 _CLOSED = "the switch's side closed the connection"
 _TURN_BYTES = 8 << 20  # read from one stream before the NIC's other streams have their turn
@@ -58,7 +92,7 @@ class Inlet:
         self._began: float | None = None  # when the first byte of `iteration` came
         self.pulls: deque[tuple[int, float, float]] = deque(maxlen=SETS + 1)
         """The last iterations, each with the arrival times of its first and last byte."""
-        self._lock = OrderedLock("inlet")
+        self._lock = locks.ordered_lock("inlet")
         self.closed = False
         """Whether we have closed it, so that nothing more is written into the buckets."""
 

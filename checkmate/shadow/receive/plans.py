@@ -13,6 +13,8 @@ from checkmate.job.schema import Job
 from checkmate.wire.schedule import StreamLayout
 from checkmate.wire.tag import MODULUS, Hello
 
+SETS = 2
+"""Sets of a shard's buckets: one fills while the other is stepped."""
 FARTHEST = MODULUS // 2
 """Positions at least this many bytes apart are ambiguous in 32 bits: missing bytes are lost."""
 

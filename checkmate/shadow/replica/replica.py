@@ -16,11 +16,10 @@ import torch
 
 from checkmate.optim.options import parse_options
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.locks import OrderedLock
-from checkmate.shadow.replica.blocks import Batch, Gradients, block_elements, cut, uncut
+from checkmate.shadow import locks
+from checkmate.shadow.replica.blocks import Batch, Gradients, block_elements, check_scalings, cut, uncut
 from checkmate.shadow.replica.compare import Comparison
 from checkmate.shadow.replica.held import Held, State
-from checkmate.shadow.replica.scalings import check_scalings
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout
 
@@ -76,7 +75,7 @@ class Replica:
         }
         self._groups = len(spec.groups)
         self._batches = cut(spec, self._held, block)
-        self._lock = OrderedLock("replica")
+        self._lock = locks.ordered_lock("replica")
         self._moving: set[int] = set()
         self._kept: dict[int, _Kept] = {}
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.ring import AllReduce, Ring, RingError
 from checkmate.training.gradients.staging import Gradients, Staging, staging_for
-from checkmate.training.start.formats import check_format
+from checkmate.training.start.install import check_format
 from checkmate.wire.layout import Layout
 
 _log = logging.getLogger("checkmate")

@@ -10,8 +10,7 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.start import exchange
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Layout
 
 

@@ -18,13 +18,11 @@ from checkmate.optim.supported import beginnings, options_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.record import clip
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, Noted, Scaled, Watched
-from checkmate.training.record.drift import DriftWatch
+from checkmate.training.record.capture import Capture, DriftWatch, Noted, Scaled, Watched
 from checkmate.training.record.step_checks import StepChecks, check_even
 from checkmate.training.record.windows import Slices
-from checkmate.training.record.wrapped import ScalerWatch, SchedulerWatch
+from checkmate.training.record.wrapped import ClipListener, ScalerWatch, SchedulerWatch
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -92,7 +90,7 @@ class Recorder:
             watched.ddp.register_forward_pre_hook(self._before_forward),
         ):
             undo.callback(handle.remove)
-        undo.callback(clip.ClipListener(self._parameters, self.check_gradients, self._clipped).close)
+        undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
 
     def reduced(self, iteration: int) -> None:
         """Open an iteration at the end of its backward: gradients are those that shadow nodes receive."""

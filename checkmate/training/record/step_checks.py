@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.state import bytes_of, in_memory_order
 from checkmate.training.errors import RefusedError
-from checkmate.training.record.watch import GradientWatch, ParameterWatch
 from checkmate.training.record.windows import Copy, Slices, Window
+from checkmate.wire.layout import dim_order
 
 
 class StepChecks:
@@ -79,3 +80,155 @@ def check_even(ddp: DistributedDataParallel) -> None:
             "every iteration: give all ranks the same number of batches, as DistributedSampler does, and "
             "remove it"
         )
+
+
+SAMPLE_BYTES: Final = 16 * 1024
+SAMPLED: Final = 8
+"""The number of gradients sampled per iteration, in rotation, and of windows of parameters."""
+
+_WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class GradientWatch:
+    """Samples gradients in `note`, and again in `changed`; on a CUDA device, results are an iteration late.
+
+    It detects a change of all gradients, such as scaling or clipping, at once, and a change of a single one
+    when the rotation reaches it.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = parameters
+        self._on_host = all(parameter.device.type == "cpu" for _, parameter in parameters)
+        self._round = 0
+        self._names: list[str] = []
+        self._samples: list[_Sample] = []
+        self._noted: list[bytes] = []
+        self._sums: torch.Tensor | None = None
+        self._late: list[tuple[list[str], torch.Tensor, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """Choose the gradients to sample in a new iteration, and note them."""
+        count = len(self._parameters)
+        first = self._round * SAMPLED
+        self._round += 1
+        chosen = [self._parameters[(first + i) % count] for i in range(min(SAMPLED, count))]
+        self._names = [name for name, _ in chosen]
+        self._samples = [_Sample(parameter, self._round) for _, parameter in chosen]
+        self.note()
+
+    def note(self) -> None:
+        """Accept the gradients as they are now."""
+        if self._on_host:
+            self._noted = [sample.copy() for sample in self._samples]
+        elif self._samples:
+            self._sums = self._sum()
+
+    def forget(self) -> None:
+        """Release all gradients, and check nothing until `start`."""
+        self._names, self._samples, self._noted, self._sums = [], [], [], None
+
+    def changed(self) -> list[str]:
+        """Return the names of parameters whose gradients were changed; on CUDA, as of the last call."""
+        if self._on_host:
+            pairs = zip(self._names, self._samples, self._noted, strict=True)
+            return [name for name, sample, noted in pairs if sample.copy() != noted]
+        if self._sums is None:
+            return self._names
+        differs = self._sums != self._sum()
+        return self._on_cuda(differs) if differs.is_cuda else _named(self._names, differs)
+
+    def _on_cuda(self, differs: torch.Tensor) -> list[str]:
+        """Queue the result without waiting for the device; return those that have arrived."""
+        arrived = [entry for entry in self._late if entry[2].query()]  # type: ignore[no-untyped-call]
+        self._late = self._late[len(arrived) :]  # they arrive in order
+        host = torch.empty(differs.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(differs, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._late.append((self._names, host, event))
+        return [name for names, flags, _ in arrived for name in _named(names, flags)]
+
+    def _sum(self) -> torch.Tensor:
+        return torch.stack([sample.sum() for sample in self._samples])
+
+
+class ParameterWatch:
+    """Detects changes of parameters by something other than the optimizer.
+
+    It compares `SAMPLED` of a record's windows, in rotation. Unless `on_host`, results are a step late, so
+    that nothing waits for a CUDA device.
+    """
+
+    def __init__(self, slices: Slices, *, on_host: bool) -> None:
+        self._slices = slices
+        self._on_host = on_host
+        self._round = 0
+        self._left: list[tuple[Window, Copy]] = []  # after the last step
+        self._late: list[tuple[Window, Copy, Copy]] = []
+
+    def stepped(self, taken: list[tuple[Window, Copy]]) -> None:
+        """Note windows as the optimizer has left them."""
+        taken = [one for one in taken if not one[0].state]
+        self._round += 1
+        first = self._round * SAMPLED
+        self._left = [taken[(first + i) % len(taken)] for i in range(min(SAMPLED, len(taken)))]
+
+    def changed(self) -> list[int]:
+        """Return the numbers of parameters changed since the last step; not on host: since the one before."""
+        now = [(window, then, self._slices.copy(window)) for window, then in self._left]
+        looked_at, self._late = (now, []) if self._on_host else (self._late, now)
+        return [
+            window.parameter
+            for window, then, copy in looked_at
+            if not torch.equal(then().view(torch.uint8), copy().view(torch.uint8))
+        ]
+
+
+class _Sample:
+    """A window of a parameter's gradient, at a place that depends on the round."""
+
+    def __init__(self, parameter: nn.Parameter, round_: int) -> None:
+        self._parameter = parameter
+        self._round = round_
+        self._seen: torch.Tensor | None = None  # the gradient whose memory `_bytes` shows
+        self._where: tuple[int, tuple[int, ...]] = (0, ())  # address and strides of that gradient
+        self._bytes = memoryview(b"")
+
+    def copy(self) -> bytes:
+        """Return its bytes in host memory; empty without a gradient."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return b""
+        where = (gradient.data_ptr(), gradient.stride())
+        if self._seen is not gradient or self._where != where:
+            flat = _flat(self._parameter, gradient)
+            self._bytes = bytes_of(self._window(flat))
+            self._seen = gradient if flat.data_ptr() == gradient.data_ptr() else None  # a copy is stale later
+            self._where = where
+        return self._bytes.tobytes()
+
+    def sum(self) -> torch.Tensor:
+        """Return the sum of its elements' bits as integers, as int64."""
+        gradient = self._parameter.grad
+        if gradient is None or not gradient.numel():
+            return torch.zeros((), dtype=torch.int64, device=self._parameter.device)
+        window = self._window(_flat(self._parameter, gradient))
+        return window.view(_WORDS[window.element_size()]).sum()
+
+    def _window(self, flat: torch.Tensor) -> torch.Tensor:
+        window = max(SAMPLE_BYTES // flat.element_size(), 1)
+        windows = max(-(-flat.numel() // window), 1)
+        start = (self._round % windows) * window
+        return flat[start : start + window]
+
+
+def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
+    return [name for name, changed in zip(names, differs.tolist(), strict=True) if changed]
+
+
+def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's elements in its parameter's memory order: a view if the gradient has that order."""
+    ordered = in_memory_order(gradient.detach(), dim_order(parameter.shape, parameter.stride()))
+    if ordered.is_contiguous():  # dimensions of size 1 may have any stride
+        return ordered.as_strided((ordered.numel(),), (1,))
+    return ordered.clone(memory_format=torch.contiguous_format).reshape(-1)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from checkmate.nodes.headers import Asked, most_parts, record_of
-from checkmate.nodes.reader import Reading, States, read_shards
+from checkmate.nodes.reader import Asked, Reading, States, most_parts, read_shards, record_of
 from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb

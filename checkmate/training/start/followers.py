@@ -21,9 +21,8 @@ from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import FIRST_BYTES, Buffers, state_names
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import exchange
-from checkmate.training.start.membership import Membership
+from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.ready import await_ready, await_stepped
-from checkmate.training.start.standing import Start
 from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")

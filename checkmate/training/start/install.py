@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate import state
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.training.record import rng
-from checkmate.training.record.capture import Watched
+from checkmate.state import in_memory_order
+from checkmate.training.record.capture import Watched, install_generators
 from checkmate.training.record.wrapped import class_of
-from checkmate.training.start.formats import lay_out_state
 from checkmate.training.start.membership import Membership
+from checkmate.wire.layout import LayoutError, Parameter, dim_order
 from checkmate.wording import counted
 
 States = Mapping[int, tuple[torch.Tensor, Mapping[str, object]]]
@@ -218,7 +218,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     _load(watched.scheduler, "scheduler", step.scheduler)
     _load(watched.scaler, "scaler", step.scaler)
     if own.rng:
-        rng.install(state.load_generators(own.rng))
+        install_generators(state.load_generators(own.rng))
     return state.loads(own.extra) if own.extra else None
 
 
@@ -244,3 +244,51 @@ def own_buffers(record: pb.IterationRecord, position: int) -> dict[str, torch.Te
 def part_of(record: pb.IterationRecord, position: int) -> pb.RecordPart:
     """Return a rank's part, which is empty if the record lacks it."""
     return next((part for part in record.parts if part.position == position), pb.RecordPart())
+
+
+def check_format(known: Parameter, reduced: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Raise `RuntimeError` if DDP's bucket or `.grad` has another memory format than the parameter.
+
+    Args:
+        known: The parameter.
+        reduced: Its flat part of DDP's bucket before the reduction: the elements of `gradient`.
+        gradient: Its `.grad`.
+    """
+    if gradient is None or len(known.shape) < 2:
+        return
+    if _order(gradient) == known.dim_order:
+        local = in_memory_order(gradient.detach(), known.dim_order).reshape(-1)
+        if torch.equal(local, reduced) or not torch.equal(local.sort()[0], reduced.sort()[0]):
+            return  # with other elements it is not of this backward: the parameter was not used
+    raise RuntimeError(
+        f"the gradient of {known.name} has another memory format than the parameter: choose memory formats "
+        "before DistributedDataParallel is constructed, and let backward create .grad by leaving it None"
+    )
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give optimizer state the memory format of its parameter, as the optimizer itself would.
+
+    State that a script has loaded may have another one. Then steps give other bits, and torch's fused
+    implementations wrong values.
+    """
+    for parameter, entries in optimizer.state.items():
+        entries.update({name: _laid_out(parameter, value) for name, value in entries.items()})
+
+
+def _laid_out(parameter: torch.Tensor, value: object) -> object:
+    """Return an entry of a parameter's state, in its memory format if it has the parameter's shape."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    if _order(value) == _order(parameter):
+        return value
+    made = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+    return made.copy_(value)
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the order of the dimensions in memory, or `None` if the tensor is not dense."""
+    try:
+        return dim_order(tensor.shape, tensor.stride())
+    except LayoutError:
+        return None

@@ -1,12 +1,15 @@
-"""This process's place in its job, from the job's YAML, torchrun's environment and DDP's process group."""
+"""This process's place in its job, from the job's YAML, torchrun's environment and DDP's process group.
+
+Also the standing of its model: restored, or protected.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +20,10 @@ from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.access import access
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.record.buffers import synchronised
+from checkmate.training.start.fence import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import side_of
 
@@ -174,3 +180,52 @@ def lay_out(ddp: DistributedDataParallel, shards: int) -> Layout:
         for name, p in trained(ddp).items()
     ]
     return make_layout(parameters, shards, ddp.bucket_bytes_cap)
+
+
+@dataclass
+class Start:
+    """The outcome of `restore`, kept for `protect`."""
+
+    plan: RestartPlan
+    next_iteration: int = 0
+    keep: bool = False
+    record: pb.IterationRecord = field(default_factory=pb.IterationRecord)
+
+
+class ModelStanding(AttachedData):
+    """A model's standing: the outcome of its `restore`, and whether it is protected."""
+
+    protected: ClassVar[ModelStanding | None] = None
+    """The protected model's standing. There is one at a time, because a process has one place in its job."""
+
+    def __init__(self) -> None:
+        self.start: Start | None = None
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> ModelStanding:
+        """Return the standing of the model inside a DDP. Raise `SessionError` if a model is protected."""
+        found = attached(ddp.module, cls)
+        if found is None:
+            found = cls()
+            attach(ddp.module, found)
+        if cls.protected is found:
+            raise SessionError("this model is already protected: close its Protection first")
+        if cls.protected is not None:
+            raise SessionError(
+                "another model of this process is already protected: close its Protection first, because a "
+                "process can protect only one"
+            )
+        return found
+
+    def take_start(self) -> Start | None:
+        """Return the outcome of the last `restore`, and forget it."""
+        start, self.start = self.start, None
+        return start
+
+    def hold(self) -> None:
+        """Note that the model is protected."""
+        ModelStanding.protected = self
+
+    def release(self) -> None:
+        """Note that the model is not protected any more."""
+        ModelStanding.protected = None

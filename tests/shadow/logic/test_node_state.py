@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from checkmate.job.schema import Job
 from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.calls.status import hold_status
-from checkmate.shadow.clock import STALL
+from checkmate.shadow.calls.begin import hold_status
 from checkmate.shadow.logic.effects import Empty
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.logic.records import Records
-from checkmate.shadow.receive.buckets import SETS
-from checkmate.shadow.receive.plans import hold_plans
+from checkmate.shadow.node import STALL
+from checkmate.shadow.receive.plans import SETS, hold_plans
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import stream_layout
 from testbed.copies import local_job

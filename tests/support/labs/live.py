@@ -26,8 +26,7 @@ from checkmate.shadow.receive.connect import node_time
 from checkmate.wire.tag import Hello
 from tests.support.hellos import ends_of, signed
 from topologies import switches
-from topologies.controller import CHECKMATE, LabController, serving
-from topologies.crew import Crew
+from topologies.crew import CHECKMATE, Crew, LabController, serving
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CONTROLLER, STUB_TCP_PORT, load
 from topologies.kernel import namespaces

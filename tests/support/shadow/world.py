@@ -10,7 +10,7 @@ from typing import Any
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
-from checkmate.shadow.calls.status import node_status
+from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.process import Serving
 from testbed.copies import Copies, local_job

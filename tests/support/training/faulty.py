@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from tests.scripts.dying_shadow import STOPPED
-from topologies.controller import LabController, serving
-from topologies.crew import Crew
+from topologies.crew import Crew, LabController, serving
 from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
 from topologies.training.job import SCRIPT, JobPlan, TrainingJob
 from topologies.training.orders import Kill
 from topologies.training.record import JobRecord
-from topologies.training.states import differences, leaves
+from topologies.training.verdict import differences, leaves
 
 ITERATIONS = 40
 SMALL = (

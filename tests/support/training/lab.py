@@ -22,8 +22,7 @@ import torch
 
 from tests.support.training.orders import ScriptOrders
 from topologies import lab as labs
-from topologies.controller import CHECKMATE, LabController, checkmate, serving
-from topologies.crew import Crew, Member
+from topologies.crew import CHECKMATE, Crew, LabController, Member, checkmate, serving
 from topologies.describe import topology as describe
 from topologies.describe.topology import LabError, Topology
 from topologies.kernel.links import MGMT_INTERFACE

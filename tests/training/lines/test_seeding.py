@@ -20,8 +20,7 @@ from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.followers import give_buffers
-from checkmate.training.start.membership import Membership
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode

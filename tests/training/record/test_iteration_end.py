@@ -18,14 +18,11 @@ from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.loop import resumed_in
-from checkmate.training.record import rng
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.record.capture import Capture, Watched
-from checkmate.training.record.drift import CHECKED
+from checkmate.training.record.capture import CHECKED, Capture, Watched, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
 from checkmate.training.start.fence import plan_new_run
-from checkmate.training.start.membership import place
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Start, place
 from testbed.jobs import job
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw
@@ -381,7 +378,7 @@ def test_entering_the_loop_again_leaves_the_generators_as_they_were() -> None:
 
     loop = RecordedLoop(adamw)
     torch.manual_seed(3)
-    there = state.load_generators(state.dump_generators(rng.capture(in_loop=True)))
+    there = state.load_generators(state.dump_generators(capture_generators(in_loop=True)))
     torch.rand(4)
     begun = False
     batches = Batches(loop.recorder, there, lambda: begun)
@@ -408,12 +405,12 @@ def test_generators_of_a_loop_are_found_in_this_ranks_part() -> None:
     record = pb.IterationRecord(iteration=4)
     for position in range(2):
         torch.manual_seed(position)
-        in_loop = state.dump_generators(rng.capture(in_loop=True))
+        in_loop = state.dump_generators(capture_generators(in_loop=True))
         record.parts.add(position=position, rng=in_loop)
     found = resumed_in(here, Start(plan_new_run(1, ""), record=record))
     assert found is not None
     assert torch.equal(found["torch"], torch.get_rng_state())
-    record.parts[1].rng = state.dump_generators(rng.capture())
+    record.parts[1].rng = state.dump_generators(capture_generators())
     assert resumed_in(here, Start(plan_new_run(1, ""), record=record)) is None
     assert resumed_in(here, Start(plan_new_run(1, ""))) is None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkmate.training.record.watch import SAMPLE_BYTES, SAMPLED, GradientWatch
+from checkmate.training.record.step_checks import SAMPLE_BYTES, SAMPLED, GradientWatch
 
 LAYOUTS = {
     "contiguous": torch.ones(6, 4, 2, 2),

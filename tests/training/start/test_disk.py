@@ -34,10 +34,10 @@ from checkmate.training.record.windows import Slices
 from checkmate.training.start import disk, fence, membership
 from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.install import InstallError
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Start
 from testbed.jobs import job
 from tests.support.training.alone import alone
-from topologies.training.states import digest
+from topologies.training.verdict import digest
 
 JOB = job(ranks=2)
 PLACE = membership.place(JOB, 0, 2, [0, 1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkmate import state
-from checkmate.nodes.headers import Asked
+from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.training.start.fetch import Fetched, FetchError, fetch
 from testbed.small_training import RUN

@@ -28,7 +28,7 @@ from checkmate.training.start import membership
 from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import Fetched
 from checkmate.training.start.install import InstallError, check_record, install_record
-from checkmate.training.start.standing import Start
+from checkmate.training.start.membership import Start
 from testbed.jobs import job
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw

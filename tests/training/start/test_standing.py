@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from checkmate.training.attached import attached
-from checkmate.training.record.clip import ClipListener
+from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start.fence import plan_new_run
-from checkmate.training.start.membership import SessionError
-from checkmate.training.start.standing import ModelStanding, Start
+from checkmate.training.start.membership import ModelStanding, SessionError, Start
 from tests.support.training.alone import alone
 
 
