@@ -121,7 +121,8 @@ def forged(job: Job, **other: Any) -> pb.RecordPart:
         ({"step": pb.Step(options=["{}"] * 9)}, "options of 9 parameter groups"),
         ({"step": pb.Step(without_gradient=[7])}, "parameter 7, which the shard does not have"),
         ({"step": pb.Step(slices=[pb.Slice(offset=1 << 63)])}, "a slice of bytes"),
-        ({"step": pb.Step(scalings=[pb.Scaling(parameters=[0] * 1000)])}, "lists 1000 parameters"),
+        ({"step": pb.Step(scalings=[pb.Scaling()] * 65)}, "65 scalings list 65 parameters"),
+        ({"step": pb.Step(scalings=[pb.Scaling(parameters=[0] * 1000)])}, "1 scalings list 1000 parameters"),
     ],
 )
 def test_a_forged_record_is_refused_and_the_node_goes_on(
@@ -135,6 +136,37 @@ def test_a_forged_record_is_refused_and_the_node_goes_on(
     assert words in reply.refused
     assert status(job, 0).holds
     assert time.monotonic() - begun < 3
+
+
+def test_each_parameter_may_be_clipped_by_itself(job: Job, stub: ShadowStub) -> None:
+    """As scripts do that call `clip_grad_norm_` for each layer or parameter."""
+    parameters = [Parameter(f"w{number}", (4,), "float32") for number in range(40)]
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=range(40), options='{"lr": 0.1}')
+    layout = make_layout(parameters, job.shards(0)).to_json()
+    stub.Begin(request_of(job, layout=layout, optimizer=spec), timeout=5)
+    line = RecordLine(job, 0)
+    scalings = [pb.Scaling(factor=1, parameters=[number]) for number in range(40)]
+    assert not line.answer(forged(job, step=pb.Step(scalings=scalings))).refused
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        '{"lr": {"numpy": ["int8", 300]}}',
+        '{"lr": {"numpy": ["V", 4611686018427387904]}}',
+        '{"lr": {"numpy": ["V", 2000000000]}}',
+        '{"lr": {"numpy": ["float32", [1, 2]]}}',
+        '{"lr": {"tensor": {"dtype": "float32", "shape": [100000000], "data": ""}}}',
+    ],
+)
+def test_options_that_are_none_are_refused(job: Job, stub: ShadowStub, options: str) -> None:
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=[0], options=options)
+    code, details = refusal(lambda: stub.Begin(request_of(job, optimizer=spec), timeout=5))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT, details
+    assert "not a parameter group's options" in details
 
 
 @pytest.mark.parametrize(
