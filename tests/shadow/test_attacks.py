@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -264,6 +265,28 @@ def test_half_open_calls_do_not_keep_a_fence_waiting(job: Job, stub: ShadowStub)
         for call in calls:
             call.cancel()
     assert took < 4, f"{took:.1f} s"
+
+
+def test_half_open_streams_between_nodes_leave_no_traceback(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    release = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait(5)
+        yield from ()
+
+    with open_channel(job, 0, None) as channel:
+        call: Any = channel.stream_stream("/checkmate.v1.Shadow/Commit", None, None)
+        calls = [call(nothing()) for _ in range(60)]
+        wait_until(lambda: sum(one.done() for one in calls) > 1, "refused", 10)
+        wait_until(lambda: "peer reports" not in {one.name for one in threading.enumerate()}, "ended", 10)
+        found = {one.code() for one in calls if one.done()}
+        release.set()
+    assert grpc.StatusCode.RESOURCE_EXHAUSTED in found
+    assert not failed
 
 
 def test_a_message_that_is_cut_is_refused_and_leaves_no_memory(job: Job) -> None:
