@@ -25,11 +25,13 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import memory
 from checkmate.shadow.process import Serving
+from checkmate.shadow.service import calls_max
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.copies import local_job
 from testbed.record_line import RecordLine
 from testbed.small_training import START, status
 from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.world import World, fence, settle
 from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
@@ -211,6 +213,55 @@ def test_reservations_have_a_limit(job: Job, stub: ShadowStub) -> None:
     check_reserve(request, 0, RESERVATIONS_MAX - 1)
     with pytest.raises(CallRefused, match=f"this node has {RESERVATIONS_MAX} reservations"):
         check_reserve(request, 0, RESERVATIONS_MAX)
+
+
+def test_reserved_iterations_have_no_more_memory_than_there_is(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may need a copy of the whole state, however small the request is."""
+    here = world(nodes=1)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    state_bytes = here.hold().replica.nbytes
+    assert state_bytes == 3 * 4 * sum(p.numel() for p in training.parameters)
+    monkeypatch.setattr(memory, "free", lambda: 3 * state_bytes)
+
+    def reserve(iteration: int) -> bool:
+        request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=60)
+        return training.stubs[0].Reserve(request, timeout=5).granted
+
+    assert all(reserve(iteration) for iteration in (1, 2, 3, 1, 2, 3))
+    code, details = refusal(lambda: reserve(4))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert details.startswith("4 iterations at a time may take")
+
+
+def test_calls_that_wait_for_an_iteration_keep_no_other_waiting(world: Callable[..., World]) -> None:
+    """A reader may reserve an iteration far ahead, and ask for it as often as the node has workers."""
+    here = world(nodes=1)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    stub, name = training.stubs[0], here.job.job
+    assert stub.Reserve(pb.ReserveRequest(job=name, iteration=1000, seconds=600), timeout=5).granted
+    far = pb.FetchRequest(job=name, shard=pb.Shard(), iteration=1000)
+    calls: list[Any] = [stub.Fetch(far, timeout=600) for _ in range(2 * training.ranks + 16)]
+    wait_until(lambda: sum(call.done() for call in calls) >= training.ranks + 8, "refused", 5)
+    code, details = refusal(lambda: list(stub.Fetch(far, timeout=5)))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "calls wait for iterations" in details
+    assert training.seed(0, 0) == []
+    fence(here, training)
+    settle(here, training, 0)
+    training.check(0, 0, 0)
+    for call in calls:
+        call.cancel()
+
+
+def test_each_rank_of_a_large_job_can_call() -> None:
+    assert calls_max(ranks=2) == 1024
+    assert calls_max(ranks=1000) >= 4 * 1000
 
 
 def test_a_seed_is_checked_before_it_is_collected(job: Job, stub: ShadowStub) -> None:
