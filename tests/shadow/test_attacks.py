@@ -24,6 +24,7 @@ from checkmate.rpc.frames import FrameError, Unpacker
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import memory
+from checkmate.shadow.logic.bounds import RESERVATIONS_MAX
 from checkmate.shadow.process import Serving
 from checkmate.shadow.service import calls_max
 from checkmate.wire.layout import Parameter, make_layout
@@ -205,14 +206,19 @@ def test_a_call_beyond_its_bounds_is_refused(
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
-def test_reservations_have_a_limit(job: Job, stub: ShadowStub) -> None:
-    from checkmate.shadow.logic.bounds import RESERVATIONS_MAX, check_reserve  # noqa: PLC0415
-    from checkmate.shadow.logic.group import CallRefused  # noqa: PLC0415
-
-    request = pb.ReserveRequest(job=job.job, iteration=3, seconds=10)
-    check_reserve(request, 0, RESERVATIONS_MAX - 1)
-    with pytest.raises(CallRefused, match=f"this node has {RESERVATIONS_MAX} reservations"):
-        check_reserve(request, 0, RESERVATIONS_MAX)
+def test_reservations_have_a_limit(world: Callable[..., World]) -> None:
+    here = world(nodes=1)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    request = pb.ReserveRequest(job=here.job.job, iteration=3, seconds=10)
+    for _ in range(RESERVATIONS_MAX):
+        assert training.stubs[0].Reserve(request, timeout=5).granted
+    code, details = refusal(lambda: training.stubs[0].Reserve(request, timeout=5))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert f"this node has {RESERVATIONS_MAX} reservations" in details
+    training.stubs[0].Release(pb.ReleaseRequest(job=here.job.job, iteration=3), timeout=5)
+    assert training.stubs[0].Reserve(request, timeout=5).granted
 
 
 def test_reserved_iterations_have_no_more_memory_than_there_is(
@@ -257,6 +263,21 @@ def test_calls_that_wait_for_an_iteration_keep_no_other_waiting(world: Callable[
     training.check(0, 0, 0)
     for call in calls:
         call.cancel()
+
+
+def test_recovery_and_seeds_do_not_wait_for_readers(world: Callable[..., World]) -> None:
+    here = world(nodes=1)
+    training = here.started()
+    readers = here.nodes[0]._server._pool
+    release = threading.Event()
+    for _ in range(readers._max_workers):
+        readers.submit(release.wait, 30)
+    try:
+        assert training.seed(0, 0) == []
+        assert training.stubs[0].Reserve(pb.ReserveRequest(job=here.job.job), timeout=5).granted
+        assert fence(here, training)[0].fenced
+    finally:
+        release.set()
 
 
 def test_each_rank_of_a_large_job_can_call() -> None:
