@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,38 @@ class FolderError(ValueError):
     """A folder's index is not one that PyTorch writes."""
 
 
+class _Sealed(type):
+    """A class in place of PyTorch's own, whose attributes an index could replace for the whole process."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise FolderError(f"its index changes {cls.__name__}, which no checkpoint needs")
+
+
+def _sealed(kind: type) -> _Sealed:
+    """Return a class whose new objects are of class `kind`."""
+    made = {"__slots__": (), "__new__": lambda _, *args: object.__new__(kind)}
+    return _Sealed(kind.__name__, (), made)
+
+
+class _Call:
+    """A function whose attributes an index cannot replace."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., object]
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FolderError("its index changes a function, which no checkpoint needs")
+
+    def __call__(self, *args: Any) -> object:
+        return self._function(*args)
+
+
+_MEMORY_FORMATS: Final = _Call(meta._MEM_FORMAT_ENCODING)
+
+
 def _joined(*parts: str) -> str:
     """Return the folder's place when it was written; Python 3.13 alone names `pathlib._local`."""
     return "/".join(parts)
@@ -36,14 +69,14 @@ def _joined(*parts: str) -> str:
 
 def _memory_format(owner: object, name: str) -> object:
     """Return a member of the one enumeration in an index; Python 3.11.0 to 3.11.3 pickle it as `getattr`."""
-    if owner is not meta._MEM_FORMAT_ENCODING:
+    if owner is not _MEMORY_FORMATS:
         raise FolderError("its index refers to builtins.getattr, which no checkpoint needs")
     return meta._MEM_FORMAT_ENCODING[name]
 
 
 _CLASSES: Final[dict[tuple[str, str], object]] = {
     **{
-        (kind.__module__, kind.__qualname__): kind
+        (kind.__module__, kind.__qualname__): _sealed(kind)
         for kind in (
             meta.BytesStorageMetadata,
             meta.ChunkStorageMetadata,
@@ -52,15 +85,15 @@ _CLASSES: Final[dict[tuple[str, str], object]] = {
             meta.StorageMeta,
             meta.TensorProperties,
             meta.TensorStorageMetadata,
-            meta._MEM_FORMAT_ENCODING,
             filesystem._StorageInfo,
         )
     },
+    (meta._MEM_FORMAT_ENCODING.__module__, meta._MEM_FORMAT_ENCODING.__qualname__): _MEMORY_FORMATS,
     ("torch", "Size"): torch.Size,
-    **{(module, "PosixPath"): _joined for module in ("pathlib", "pathlib._local")},
-    ("builtins", "getattr"): _memory_format,
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
-    **{("torch", name): dtype for name, dtype in state.DTYPES.items()},
+    **{(module, "PosixPath"): _Call(_joined) for module in ("pathlib", "pathlib._local")},
+    ("builtins", "getattr"): _Call(_memory_format),
+    ("torch.serialization", "_get_layout"): _Call(lambda name: torch.strided),
+    **{("torch", state.dtype_name(one)): one for one in vars(torch).values() if isinstance(one, torch.dtype)},
 }
 """What an index of PyTorch refers to."""
 
@@ -74,14 +107,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(filesystem.FileSystemReader):
-    """A reader whose index is checked before anything is allocated or opened."""
+    """A reader with an index that has been checked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: meta.Metadata) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> meta.Metadata:
-        return read_index(self._folder)
+        return self._index
 
 
 class _Planner(default_planner._EmptyStateDictLoadPlanner):
@@ -103,13 +136,16 @@ def read(folder: Path, keys: set[str] | None = None) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     planner = _Planner(keys)  # type: ignore[no-untyped-call]
-    state_dict_loader._load_state_dict(found, storage_reader=_Reader(folder), planner=planner, no_dist=True)
+    reader = _Reader(folder, read_index(folder))
+    state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
     return found
 
 
 def read_index(folder: Path) -> meta.Metadata:
     """Return a folder's index. Raise `FolderError` if it is not one that PyTorch writes, or lies."""
     path = folder / INDEX
+    if not path.is_file():  # a pipe would be waited for
+        raise FolderError("its index is missing, or not a file")
     if path.stat().st_size > INDEX_MAX:
         raise FolderError(f"its index has {path.stat().st_size} bytes; it may have {INDEX_MAX}")
     try:
@@ -120,7 +156,7 @@ def read_index(folder: Path) -> meta.Metadata:
     except Exception as error:  # noqa: BLE001 - pickle raises anything
         raise FolderError(f"its index cannot be read: {error}") from None
     try:
-        _check(found, {one.name: one.stat().st_size for one in folder.iterdir()})
+        _check(found, {one.name: one.stat().st_size for one in folder.iterdir() if one.is_file()})
     except (AttributeError, KeyError, TypeError) as error:
         raise FolderError(f"its index is incomplete: {error}") from None
     found.storage_meta = meta.StorageMeta()
@@ -131,19 +167,25 @@ def _check(found: Any, files: dict[str, int]) -> None:
     """Refuse an index whose tensors are larger than the files, or that refers to other files."""
     if not isinstance(found, meta.Metadata):
         raise FolderError(f"its index is a {type(found).__name__}")
+    length = 0
     for place in found.storage_data.values():
+        if not isinstance(place.relative_path, str) or {type(place.offset), type(place.length)} != {int}:
+            raise FolderError("its index has places that are not bytes of a file")
         known = files.get(place.relative_path)
         if known is None or not 0 <= place.offset <= place.offset + place.length <= known:
             raise FolderError(
                 f"its index refers to bytes {place.offset} to {place.offset + place.length} of "
-                f"{str(place.relative_path)[:100]}, which the folder does not have"
+                f"{place.relative_path[:100]}, which the folder does not have"
             )
+        length += place.length
+    if length > sum(files.values()):
+        raise FolderError(f"its index refers to {length} bytes, its files have {sum(files.values())}")
     nbytes = 0
     for name, value in found.state_dict_metadata.items():
         if not isinstance(value, meta.TensorStorageMetadata):
             continue
         if not all(type(size) is int and size >= 0 for size in value.size):
-            raise FolderError(f"{name[:100]} has shape {list(value.size)}")
+            raise FolderError(f"{str(name)[:100]} has a shape that is not one")
         nbytes += math.prod(value.size) * value.properties.dtype.itemsize
     if nbytes > sum(files.values()):
         raise FolderError(f"its index has {nbytes} bytes of tensors, its files have {sum(files.values())}")

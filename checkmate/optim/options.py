@@ -45,7 +45,7 @@ def parse_options(text: str) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise TypeError("no object")
         return {key: _decode(value) for key, value in found.items() if key not in OUTSIDE}
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise OptionsError(f"not a parameter group's options: {error}") from None
 
 
@@ -76,7 +76,7 @@ def _encode(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return {"tensor": _encode_tensor(value)}
     if isinstance(value, np.generic):
-        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+        if not _is_number(value.dtype):
             raise OptionsError(f"a NumPy {value.dtype}, which is not supported; use a Python number")
         return {"numpy": [value.dtype.name, _encode(value.item())]}
     if value is None or type(value) in (bool, int, str):
@@ -117,7 +117,7 @@ def _decode_tensor(said: Any) -> torch.Tensor:
         raise TypeError(f"no dtype {said['dtype']}")
     data = bytearray.fromhex(said["data"])
     if not data:
-        return torch.empty(said["shape"], dtype=dtype)
+        return torch.empty(0, dtype=dtype).reshape(said["shape"])
     return torch.frombuffer(data, dtype=dtype).reshape(said["shape"])
 
 
@@ -127,10 +127,24 @@ def _decode_float(said: Any) -> float:
     return float(said)
 
 
+def _decode_numpy(said: Any) -> np.generic:
+    name, value = said
+    if name not in np.sctypeDict or not _is_number(np.dtype(name)):
+        raise ValueError("no type of NumPy's numbers")
+    found = np.dtype(name).type(_decode(value))
+    if not isinstance(found, np.generic):
+        raise TypeError("no number")
+    return found
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
+
+
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "tuple": lambda said: tuple(_decode(item) for item in said),
     "dict": lambda said: {_decode(key): _decode(item) for key, item in said},
     "tensor": _decode_tensor,
-    "numpy": lambda said: np.dtype(said[0]).type(_decode(said[1])),
+    "numpy": _decode_numpy,
     "float": _decode_float,
 }

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import grpc
@@ -110,7 +110,7 @@ class Guard:
         return make(made, reader(handler.request_deserializer, method), handler.response_serializer)
 
     def _messages(self, method: str, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        """Yield a call's requests. Raise `CallRefused` if one cannot be read."""
+        """Yield a call's requests. Raise `CallRefused` if one cannot be read, `RpcError` if they end."""
         with self._waiting(context, first=True):
             message = next(requests, None)
         while message is not None:
@@ -136,7 +136,11 @@ class Guard:
             if admitted:
                 self._contexts[key] = context
         if not admitted:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{host} has too many calls without a request")
+            with suppress(Exception):  # `abort` always raises one, which only gRPC's own threads expect
+                context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{host} has too many calls without a request"
+                )
+            raise grpc.RpcError
         try:
             yield
         finally:

@@ -23,6 +23,13 @@ def physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def free() -> int:
+    """Return the bytes of this machine that programs can take without swapping."""
+    with open("/proc/meminfo") as meminfo:
+        found = next(line for line in meminfo if line.startswith("MemAvailable:"))
+    return int(found.split()[1]) << 10
+
+
 def trim() -> None:
     """Return freed memory to the kernel."""
     _glibc("malloc_trim", 0)

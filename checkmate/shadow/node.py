@@ -91,6 +91,8 @@ class Node:
         self.data: dict[HoldState, Hold] = {}
         """The tensors and sockets of each hold of `state`."""
         self.step_seconds = 0.0
+        self.fetches_waiting = 0
+        """Calls that wait for an iteration to be stepped."""
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
         """Functions that count bytes waiting for other readers."""

@@ -36,9 +36,15 @@ FETCH_SECONDS: Final = 600.0
 
 _NAME: Final = "checkmate.v1.Shadow"
 _HEALTH: Final = "grpc.health.v1.Health"
-_RECOVERY: Final = ("Status", "Fence", "Copy", "Parts", "Settle", "Begin", "Commit", "Check")
+_RECOVERY: Final = (
+    *("Status", "Fence", "Copy", "Parts", "Settle", "Begin", "Commit", "Check"),
+    *("Reserve", "Release"),
+)
 """Methods with workers of their own, so that transfers of state cannot delay them."""
-_CALLS_MAX: Final = 1024
+_SPARE: Final = 16
+_CALLS_MIN: Final = 1024
+_CALLS_OF_RANK: Final = 8
+"""Calls at a time: a rank reads all shards that a node has of its group, and asks for its status."""
 _OPTIONS: Final = (*OPTIONS, ("grpc.max_concurrent_streams", 128))
 """The second is the most calls of one connection at a time."""
 _BACKLOG: Final = 128
@@ -176,6 +182,11 @@ def _named(job: Job, node_id: int) -> str:
     return f"{job.node(node_id).mgmt}, the mgmt address of shadow node {node_id},"
 
 
+def calls_max(ranks: int) -> int:
+    """Return how many calls a node takes at a time, by the number of ranks in its job."""
+    return max(_CALLS_MIN, _CALLS_OF_RANK * ranks)
+
+
 class Server:
     """The gRPC server at a node's `mgmt` address, with TLS if the node has keys. A context manager."""
 
@@ -183,12 +194,14 @@ class Server:
         """Bind the address. Raise `ServeError` if that fails."""
         job = node.job
         ranks = sum(len(group.ranks) for group in job.dp_groups)
-        self._pool = ThreadPoolExecutor(2 * ranks + 16, thread_name_prefix="rpc")  # seeds, fetches
-        self._recovery = ThreadPoolExecutor(2 * len(job.shadow_nodes) + 16, thread_name_prefix="recovery")
+        recovery = 2 * len(job.shadow_nodes) + _SPARE
+        self._pool = ThreadPoolExecutor(2 * ranks + _SPARE, thread_name_prefix="fetches")
+        self._recovery = ThreadPoolExecutor(recovery, thread_name_prefix="recovery")
+        self._seeds = ThreadPoolExecutor(ranks + _SPARE, thread_name_prefix="seeds")
         keys = node.access.keys
         checks: list[grpc.ServerInterceptor] = [] if keys is None else [CallerCheck(job)]
         self._server = grpc.server(
-            self._pool, interceptors=checks, options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX
+            self._pool, interceptors=checks, options=_OPTIONS, maximum_concurrent_rpcs=calls_max(ranks)
         )
         self._guard = Guard()
         self._add(_NAME, rpc.add_ShadowServicer_to_server, ShadowService(node, peers))
@@ -208,7 +221,7 @@ class Server:
         made = Handlers()
         add(servicer, made)
         found = {method: handler for method, handler in made.found.items() if method != "Watch"}
-        pools = dict.fromkeys(_RECOVERY, self._recovery)
+        pools = {**dict.fromkeys(_RECOVERY, self._recovery), "Seed": self._seeds}
         guarded = self._guard.handlers(found, pools)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, guarded),))
 
@@ -223,5 +236,5 @@ class Server:
         self._health.enter_graceful_shutdown()
         self._server.stop(0.2).wait()
         self._guard.stop()
-        self._pool.shutdown()
-        self._recovery.shutdown()
+        for pool in (self._pool, self._recovery, self._seeds):
+            pool.shutdown()

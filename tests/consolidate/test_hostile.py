@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import stat
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,54 @@ def test_an_index_reaches_no_attribute(written: Path) -> None:
     refused(written, "its index refers to builtins.getattr, which no checkpoint needs")
 
 
+KINDS = [name for name, found in folder._CLASSES.items() if not isinstance(found, torch.dtype)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=".".join)
+def test_an_index_changes_nothing_outside_of_itself(written: Path, kind: tuple[str, str]) -> None:
+    module, name = (one.encode() for one in kind)
+    there = folder._CLASSES[kind]
+    changed = b"\x80\x02c%b\n%b\nN}X\x08\x00\x00\x00__init__ctorch\nfloat32\ns\x86b0" % (module, name)
+    whole = (written / ".metadata").read_bytes()
+    (written / ".metadata").write_bytes(changed + whole[2:])
+    refused(written, "can't read")
+    assert getattr(there, "__init__") is not torch.float32  # noqa: B009
+    (written / ".metadata").write_bytes(whole)
+    assert disk.load(written)
+
+
+@pytest.mark.parametrize("other", [torch.complex64, torch.uint16, torch.float8_e4m3fn])
+def test_tensors_of_any_type_are_read(tmp_path: Path, other: torch.dtype) -> None:
+    """As buffers may be: rotary embeddings often are complex."""
+    made = checkpoint(DiskRun().snapshot(), by_name=True)
+    made["buffers"]["other"] = torch.ones(4).to(other)
+    disk.save(made, tmp_path / "one", "dcp")
+    assert disk.load(tmp_path / "one")["buffers"]["other"].dtype == other
+
+
+def test_a_pipe_is_not_waited_for(written: Path) -> None:
+    index = folder.read_index(written)
+    os.mkfifo(written / "pipe")
+    index.storage_data = {
+        key: replace(at, relative_path="pipe", offset=0, length=0) for key, at in index.storage_data.items()
+    }
+    (written / ".metadata").write_bytes(pickle.dumps(index))
+    refused(written, "of pipe, which the folder does not have")
+    (written / ".metadata").unlink()
+    os.mkfifo(written / ".metadata")
+    refused(written, "its index is missing, or not a file")
+
+
+def test_bytes_count_once(written: Path) -> None:
+    """Otherwise a thousand names of the same bytes would take a thousand times their memory."""
+    index = folder.read_index(written)
+    place = max(index.storage_data.values(), key=lambda one: one.length)
+    for number in range(1000):
+        index.storage_data[meta.MetadataIndex(f"extra.{number}")] = place
+    (written / ".metadata").write_bytes(pickle.dumps(index))
+    refused(written, "its index refers to .* bytes, its files have")
+
+
 def test_a_value_runs_nothing(written: Path) -> None:
     mark = written.parent / "ran"
     index = folder.read_index(written)
@@ -131,6 +180,36 @@ def test_only_the_owner_can_read_a_checkpoint(tmp_path: Path, kind: disk.Format)
     for one in (tmp_path / "new").rglob("*"):
         assert stat.S_IMODE(one.stat().st_mode) == (0o700 if one.is_dir() else 0o600), one
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+def archive(pickled: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3\n")
+    return made.getvalue()
+
+
+def compressed(blob: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as file, zipfile.ZipFile(io.BytesIO(blob)) as old:
+        for one in old.infolist():
+            file.writestr(one.filename, old.read(one))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("blob", "words"),
+    [
+        (compressed(state.dumps(torch.zeros(1 << 20))), "it is compressed"),
+        (archive(b"\x80\x02c__builtin__\nbytes\n\x8a\x08" + bytes(6) + b"\x04\0\x85R."), "Memory"),
+        (archive(b"\x80\x02cnumpy\ndtype\nX\x03\x00\x00\x00V,,\x85R."), "syntax"),
+        (b"PK\x03\x04", "not a zip file"),
+    ],
+)  # fmt: skip
+def test_state_takes_no_more_memory_than_it_has_bytes(blob: bytes, words: str) -> None:
+    with pytest.raises(state.StateError, match=f"unreadable state: .*{words}"):
+        state.loads(blob)
 
 
 @fuzz(60, data=st.data())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,12 +20,15 @@ from checkmate.rpc.frames import Unpacker
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import memory
+from checkmate.shadow.logic.bounds import RESERVATIONS_MAX
 from checkmate.shadow.process import Serving
+from checkmate.shadow.service import calls_max
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.copies import local_job
 from testbed.record_line import RecordLine
 from testbed.small_training import START, status
 from tests.support.labs.end_hosts import needs_buffers
+from tests.support.shadow.world import World, fence, settle
 from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
@@ -117,7 +121,8 @@ def forged(job: Job, **other: Any) -> pb.RecordPart:
         ({"step": pb.Step(options=["{}"] * 9)}, "options of 9 parameter groups"),
         ({"step": pb.Step(without_gradient=[7])}, "parameter 7, which the shard does not have"),
         ({"step": pb.Step(slices=[pb.Slice(offset=1 << 63)])}, "a slice of bytes"),
-        ({"step": pb.Step(scalings=[pb.Scaling(parameters=[0] * 1000)])}, "lists 1000 parameters"),
+        ({"step": pb.Step(scalings=[pb.Scaling()] * 65)}, "65 scalings list 65 parameters"),
+        ({"step": pb.Step(scalings=[pb.Scaling(parameters=[0] * 1000)])}, "1 scalings list 1000 parameters"),
     ],
 )
 def test_a_forged_record_is_refused_and_the_node_goes_on(
@@ -131,6 +136,37 @@ def test_a_forged_record_is_refused_and_the_node_goes_on(
     assert words in reply.refused
     assert status(job, 0).holds
     assert time.monotonic() - begun < 3
+
+
+def test_each_parameter_may_be_clipped_by_itself(job: Job, stub: ShadowStub) -> None:
+    """As scripts do that call `clip_grad_norm_` for each layer or parameter."""
+    parameters = [Parameter(f"w{number}", (4,), "float32") for number in range(40)]
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=range(40), options='{"lr": 0.1}')
+    layout = make_layout(parameters, job.shards(0)).to_json()
+    stub.Begin(request_of(job, layout=layout, optimizer=spec), timeout=5)
+    line = RecordLine(job, 0)
+    scalings = [pb.Scaling(factor=1, parameters=[number]) for number in range(40)]
+    assert not line.answer(forged(job, step=pb.Step(scalings=scalings))).refused
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        '{"lr": {"numpy": ["int8", 300]}}',
+        '{"lr": {"numpy": ["V", 4611686018427387904]}}',
+        '{"lr": {"numpy": ["V", 2000000000]}}',
+        '{"lr": {"numpy": ["float32", [1, 2]]}}',
+        '{"lr": {"tensor": {"dtype": "float32", "shape": [100000000], "data": ""}}}',
+    ],
+)
+def test_options_that_are_none_are_refused(job: Job, stub: ShadowStub, options: str) -> None:
+    spec = pb.OptimizerSpec(name="torch.optim.SGD")
+    spec.groups.add(parameters=[0], options=options)
+    code, details = refusal(lambda: stub.Begin(request_of(job, optimizer=spec), timeout=5))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT, details
+    assert "not a parameter group's options" in details
 
 
 @pytest.mark.parametrize(
@@ -166,14 +202,83 @@ def test_a_call_beyond_its_bounds_is_refused(
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
-def test_reservations_have_a_limit(job: Job, stub: ShadowStub) -> None:
-    from checkmate.shadow.logic.bounds import RESERVATIONS_MAX, check_reserve  # noqa: PLC0415
-    from checkmate.shadow.logic.group import CallRefused  # noqa: PLC0415
+def test_reservations_have_a_limit(world: Callable[..., World]) -> None:
+    here = world(nodes=1)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    request = pb.ReserveRequest(job=here.job.job, iteration=3, seconds=10)
+    for _ in range(RESERVATIONS_MAX):
+        assert training.stubs[0].Reserve(request, timeout=5).granted
+    code, details = refusal(lambda: training.stubs[0].Reserve(request, timeout=5))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert f"this node has {RESERVATIONS_MAX} reservations" in details
+    training.stubs[0].Release(pb.ReleaseRequest(job=here.job.job, iteration=3), timeout=5)
+    assert training.stubs[0].Reserve(request, timeout=5).granted
 
-    request = pb.ReserveRequest(job=job.job, iteration=3, seconds=10)
-    check_reserve(request, 0, RESERVATIONS_MAX - 1)
-    with pytest.raises(CallRefused, match=f"this node has {RESERVATIONS_MAX} reservations"):
-        check_reserve(request, 0, RESERVATIONS_MAX)
+
+def test_reserved_iterations_have_no_more_memory_than_there_is(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may need a copy of the whole state, however small the request is."""
+    here = world(nodes=1)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    state_bytes = here.hold().replica.nbytes
+    assert state_bytes == 3 * 4 * sum(p.numel() for p in training.parameters)
+    monkeypatch.setattr(memory, "free", lambda: 3 * state_bytes)
+
+    def reserve(iteration: int) -> bool:
+        request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=60)
+        return training.stubs[0].Reserve(request, timeout=5).granted
+
+    assert all(reserve(iteration) for iteration in (1, 2, 3, 1, 2, 3))
+    code, details = refusal(lambda: reserve(4))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert details.startswith("4 iterations at a time may take")
+
+
+def test_calls_that_wait_for_an_iteration_keep_no_other_waiting(world: Callable[..., World]) -> None:
+    """A reader may reserve an iteration far ahead, and ask for it as often as the node has workers."""
+    here = world(nodes=1)
+    training = here.started()
+    training.iterate()
+    here.stepped(0)
+    stub, name = training.stubs[0], here.job.job
+    assert stub.Reserve(pb.ReserveRequest(job=name, iteration=1000, seconds=600), timeout=5).granted
+    far = pb.FetchRequest(job=name, shard=pb.Shard(), iteration=1000)
+    calls: list[Any] = [stub.Fetch(far, timeout=600) for _ in range(2 * training.ranks + 16)]
+    wait_until(lambda: sum(call.done() for call in calls) >= training.ranks + 8, "refused", 5)
+    code, details = refusal(lambda: list(stub.Fetch(far, timeout=5)))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "calls wait for iterations" in details
+    assert training.seed(0, 0) == []
+    fence(here, training)
+    settle(here, training, 0)
+    training.check(0, 0, 0)
+    for call in calls:
+        call.cancel()
+
+
+def test_recovery_and_seeds_do_not_wait_for_readers(world: Callable[..., World]) -> None:
+    here = world(nodes=1)
+    training = here.started()
+    readers = here.nodes[0]._server._pool
+    release = threading.Event()
+    for _ in range(readers._max_workers):
+        readers.submit(release.wait, 30)
+    try:
+        assert training.seed(0, 0) == []
+        assert training.stubs[0].Reserve(pb.ReserveRequest(job=here.job.job), timeout=5).granted
+        assert fence(here, training)[0].fenced
+    finally:
+        release.set()
+
+
+def test_each_rank_of_a_large_job_can_call() -> None:
+    assert calls_max(ranks=2) == 1024
+    assert calls_max(ranks=1000) >= 4 * 1000
 
 
 def test_a_seed_is_checked_before_it_is_collected(job: Job, stub: ShadowStub) -> None:
@@ -228,6 +333,28 @@ def test_half_open_calls_do_not_keep_a_fence_waiting(job: Job, stub: ShadowStub)
         for call in calls:
             call.cancel()
     assert took < 4, f"{took:.1f} s"
+
+
+def test_half_open_streams_between_nodes_leave_no_traceback(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    release = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait(5)
+        yield from ()
+
+    with open_channel(job, 0, None) as channel:
+        call: Any = channel.stream_stream("/checkmate.v1.Shadow/Commit", None, None)
+        calls = [call(nothing()) for _ in range(60)]
+        wait_until(lambda: sum(one.done() for one in calls) > 1, "refused", 10)
+        wait_until(lambda: "peer reports" not in {one.name for one in threading.enumerate()}, "ended", 10)
+        found = {one.code() for one in calls if one.done()}
+        release.set()
+    assert grpc.StatusCode.RESOURCE_EXHAUSTED in found
+    assert not failed
 
 
 def test_a_message_that_is_cut_is_refused_and_leaves_no_memory(job: Job) -> None:

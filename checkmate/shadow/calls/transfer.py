@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.bounds import check_numbers, check_reserve
+from checkmate.shadow import memory
+from checkmate.shadow.logic.bounds import check_copies, check_numbers, check_reserve, check_waiting
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
 from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.record_bounds import check_part, check_seed_header
@@ -74,6 +75,9 @@ def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
     with node.changed:
         check_reserve(request, node.state.newest, sum(map(len, node.state.reserved.values())))
         live = [hold for _, hold in node.state.holds if hold.live]
+        if iteration not in node.state.reserved and node.state.reserved:
+            nbytes = sum(node.data[hold].replica.nbytes for hold in live)
+            check_copies(len(node.state.reserved) + 1, nbytes, memory.free())
         stepped = max((hold.stepped for hold in live), default=-1)
         if not live or node.state.fenced or not _reserve_all(node, live, iteration):
             return pb.ReserveReply(granted=False, stepped=stepped)
@@ -118,7 +122,13 @@ def fetch(node: Node, request: pb.FetchRequest, timeout: float) -> Iterator[pb.S
         replica = node.data[hold].replica
         if iteration not in reserved and not (hold.settled and hold.stepped == iteration):
             raise _refused(hold, f"iteration {iteration} is not reserved; it is at {hold.stepped}")
-        node.wait_for(lambda: _kept(hold, iteration) or iteration not in reserved, timeout)
+        if iteration in reserved and not _kept(hold, iteration):
+            check_waiting(node.job, node.fetches_waiting)
+            node.fetches_waiting += 1
+            try:
+                node.wait_for(lambda: _kept(hold, iteration) or iteration not in reserved, timeout)
+            finally:
+                node.fetches_waiting -= 1
         if not _kept(hold, iteration):
             raise _refused(hold, f"iteration {iteration} was not stepped in time")
         if hold.doubtful:

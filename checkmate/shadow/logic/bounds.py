@@ -16,6 +16,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import mismatch
 from checkmate.shadow.logic.commit import NEVER, PATIENCE
 from checkmate.shadow.logic.group import CallRefused
+from checkmate.wording import size
 
 ITERATIONS_MAX: Final = 1 << 40
 """The greatest iteration: thirty thousand years at one a second."""
@@ -29,6 +30,8 @@ FENCE_SECONDS_MAX: Final = 3600.0
 RESERVE_SECONDS_MAX: Final = 86_400.0
 RESERVATIONS_MAX: Final = 64
 """Reservations of a node at a time."""
+SPARE_FETCHES: Final = 8
+"""Calls that may wait for an iteration beside one for each rank."""
 RANGES_MAX: Final = 1 << 16
 
 
@@ -107,6 +110,29 @@ def check_reserve(request: pb.ReserveRequest, newest: int, reserved: int) -> Non
             f"this node has {reserved} reservations, the most that it keeps: release one, or wait",
             precondition=True,
         )
+
+
+def check_copies(iterations: int, nbytes: int, memory: int) -> None:
+    """Refuse a reservation if copies of the state after all reserved iterations do not fit.
+
+    Args:
+        iterations: how many are reserved, the new one included. One is always granted.
+        nbytes: bytes of the state.
+        memory: bytes of this machine that are free.
+    """
+    if iterations > 1 and iterations * nbytes > memory:
+        raise CallRefused(
+            f"{iterations} iterations at a time may take {size(iterations * nbytes)}, and this machine has "
+            f"{size(memory)} left: release one, or wait",
+            precondition=True,
+        )
+
+
+def check_waiting(job: Job, waiting: int) -> None:
+    """Refuse a `Fetch` that would wait, if many do, because each occupies a worker."""
+    most = sum(len(group.ranks) for group in job.dp_groups) + SPARE_FETCHES
+    if waiting >= most:
+        raise CallRefused(f"{waiting} calls wait for iterations, the most possible: wait", precondition=True)
 
 
 def check_parts(job: Job, parts: pb.PartsHeld) -> None:

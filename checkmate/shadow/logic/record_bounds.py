@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from checkmate.job.schema import Job
@@ -125,9 +125,8 @@ def _check_memory(layout: Layout, shards: set[int], memory: int) -> None:
 
 SLICES_MAX: Final = 128
 """Slices of each shard; trainers send about 64."""
-SCALINGS_MAX: Final = 16
 REPEATS_MAX: Final = 64
-"""How often one scaling may list each parameter."""
+"""How often the scalings of a step may list each parameter; without a list, one lists all."""
 UNSTEPPED_BYTES: Final = 1 << 30
 """Bytes of parts that wait for their step, beyond which only the next iterations' parts are taken."""
 NEXT: Final = 2
@@ -189,10 +188,12 @@ def _check_step(group: ShadowGroup, step: pb.Step) -> None:
         for text in options:
             _check_options(what, text)
     check_numbers("without_gradient", step.without_gradient, range(parameters))
-    if len(step.scalings) > SCALINGS_MAX:
-        raise CallRefused(f"{len(step.scalings)} scalings of gradients; a step may have {SCALINGS_MAX}")
+    listed = sum(len(one.parameters) or parameters for one in step.scalings)
+    most = REPEATS_MAX * parameters
+    if listed > most:
+        raise CallRefused(f"{len(step.scalings)} scalings list {listed} parameters; a step may have {most}")
     for scaling in step.scalings:
-        _check_known("a scaling", scaling.parameters, parameters, REPEATS_MAX * parameters)
+        _check_known("a scaling", scaling.parameters, parameters)
     try:
         check_scalings(step.scalings)
     except ValueError as error:
@@ -220,7 +221,7 @@ def _check_slices(group: ShadowGroup, slices: Iterable[pb.Slice]) -> None:
     slices, most = list(slices), SLICES_MAX * group.layout.shards
     if len(slices) > most:
         raise CallRefused(f"{len(slices)} slices; a record may have {most}")
-    _check_known("a slice", [one.parameter for one in slices], len(group.layout.parameters), most)
+    _check_known("a slice", [one.parameter for one in slices], len(group.layout.parameters))
     for one in slices:
         known = group.layout.parameters[one.parameter]
         check_text("the name of a slice's state", one.state)
@@ -232,10 +233,7 @@ def _check_slices(group: ShadowGroup, slices: Iterable[pb.Slice]) -> None:
             )
 
 
-def _check_known(what: str, numbers: Iterable[int], parameters: int, most: int) -> None:
-    numbers = list(numbers)
-    if len(numbers) > most:
-        raise CallRefused(f"{what} lists {len(numbers)} parameters; at most {most} are possible")
+def _check_known(what: str, numbers: Sequence[int], parameters: int) -> None:
     if numbers and max(numbers) >= parameters:
         raise CallRefused(f"{what} has parameter {max(numbers)}; the layout has {parameters}")
 

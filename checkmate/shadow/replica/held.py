@@ -68,6 +68,11 @@ class Held:
         """Whether an optimizer steps it."""
         return self.pieces[0].optimizer is not None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its large tensors."""
+        return self.tensor.nbytes + sum(value.nbytes for value in list(self.whole.values()))
+
     def put(self, tensor: torch.Tensor, state: State) -> None:
         """Take over a parameter and its state. Earlier snapshots do not change."""
         self.tensor = tensor

@@ -131,6 +131,11 @@ class Replica:
         stepped = {number: held for number, held in self._held.items() if self.at.get(number) == iteration}
         return list(self.comparison.compare(iteration, step.slices, stepped))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of parameters and optimizer state that steps overwrite."""
+        return sum(held.nbytes for held in self._held.values())
+
     def reserve(self, iteration: int) -> bool:
         """Keep a present or future iteration readable, once for each parameter, until `release`.
 
