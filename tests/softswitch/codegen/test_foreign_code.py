@@ -137,9 +137,8 @@ def walk(name: str, most: int | None) -> None:
     assert verdicts["equal"] > 50
 
 
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
-def test_hostile_leaves_of_each_kind(name: str) -> None:
-    walk(name, SAMPLES)
+def test_hostile_leaves_of_each_kind() -> None:
+    walk("bmv2", SAMPLES)
 
 
 @pytest.mark.slow
