@@ -23,8 +23,8 @@ from topologies.training.job import JobPlan, TrainingJob, start_all, training_la
 
 BATCHES: Final = (1, 2, 4, 8, 16)
 TITLE: Final = (
-    "Shadow nodes' pull and step against the iteration, by batch size: a GPT of 5 million parameters, 4 "
-    "ranks on one core, 2 shadow nodes on another"
+    "Shadow nodes' pull and step against the iteration, by batch size: "
+    "4 ranks on one core, 2 shadow nodes on another"
 )
 PICTURE: Final = Path("out/bench/batches.png")
 _WARM_UP: Final = 4

@@ -18,7 +18,7 @@ import yaml
 from benchmarks.figures import Figure, Result, Skipped
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job, Stub
-from checkmate.keys.access import INSECURE, access
+from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.wire.tag import Hello
@@ -53,7 +53,6 @@ def measure() -> list[Result]:
     """Return every figure of this module."""
     if os.geteuid() != 0:
         return [Skipped("SYN floods", "needs root, for network namespaces")]
-    os.environ[INSECURE] = "1"
     with Lab(load("two_tor"), "softswitch", name="benchsyn") as lab, Crew(lab) as crew, _job(lab) as file:
         return _measure(lab, crew, file)
 
@@ -75,6 +74,7 @@ def _job(lab: Lab) -> Iterator[Path]:
     if isinstance(data["fabric"], str):
         data["fabric"] = str(lab.job_file.parent / data["fabric"])
     data["dp_groups"][-1]["ranks"].pop()
+    data["keys"] = str(read_job(lab.job_file).keys)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.yaml"
         file.write_text(yaml.safe_dump(data))
