@@ -16,6 +16,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from checkmate.keys.contexts import host_of_call
 from checkmate.shadow.logic.admission import Admission
 from checkmate.shadow.logic.group import CallRefused
 
@@ -126,7 +127,7 @@ class Guard:
     @contextmanager
     def _waiting(self, context: grpc.ServicerContext, *, first: bool = False) -> Iterator[None]:
         """Note that a call waits for its client until the end of the block."""
-        key, host, now = object(), host_of(context.peer()), time.monotonic()
+        key, host, now = object(), host_of_call(context.peer()), time.monotonic()
         with self._lock:
             admitted = True
             if first:
@@ -154,11 +155,6 @@ class Guard:
                 late = [self._contexts.pop(key) for key in self._admission.late(time.monotonic())]
             for context in late:
                 context.cancel()
-
-
-def host_of(peer: str) -> str:
-    """Return the host of gRPC's name of a peer: `10.0.0.1` of `ipv4:10.0.0.1:4711`."""
-    return peer.partition(":")[2].rpartition(":")[0] or peer
 
 
 def _only(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:

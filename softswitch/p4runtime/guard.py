@@ -146,9 +146,9 @@ def parser(
     """Return a function that parses messages, and raises `StatusError` for those that cannot be.
 
     Args:
-    kind: The type of the messages.
-    most: Bytes that a message may have.
-    check: Gets the message's head before the rest is parsed, and raises `StatusError` to refuse it.
+        kind: The type of the messages.
+        most: Bytes that a message may have.
+        check: Gets the message's head before the rest is parsed, and raises `StatusError` to refuse it.
     """
     name = kind.DESCRIPTOR.name
     head = _head_of(kind) if check else None

@@ -22,6 +22,7 @@ from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
 from controlplane.plan import plan_switch
 from testbed.jobs import job, job_data
+from tests.support.endpoint import empty_view
 from tests.support.hellos import signed
 
 JOB = job(channels=2, ranks=3, nodes=2, replicas=1)
@@ -35,8 +36,7 @@ ENDS = Ends(NIC.ip, 5000, STUB.ip, STUB.port)
 
 
 def view() -> View:
-    plan = plan_switch(NETWORK, "tor0", Holdings())
-    return View.of(NETWORK, "tor0", plan.boundary_ids, Connected(), {}, {JOB.job: KEY})
+    return empty_view(JOB, KEY)
 
 
 def segment(flags: str, payload: bytes = b"", **fields: object) -> bytes:

@@ -13,26 +13,18 @@ from scapy.packet import Packet
 
 from checkmate.job.schema import Stub
 from controlplane.endpoint import frames
-from controlplane.endpoint.endpoint import Connected, View, answer
+from controlplane.endpoint.endpoint import answer
 from controlplane.endpoint.frames import Segment, SegmentKind
-from controlplane.entities import Holdings
 from controlplane.network import Network
-from controlplane.plan import plan_switch
 from testbed.jobs import job
+from tests.support.endpoint import empty_view
 from tests.support.fuzz import fuzz
 
 JOB = job(channels=1, ranks=2, nodes=1, replicas=1)
 NETWORK = Network([JOB])
 STUB = NETWORK.switches["tor0"].stub
 NIC = JOB.shadow_nodes[0].nics[0]
-VIEW = View.of(
-    NETWORK,
-    "tor0",
-    plan_switch(NETWORK, "tor0", Holdings()).boundary_ids,
-    Connected(),
-    {},
-    {JOB.job: bytes(32)},
-)
+VIEW = empty_view(JOB)
 
 PORTS = st.integers(0, 0xFFFF)
 NUMBERS = st.integers(0, 0xFFFFFFFF)

@@ -9,25 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.endpoint.endpoint import Connected, View
 from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.endpoint.waiting import KNOWN_DEPTH, TokenBucket, WaitingSegments
-from controlplane.entities import Holdings, Rate
+from controlplane.entities import Rate
 from controlplane.network import Network
-from controlplane.plan import plan_switch
 from testbed.jobs import job
+from tests.support.endpoint import empty_view
 
 JOB = job(channels=2, ranks=3, nodes=3, replicas=1)
 NETWORK = Network([JOB])
 NICS = [node.nics[0] for node in JOB.shadow_nodes]
-VIEW = View.of(
-    NETWORK,
-    "tor0",
-    plan_switch(NETWORK, "tor0", Holdings()).boundary_ids,
-    Connected(),
-    {},
-    {JOB.job: bytes(32)},
-)
+VIEW = empty_view(JOB)
 RATE = Rate(packets=10, burst=20)
 
 

@@ -21,10 +21,8 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow import memory
 from checkmate.shadow.logic.bounds import RESERVATIONS_MAX
-from checkmate.shadow.process import Serving
 from checkmate.shadow.service import calls_max
 from checkmate.wire.layout import Parameter, make_layout
-from testbed.copies import local_job
 from testbed.record_line import RecordLine
 from testbed.small_training import START, status
 from tests.support.labs.end_hosts import needs_buffers
@@ -33,13 +31,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = needs_buffers
 NAN = float("nan")
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = local_job(nodes=1)
-    with Serving(made, 0):
-        yield made
 
 
 @pytest.fixture

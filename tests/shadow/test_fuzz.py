@@ -25,7 +25,6 @@ from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.shadow.logic.bounds import check_decision, check_progress
 from checkmate.shadow.logic.group import CallRefused
-from checkmate.shadow.process import Serving
 from checkmate.wire.layout import LayoutError, Parameter, from_json, make_layout
 from testbed.copies import local_job
 from testbed.small_training import START, status
@@ -82,13 +81,6 @@ STREAMED: Final[dict[str, type[Message]]] = {"Parts": pb.PartsRequest, "Fetch": 
 
 WAITING: Final = ("Fence", "Fetch")
 """Methods that may wait as long as their caller."""
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = local_job(nodes=1)
-    with Serving(made, 0):
-        yield made
 
 
 @pytest.fixture

@@ -35,6 +35,14 @@ NAME_MAX: Final = 4096
 THREADS_MAX: Final = 4096
 SETS: Final = 3
 """A shard's bytes are held this often at least: parameters, and two sets of gradients."""
+SLICES_MAX: Final = 128
+"""Slices of each shard; trainers send about 64."""
+REPEATS_MAX: Final = 64
+"""How often the scalings of a step may list each parameter; without a list, one lists all."""
+UNSTEPPED_BYTES: Final = 1 << 30
+"""Bytes of parts that wait for their step, beyond which only the next iterations' parts are taken."""
+NEXT: Final = 2
+_STATE_ITEMSIZE: Final = 8
 
 
 def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memory: int) -> Layout:
@@ -49,8 +57,7 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
     check_protocol(request.protocol)
     check_job(job, request.job)
     check_group(job, request.group)
-    if request.incarnation >= INCARNATIONS:
-        raise CallRefused(f"incarnation {request.incarnation}: must be a number from 0 to 255")
+    check_number("incarnation", request.incarnation, INCARNATIONS - 1)
     if not 0 <= request.first_iteration <= request.next_iteration <= ITERATIONS_MAX:
         raise CallRefused(
             f"first iteration {request.first_iteration}, next {request.next_iteration}: neither may be "
@@ -123,16 +130,6 @@ def _check_memory(layout: Layout, shards: set[int], memory: int) -> None:
         )
 
 
-SLICES_MAX: Final = 128
-"""Slices of each shard; trainers send about 64."""
-REPEATS_MAX: Final = 64
-"""How often the scalings of a step may list each parameter; without a list, one lists all."""
-UNSTEPPED_BYTES: Final = 1 << 30
-"""Bytes of parts that wait for their step, beyond which only the next iterations' parts are taken."""
-NEXT: Final = 2
-_STATE_ITEMSIZE: Final = 8
-
-
 def check_part(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
     """Check a rank's part of a step record. Raise `CallRefused` if it cannot be of this start of training."""
     first, ranks = group.begin.first_iteration, group.begin.ranks
@@ -151,8 +148,10 @@ def check_part(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
 
 def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
     """Refuse ends of streams that this rank does not tag, or beyond what the iteration can have sent."""
+    if not part.ends:
+        return
     side = {0: FIRST, group.begin.ranks - 1: LAST}.get(part.position)
-    if part.ends and side is None:
+    if side is None:
         raise CallRefused(f"ends of streams from position {part.position}, which does not tag")
     if len(part.ends) > job.channels * group.layout.shards:
         raise CallRefused(
