@@ -1,0 +1,89 @@
+"""Calls that NCCL made to its plugins in a ring AllReduce, as recorded (tests/data/nccl/README.md)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+FOLDER: Final = Path(__file__).resolve().parents[1] / "data" / "nccl"
+NAMES: Final = sorted(file.name.removesuffix(".jsonl.gz") for file in FOLDER.glob("*.jsonl.gz"))
+ITEMSIZES: Final = {"ncclUint32": 4, "ncclFloat32": 4}
+
+
+@dataclass(frozen=True)
+class TracedCollective:
+    """A collective as the profiler was told of it."""
+
+    count: int
+    datatype: str
+    channels: int
+
+
+@dataclass(frozen=True)
+class TracedSend:
+    """A send that was accepted, and the first word that it carried, if any."""
+
+    channel: int
+    step: int
+    nbytes: int
+    first_word: int | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All calls of one run, by rank."""
+
+    name: str
+    header: Mapping[str, Any]
+    events: tuple[list[list[Any]], ...]
+
+    @classmethod
+    def read(cls, name: str) -> Trace:
+        """Read a recorded run."""
+        with gzip.open(FOLDER / f"{name}.jsonl.gz", "rt") as lines:
+            header, *ranks = map(json.loads, lines)
+        return cls(name, header, tuple(rank["ev"] for rank in ranks))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return int(self.header["nranks"])
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of a connection's buffer."""
+        return int(self.header["buffsize"])
+
+    @property
+    def whole(self) -> bool:
+        """Whether all collectives came to their end."""
+        return not self.name.startswith("senderr")
+
+    def alone(self, rank: int) -> dict[int, TracedCollective]:
+        """Return the collectives that were launched alone, by the profiler's number."""
+        found = [event[2:] for event in self.events[rank] if event[0] == "Coll"]
+        groups = [one[2] for one in found]
+        return {
+            number: TracedCollective(count, datatype, channels)
+            for number, _, group, _, _, count, datatype, _, _, channels, *_ in found
+            if groups.count(group) == 1
+        }
+
+    def sends(self, rank: int, collective: int) -> list[TracedSend]:
+        """Return the accepted sends of a collective."""
+        return [
+            TracedSend(channel, step, size, words[0] if words else None)
+            for kind, _, _, size, _, _, coll, channel, step, refused, *words in (
+                event for event in self.events[rank] if event[0] == "isend"
+            )
+            if coll == collective and not refused
+        ]
+
+    def decode(self, word: int) -> tuple[int, list[int]]:
+        """Return the element and the ranks of a partial sum: rank r's element i is (i << 5) + (1 << r)."""
+        in_it = [rank for rank in range(self.ranks) if word >> rank & 1]
+        return (word >> 5) // len(in_it), in_it

@@ -1,0 +1,81 @@
+"""NCCL's slicing, against calls that were recorded from NCCL's own host code."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
+from checkmate.wire.schedule import FIRST, LAST
+from tests.support.nccl_traces import ITEMSIZES, NAMES, Trace
+
+SLICING = NcclSlicing()
+
+
+def sends(
+    slicing: NcclSlicing, elements: int, itemsize: int, ranks: int, used: int, rank: int
+) -> list[list[NcclSend]]:
+    parts = [slicing.part(elements, itemsize, used, channel) for channel in range(used)]
+    return [list(slicing.sends(part, itemsize, ranks, rank)) for part in parts]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recorded_send_is_foreseen(name: str) -> None:
+    trace = Trace.read(name)
+    slicing = NcclSlicing(buffer=trace.buffer)
+    seen = 0
+    for rank in range(trace.ranks):
+        alone = trace.alone(rank)
+        for number, collective in alone.items():
+            itemsize = ITEMSIZES[collective.datatype]
+            foreseen = sends(slicing, collective.count, itemsize, trace.ranks, collective.channels, rank)
+            found = trace.sends(rank, number)
+            if trace.whole:
+                expected = {(channel, one.step) for channel, some in enumerate(foreseen) for one in some}
+                assert {(one.channel, one.step) for one in found} == expected
+            for one in found:
+                send = foreseen[one.channel][one.step]
+                assert len(send.where) * itemsize == one.nbytes
+                if one.first_word is not None and collective.datatype == "ncclUint32":
+                    first, ranks = trace.decode(one.first_word)
+                    assert first == send.where.start
+                    assert (len(ranks) == trace.ranks) == (send.round >= 0)
+                seen += 1
+    assert seen > 20
+
+
+@given(
+    elements=st.integers(1, 1_000_000),
+    itemsize=st.sampled_from([2, 4, 8]),
+    ranks=st.integers(2, 6),
+    used=st.integers(1, 8),
+    buffer=st.sampled_from([1 << 16, 1 << 18, 4 << 20]),
+)
+def test_the_tagged_sends_of_both_sides_carry_each_element_once(
+    elements: int, itemsize: int, ranks: int, used: int, buffer: int
+) -> None:
+    slicing = NcclSlicing(buffer=buffer)
+    carried: Counter[int] = Counter()
+    total = 0
+    for channel in range(used):
+        part = slicing.part(elements, itemsize, used, channel)
+        for side in (FIRST, LAST):
+            for send in slicing.tagged(part, itemsize, ranks, side):
+                carried[send.where.start] += 1
+                total += len(send.where)
+    assert total == elements
+    assert set(carried.values()) == {1}
+
+
+def test_a_channel_without_a_part_sends_nothing() -> None:
+    assert not SLICING.part(100, 4, 2, 2)
+    assert not list(SLICING.sends(range(0), 4, 2, 0))
+
+
+@pytest.mark.parametrize(("cell", "buffer"), [(0, 4 << 20), (100, 4 << 20), (16384, 512), (16384, 100_001)])
+def test_sizes_that_nccl_does_not_have(cell: int, buffer: int) -> None:
+    with pytest.raises(ValueError, match="must be a multiple of 16 bytes"):
+        NcclSlicing(cell, buffer)
