@@ -1,0 +1,1 @@
+"""The NCCL plugin: its C library, and what Python tells it."""

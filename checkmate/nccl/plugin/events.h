@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What NCCL's profiler events say of a send: its collective, channel and step. Also the decision whether it is tagged.
+ *
+ * Records are in rings, because a collective's event stops before its proxy operations start. A ring is longer than
+ * what NCCL has in flight.
+ */
+#ifndef CHECKMATE_NCCL_EVENTS_H
+#define CHECKMATE_NCCL_EVENTS_H
+
+#include "nccl_api.h"
+
+/* Names this library in events of net plugins: its kind, which NCCL does not interpret, and version 1. */
+#define PLUGIN_ID ((int64_t)0x434D << 16 | 1)
+
+enum { EVENTS_MASK = PROFILE_COLL | PROFILE_PROXY_OP | PROFILE_PROXY_STEP | PROFILE_NET_PLUGIN };
+
+struct event_step;
+
+/* Passed by isend through NCCL's callback; start_net fills it. */
+struct send_mark {
+	struct event_step *step;
+};
+
+/* The last send that a connection accepted. */
+struct send_order {
+	uint64_t serial;
+	uint32_t step;
+	bool any;
+};
+
+struct send_decision {
+	bool tagged;
+	uint32_t channel;
+	uint32_t shadow_id;
+	uint64_t position; /* in the stream */
+};
+
+void *start_coll(uint64_t comm_hash, const struct profiler_coll *coll, bool channels_are_used);
+void *start_op(void *parent, const struct profiler_proxy_op *op);
+void *start_step(void *parent, int step);
+void start_net(void *parent, const struct profiler_net *net);
+void record_state(void *handle, int state);
+
+/* Decide on a send that is accepted now. */
+struct send_decision decide(const struct send_mark *mark, size_t nbytes, struct send_order *order);
+
+#endif

@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "job.h"
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "stream.h"
+
+enum { UNKNOWN, OURS, DOUBTFUL };
+
+struct nccl_job job = {.sockets_map = -1};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool present, stopped;
+static char trouble[TROUBLE_MAX];
+static struct nccl_bucket buckets[BUCKETS_MAX];
+static uint32_t bucket_count;
+static _Atomic uint64_t tagged[CHANNELS_MAX][SHADOW_IDS_MAX], acknowledged[CHANNELS_MAX][SHADOW_IDS_MAX];
+static int expecting, standing;
+static uint64_t hash;
+static _Atomic(nccl_logger) log_to;
+
+void checkmate_nccl_begin(const struct nccl_job *given)
+{
+	pthread_mutex_lock(&lock);
+	job = *given;
+	bucket_count = 0;
+	standing = UNKNOWN;
+	trouble[0] = 0;
+	memset(tagged, 0, sizeof(tagged));
+	memset(acknowledged, 0, sizeof(acknowledged));
+	atomic_store(&stopped, false);
+	atomic_store(&present, true);
+	pthread_mutex_unlock(&lock);
+}
+
+int checkmate_nccl_buckets(const struct nccl_bucket *given, uint32_t count)
+{
+	if (count > BUCKETS_MAX)
+		return -1;
+	pthread_mutex_lock(&lock);
+	memcpy(buckets, given, count * sizeof(*given));
+	bucket_count = count;
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+uint32_t checkmate_nccl_used(uint32_t bucket)
+{
+	return bucket < bucket_count ? buckets[bucket].used : 0;
+}
+
+void checkmate_nccl_expect(int expected)
+{
+	pthread_mutex_lock(&lock);
+	expecting = expected;
+	pthread_mutex_unlock(&lock);
+}
+
+void checkmate_nccl_stop(const char *why)
+{
+	job_fail("%s", why);
+}
+
+uint32_t checkmate_nccl_trouble(char *text, uint32_t size)
+{
+	uint32_t length;
+
+	pthread_mutex_lock(&lock);
+	length = (uint32_t)snprintf(text, size, "%s", trouble);
+	pthread_mutex_unlock(&lock);
+	return length;
+}
+
+void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *sent, uint64_t *received)
+{
+	if (channel >= CHANNELS_MAX || shadow_id >= SHADOW_IDS_MAX) {
+		*sent = *received = 0;
+		return;
+	}
+	streams_acknowledge();
+	*received = atomic_load(&acknowledged[channel][shadow_id]); /* first, because it follows the other */
+	*sent = atomic_load(&tagged[channel][shadow_id]);
+}
+
+bool job_present(void)
+{
+	return atomic_load(&present);
+}
+
+bool job_tags(void)
+{
+	return job_present() && !atomic_load(&stopped);
+}
+
+void job_fail(const char *format, ...)
+{
+	va_list arguments;
+	bool first;
+
+	pthread_mutex_lock(&lock);
+	first = !atomic_exchange(&stopped, true);
+	if (first) {
+		va_start(arguments, format);
+		vsnprintf(trouble, sizeof(trouble), format, arguments);
+		va_end(arguments);
+	}
+	pthread_mutex_unlock(&lock);
+	if (first)
+		job_log(NCCL_LOG_WARN, "tagging stops: %s", trouble);
+}
+
+void job_log(int level, const char *format, ...)
+{
+	nccl_logger logger = atomic_load(&log_to);
+	char text[TROUBLE_MAX];
+	va_list arguments;
+
+	va_start(arguments, format);
+	vsnprintf(text, sizeof(text), format, arguments);
+	va_end(arguments);
+	if (logger)
+		logger(level, NCCL_SUBSYS_NET, __FILE__, __LINE__, "Checkmate: rank %u: %s", job.rank, text);
+}
+
+void job_use_logger(nccl_logger logger)
+{
+	atomic_store(&log_to, logger);
+}
+
+void job_meet(uint64_t comm_hash)
+{
+	bool two = false;
+
+	pthread_mutex_lock(&lock);
+	if (expecting && standing == UNKNOWN) {
+		hash = comm_hash;
+		standing = OURS;
+	} else if (expecting && standing == OURS && hash != comm_hash) {
+		standing = DOUBTFUL;
+		two = true;
+	}
+	pthread_mutex_unlock(&lock);
+	if (two)
+		job_fail("two communicators were created at once, so that of the gradients is not known");
+}
+
+bool job_is_ours(uint64_t comm_hash)
+{
+	bool ours;
+
+	pthread_mutex_lock(&lock);
+	ours = standing == OURS && hash == comm_hash;
+	pthread_mutex_unlock(&lock);
+	return ours;
+}
+
+bool job_expects(void)
+{
+	bool expected;
+
+	pthread_mutex_lock(&lock);
+	expected = expecting;
+	pthread_mutex_unlock(&lock);
+	return expected;
+}
+
+int job_bucket_of(const void *buffer, uint64_t elements)
+{
+	int found = -1;
+
+	pthread_mutex_lock(&lock);
+	for (uint32_t i = 0; i < bucket_count && found < 0; i++)
+		if (buckets[i].address == (uintptr_t)buffer && buckets[i].elements == elements)
+			found = (int)i;
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
+struct nccl_bucket *job_bucket(int number)
+{
+	return &buckets[number];
+}
+
+void job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes)
+{
+	atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
+}
+
+uint64_t job_position(uint32_t channel, uint32_t shadow_id)
+{
+	return atomic_load(&tagged[channel][shadow_id]);
+}
+
+void job_set_acknowledged(uint32_t channel, uint32_t shadow_id, uint64_t position)
+{
+	atomic_store(&acknowledged[channel][shadow_id], position);
+}

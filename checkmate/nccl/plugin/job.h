@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What Python has told the plugin of its job, and what the plugin tells Python. All functions may be called from any
+ * thread. A process has one job.
+ */
+#ifndef CHECKMATE_NCCL_JOB_H
+#define CHECKMATE_NCCL_JOB_H
+
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "nccl_api.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+enum { CHANNELS_MAX = 8, SHADOW_IDS_MAX = 16, BUCKETS_MAX = 4096, TROUBLE_MAX = 512 };
+
+/* The structures below are mirrored in checkmate/nccl/library.py. */
+struct nccl_job {
+	uint32_t address; /* of the NIC for gradients, in network order */
+	uint32_t ranks;
+	uint32_t rank;
+	uint32_t channels; /* at most */
+	uint32_t cell;
+	uint32_t buffer;
+	uint32_t incarnation;
+	uint32_t dscp_bit;
+	int32_t sockets_map; /* the tagger's map of sockets; -1 to tag nothing */
+	int32_t speed; /* Mbit/s */
+	char interface[16];
+};
+
+struct nccl_bucket {
+	uint64_t address;
+	uint64_t elements;
+	uint32_t itemsize;
+	uint32_t shadow_id;
+	uint32_t used; /* channels; 0 until NCCL has shown it */
+	uint32_t launches;
+};
+
+extern struct nccl_job job;
+
+/* Begin with a job, in place of an earlier one. Connections of the earlier one are not tagged any more. */
+EXPORTED void checkmate_nccl_begin(const struct nccl_job *given);
+/* Set the buckets, in the order of their launches in an iteration. */
+EXPORTED int checkmate_nccl_buckets(const struct nccl_bucket *buckets, uint32_t count);
+EXPORTED uint32_t checkmate_nccl_used(uint32_t bucket);
+/* Announce that this process creates the communicator of gradients until it is called with 0. */
+EXPORTED void checkmate_nccl_expect(int expected);
+/* Stop tagging for good, for a reason. */
+EXPORTED void checkmate_nccl_stop(const char *why);
+/* Copy the first reason for which tagging stopped; return its length, 0 if there is none. */
+EXPORTED uint32_t checkmate_nccl_trouble(char *text, uint32_t size);
+/* The bytes of a stream that were tagged, and those that the peer has acknowledged. */
+EXPORTED void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *tagged, uint64_t *acknowledged);
+
+bool job_present(void);
+bool job_tags(void);
+void job_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void job_log(int level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void job_use_logger(nccl_logger logger);
+
+/* Learn a communicator's number while it is created; tell whether a number is that of the gradients. */
+void job_meet(uint64_t comm_hash);
+bool job_is_ours(uint64_t comm_hash);
+bool job_expects(void);
+
+/* Find the bucket of a collective by its address and size. Return its number, or -1. */
+int job_bucket_of(const void *buffer, uint64_t elements);
+struct nccl_bucket *job_bucket(int number);
+void job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes);
+void job_set_acknowledged(uint32_t channel, uint32_t shadow_id, uint64_t position);
+uint64_t job_position(uint32_t channel, uint32_t shadow_id);
+
+#endif

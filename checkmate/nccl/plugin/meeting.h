@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How two ranks find each other: a listening socket, its handle, which NCCL brings to the other rank, and connections
+ * that have shown the handle's secret. Nothing here blocks.
+ */
+#ifndef CHECKMATE_NCCL_MEETING_H
+#define CHECKMATE_NCCL_MEETING_H
+
+#include "stream.h"
+
+struct listening;
+
+/* Listen at the job's NIC, and describe that in `handle` (NCCL_NET_HANDLE_MAX bytes). Return an ncclResult_t. */
+int meeting_listen(void *handle, struct listening **made);
+/* Connect, or go on connecting. `*made` stays NULL until that is done. Tags can be set if `ours`. */
+int meeting_connect(void *handle, bool ours, struct stream **made);
+/* Accept, as `meeting_connect`. Connections without the secret are closed. */
+int meeting_accept(struct listening *listening, struct stream **made);
+int meeting_close(struct listening *listening);
+
+#endif

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The elements of a send of NCCL's ring AllReduce. tests/nccl/test_slicing.py compares it with
+ * checkmate/wire/nccl_slicing.py, which explains it.
+ */
+#ifndef CHECKMATE_NCCL_SLICING_H
+#define CHECKMATE_NCCL_SLICING_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* A bucket on one channel. `used` is the number of channels that carry it. */
+struct slicing {
+	uint64_t elements;
+	uint32_t itemsize;
+	uint32_t cell; /* bytes */
+	uint32_t buffer; /* bytes, NCCL_BUFFSIZE */
+	uint32_t used;
+	uint32_t ranks;
+	uint32_t index; /* of this rank in the ring */
+};
+
+struct sent {
+	uint64_t first; /* element of the bucket */
+	uint64_t count;
+	int round; /* of the AllGather; negative for partial sums */
+};
+
+/* Describe send `step` on `channel`. Return 0, or -1 if there is no such send. */
+int slicing_send(const struct slicing *slicing, uint32_t channel, uint32_t step, struct sent *sent);
+
+#endif

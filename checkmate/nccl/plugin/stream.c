@@ -1,0 +1,220 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream.h"
+
+#include <arpa/inet.h>
+#include <endian.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "job.h"
+
+enum { HEADER = 8 };
+
+static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct stream *senders;
+
+void streams_acknowledge(void)
+{
+	pthread_mutex_lock(&list_lock);
+	for (struct stream *stream = senders; stream; stream = stream->next)
+		tagging_acknowledge(&stream->tagging);
+	pthread_mutex_unlock(&list_lock);
+}
+
+static void list_add(struct stream *stream)
+{
+	pthread_mutex_lock(&list_lock);
+	stream->next = senders;
+	senders = stream;
+	pthread_mutex_unlock(&list_lock);
+}
+
+static void list_remove(struct stream *stream)
+{
+	struct stream **at = &senders;
+
+	pthread_mutex_lock(&list_lock);
+	while (*at && *at != stream)
+		at = &(*at)->next;
+	if (*at)
+		*at = stream->next;
+	pthread_mutex_unlock(&list_lock);
+}
+
+/* Send all bytes. Return 0, or a negative errno. */
+static int send_all(struct stream *stream, const void *data, size_t size, int flags)
+{
+	const char *at = data;
+	size_t left = size;
+
+	while (left) {
+		ssize_t sent = send(stream->fd, at, left, flags | MSG_NOSIGNAL);
+
+		if (sent < 0 && errno != EINTR)
+			return -errno;
+		if (sent > 0) {
+			at += sent;
+			left -= (size_t)sent;
+		}
+	}
+	tagging_wrote(&stream->tagging, size);
+	return 0;
+}
+
+static int receive_all(struct stream *stream, void *data, size_t size)
+{
+	char *at = data;
+
+	while (size) {
+		ssize_t got = recv(stream->fd, at, size, MSG_WAITALL);
+
+		if (!got)
+			return -ECONNRESET;
+		if (got < 0 && errno != EINTR)
+			return -errno;
+		if (got > 0) {
+			at += got;
+			size -= (size_t)got;
+		}
+	}
+	return 0;
+}
+
+/* Send a message. MSG_EOR keeps a segment from having bytes of a tagged range and others. */
+static int send_message(struct stream *stream, struct request *request)
+{
+	const struct send_decision *decision = &request->decision;
+	uint64_t header = htobe64(request->size);
+	int error, last = decision->tagged ? MSG_EOR : 0;
+
+	error = tagging_pass(&stream->tagging, HEADER + request->size);
+	if (!error)
+		error = send_all(stream, &header, HEADER, decision->tagged ? MSG_EOR : request->size ? MSG_MORE : 0);
+	if (!error && decision->tagged)
+		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision->channel,
+					 decision->shadow_id, decision->position);
+	return error ? error : send_all(stream, request->data, request->size, last);
+}
+
+static int receive_message(struct stream *stream, struct request *request)
+{
+	uint64_t header;
+	int error = receive_all(stream, &header, HEADER);
+
+	if (error)
+		return error;
+	if (be64toh(header) > request->size)
+		return -EMSGSIZE;
+	request->size = be64toh(header);
+	return receive_all(stream, request->data, request->size);
+}
+
+/* Return the next request, or NULL when the stream closes. */
+static struct request *next_request(struct stream *stream)
+{
+	struct request *request = NULL;
+
+	pthread_mutex_lock(&stream->lock);
+	while (stream->done == stream->posted && !stream->closing)
+		pthread_cond_wait(&stream->changed, &stream->lock);
+	if (!stream->closing)
+		request = &stream->requests[stream->done % NCCL_NET_REQUESTS_MAX];
+	pthread_mutex_unlock(&stream->lock);
+	return request;
+}
+
+static void *run(void *argument)
+{
+	struct stream *stream = argument;
+	struct request *request;
+
+	while ((request = next_request(stream))) {
+		int error = stream->sends ? send_message(stream, request) : receive_message(stream, request);
+
+		if (error) {
+			char host[INET_ADDRSTRLEN] = "?";
+
+			inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
+			atomic_store(&stream->error, -error);
+			if (!stream->closing)
+				job_log(NCCL_LOG_WARN, "the connection %s %s broke: %s",
+					stream->sends ? "to" : "from", host, strerror(-error));
+			return NULL;
+		}
+		atomic_store(&request->state, REQUEST_DONE);
+		pthread_mutex_lock(&stream->lock);
+		stream->done++;
+		pthread_mutex_unlock(&stream->lock);
+	}
+	return NULL;
+}
+
+struct stream *stream_open(int fd, bool sends, const struct tagging *tagging)
+{
+	struct stream *stream = calloc(1, sizeof(*stream));
+	socklen_t size = sizeof(stream->peer);
+
+	if (!stream)
+		return NULL;
+	stream->fd = fd;
+	stream->sends = sends;
+	if (tagging)
+		stream->tagging = *tagging;
+	pthread_mutex_init(&stream->tagging.lock, NULL);
+	pthread_mutex_init(&stream->lock, NULL);
+	pthread_cond_init(&stream->changed, NULL);
+	getpeername(fd, (struct sockaddr *)&stream->peer, &size);
+	for (int i = 0; i < NCCL_NET_REQUESTS_MAX; i++)
+		stream->requests[i].stream = stream;
+	if (pthread_create(&stream->thread, NULL, run, stream)) {
+		free(stream);
+		return NULL;
+	}
+	if (sends)
+		list_add(stream);
+	return stream;
+}
+
+struct request *stream_post(struct stream *stream, void *data, size_t size, const struct send_mark *mark)
+{
+	struct request *request = &stream->requests[stream->posted % NCCL_NET_REQUESTS_MAX];
+
+	if (atomic_load(&request->state) != REQUEST_FREE)
+		return NULL;
+	request->data = data;
+	request->size = size;
+	if (mark)
+		request->decision = decide(mark, size, &stream->order);
+	atomic_store(&request->state, REQUEST_QUEUED);
+	pthread_mutex_lock(&stream->lock);
+	stream->posted++;
+	pthread_cond_signal(&stream->changed);
+	pthread_mutex_unlock(&stream->lock);
+	return request;
+}
+
+bool stream_test(struct request *request, size_t *size)
+{
+	if (atomic_load(&request->state) != REQUEST_DONE)
+		return false;
+	*size = request->size;
+	atomic_store(&request->state, REQUEST_FREE);
+	return true;
+}
+
+void stream_close(struct stream *stream)
+{
+	pthread_mutex_lock(&stream->lock);
+	stream->closing = true;
+	pthread_cond_signal(&stream->changed);
+	pthread_mutex_unlock(&stream->lock);
+	shutdown(stream->fd, SHUT_RDWR); /* ends a blocked call; what the kernel has is still sent */
+	pthread_join(stream->thread, NULL);
+	list_remove(stream);
+	tagging_acknowledge(&stream->tagging);
+	close(stream->fd);
+	free(stream);
+}

@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * One direction of a TCP connection of NCCL's, with a thread that sends or receives its messages in order.
+ *
+ * A message is a header of 8 bytes with its length, and its bytes. The header is never tagged.
+ */
+#ifndef CHECKMATE_NCCL_STREAM_H
+#define CHECKMATE_NCCL_STREAM_H
+
+#include <netinet/in.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "events.h"
+#include "nccl_api.h"
+#include "tagging.h"
+
+enum request_state { REQUEST_FREE, REQUEST_QUEUED, REQUEST_DONE };
+
+struct request {
+	struct stream *stream;
+	_Atomic int state;
+	void *data;
+	size_t size; /* of a receive, the room until it is done */
+	struct send_decision decision;
+};
+
+struct stream {
+	int fd;
+	bool sends;
+	struct sockaddr_in peer;
+	struct tagging tagging;
+	struct send_order order;
+	struct request requests[NCCL_NET_REQUESTS_MAX];
+	pthread_t thread;
+	pthread_mutex_t lock;
+	pthread_cond_t changed;
+	uint64_t posted; /* by NCCL */
+	uint64_t done; /* by the thread */
+	_Atomic bool closing;
+	struct stream *next; /* of the sending streams */
+	_Atomic int error; /* errno of what broke it */
+};
+
+/* Begin with a connected, blocking socket, which the stream owns. Return NULL if there are no resources. */
+struct stream *stream_open(int fd, bool sends, const struct tagging *tagging);
+/* Post a message. Return its request, or NULL if too many are in progress. */
+struct request *stream_post(struct stream *stream, void *data, size_t size, const struct send_mark *mark);
+/* Return whether a request is done, and free it then. */
+bool stream_test(struct request *request, size_t *size);
+void stream_close(struct stream *stream);
+/* Note what the peers of all sending streams have acknowledged. */
+void streams_acknowledge(void);
+
+#endif

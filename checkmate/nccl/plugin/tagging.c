@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tagging.h"
+
+#include <errno.h>
+#include <linux/bpf.h>
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "job.h"
+
+#define RETIRE_AFTER (1u << 30) /* untagged bytes */
+
+static const struct timespec POLL = {.tv_nsec = 100000};
+
+static int call(int command, const struct tagging *tagging, void *value)
+{
+	union bpf_attr attributes;
+
+	memset(&attributes, 0, sizeof(attributes));
+	attributes.map_fd = (uint32_t)job.sockets_map;
+	attributes.key = (uintptr_t)&tagging->fd;
+	attributes.value = (uintptr_t)value;
+	return syscall(SYS_bpf, command, &attributes, sizeof(attributes)) ? -errno : 0;
+}
+
+int tagging_prepare(struct tagging *tagging, int fd)
+{
+	int tos = 0, error;
+	socklen_t size = sizeof(tos);
+
+	memset(tagging, 0, sizeof(*tagging));
+	pthread_mutex_init(&tagging->lock, NULL);
+	tagging->fd = fd;
+	if (job.sockets_map < 0)
+		return 0;
+	if (getsockopt(fd, IPPROTO_IP, IP_TOS, &tos, &size))
+		return -errno;
+	tagging->socket.plain_tos = (uint32_t)tos & ~(job.dscp_bit << 2);
+	tagging->socket.tagged_tos = tagging->socket.plain_tos | job.dscp_bit << 2;
+	error = call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket);
+	tagging->prepared = !error;
+	return error;
+}
+
+void tagging_wrote(struct tagging *tagging, uint64_t nbytes)
+{
+	pthread_mutex_lock(&tagging->lock);
+	tagging->written += nbytes;
+	pthread_mutex_unlock(&tagging->lock);
+}
+
+/* Drop the ranges whose last byte is acknowledged. The next update tells the kernel. */
+static int reap(struct tagging *tagging)
+{
+	struct tagged_socket *socket = &tagging->socket;
+	int unacknowledged;
+
+	if (ioctl(tagging->fd, SIOCOUTQ, &unacknowledged))
+		return -errno;
+	for (; socket->head != socket->tail; socket->head++) {
+		uint32_t at = socket->head % TAGGER_RANGES;
+
+		if (tagging->live[at].end > tagging->written - (uint64_t)unacknowledged)
+			break;
+		job_set_acknowledged(tagging->live[at].channel, tagging->live[at].shadow_id, tagging->live[at].position);
+	}
+	return 0;
+}
+
+void tagging_acknowledge(struct tagging *tagging)
+{
+	pthread_mutex_lock(&tagging->lock);
+	reap(tagging);
+	pthread_mutex_unlock(&tagging->lock);
+}
+
+/* Wait, with the lock, until at most `most` ranges are unacknowledged. */
+static int await_ranges(struct tagging *tagging, uint32_t most)
+{
+	for (;;) {
+		int error = reap(tagging), broken = 0;
+		socklen_t size = sizeof(broken);
+
+		if (error || tagging->socket.tail - tagging->socket.head <= most)
+			return error;
+		if (getsockopt(tagging->fd, SOL_SOCKET, SO_ERROR, &broken, &size) || broken)
+			return broken ? -broken : -errno;
+		pthread_mutex_unlock(&tagging->lock);
+		nanosleep(&POLL, NULL);
+		pthread_mutex_lock(&tagging->lock);
+	}
+}
+
+static int add(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
+{
+	struct tagged_socket *socket = &tagging->socket;
+	uint32_t at;
+	int error = 0;
+
+	if (!socket->established) {
+		struct tagged_socket seen;
+
+		error = call(BPF_MAP_LOOKUP_ELEM, tagging, &seen);
+		if (error || !seen.established)
+			return error ? error : -ENOTCONN; /* not created in the tagger's cgroup */
+		socket->established = 1;
+		socket->first_sequence = seen.first_sequence;
+	}
+	error = await_ranges(tagging, TAGGER_RANGES - 1);
+	if (error)
+		return error;
+	at = socket->tail++ % TAGGER_RANGES;
+	socket->ranges[at] = (struct tag_range){
+		.anchor = socket->first_sequence + (uint32_t)tagging->written,
+		.length = length,
+		.sequence = (uint32_t)position,
+		.shadow_id = (uint16_t)shadow_id,
+		.channel = (uint8_t)channel,
+		.incarnation = (uint8_t)job.incarnation,
+	};
+	tagging->live[at].end = tagging->kernel_end = tagging->written + length;
+	tagging->live[at].position = position + length;
+	tagging->live[at].shadow_id = shadow_id;
+	tagging->live[at].channel = channel;
+	return call(BPF_MAP_UPDATE_ELEM, tagging, socket);
+}
+
+int tagging_announce(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
+{
+	int error = 0;
+
+	pthread_mutex_lock(&tagging->lock);
+	if (tagging->prepared)
+		error = add(tagging, length, channel, shadow_id, position);
+	pthread_mutex_unlock(&tagging->lock);
+	return error;
+}
+
+int tagging_pass(struct tagging *tagging, uint64_t length)
+{
+	int error = 0;
+
+	pthread_mutex_lock(&tagging->lock);
+	if (tagging->kernel_end && tagging->written + length - tagging->kernel_end > RETIRE_AFTER) {
+		error = await_ranges(tagging, 0);
+		if (!error)
+			error = call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket);
+		tagging->kernel_end = 0;
+	}
+	pthread_mutex_unlock(&tagging->lock);
+	return error;
+}

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Ranges of one socket's bytes that the kernel tags (checkmate/tagger/tagger.h). A range is in the kernel before its first
+ * byte is written, and stays until its last byte is acknowledged. Used by one thread at a time, but for
+ * `tagging_acknowledge`.
+ */
+#ifndef CHECKMATE_NCCL_TAGGING_H
+#define CHECKMATE_NCCL_TAGGING_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "../../tagger/tagger.h"
+
+struct tagging {
+	int fd;
+	bool prepared;
+	pthread_mutex_t lock; /* of the fields below */
+	uint64_t written;
+	uint64_t kernel_end; /* of the newest range that the kernel knows, in bytes written; 0 for none */
+	struct tagged_socket socket;
+	struct {
+		uint64_t end; /* in bytes written */
+		uint64_t position; /* of its end in the stream */
+		uint32_t shadow_id;
+		uint32_t channel;
+	} live[TAGGER_RANGES];
+};
+
+/* Prepare a socket before it connects. Return 0, or a negative errno. */
+int tagging_prepare(struct tagging *tagging, int fd);
+/* Count bytes that were written. */
+void tagging_wrote(struct tagging *tagging, uint64_t nbytes);
+/* Announce the next `length` bytes as tagged. Return 0, or a negative errno. */
+int tagging_announce(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position);
+/* Make room before `length` untagged bytes, because an old range would match again when sequence numbers wrap. */
+int tagging_pass(struct tagging *tagging, uint64_t length);
+/* Note what the peer has acknowledged. */
+void tagging_acknowledge(struct tagging *tagging);
+
+#endif

@@ -1,0 +1,187 @@
+"""The plugin's connections, as NCCL uses them: sizes, order, back pressure, errors and strangers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+
+from checkmate.nccl.building import shared_object
+from checkmate.nccl.library import NcclLibrary, NcclPlace
+from checkmate.wire.nccl_slicing import NcclSlicing
+from tests.support.nccl_calls import RELEASES, REMOTE_ERROR, Caller
+
+LOOPBACK = IPv4Address("127.0.0.1")
+
+
+def buffer(data: bytes | int) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(data, data if isinstance(data, int) else max(1, len(data)))
+
+
+def until(made: Callable[[], int | None], seconds: float = 20.0) -> int:
+    deadline = time.monotonic() + seconds
+    while (found := made()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return found
+
+
+class Pair:
+    """Two ranks, each with the plugin loaded from a file of its own, and a connection from 0 to 1."""
+
+    def __init__(self, folder: Path, release: str) -> None:
+        self.callers, self.libraries = [], []
+        for rank in range(2):
+            path = folder / f"plugin{rank}.so"
+            shutil.copy(shared_object(), path)
+            library = NcclLibrary(path)
+            library.begin(
+                NcclPlace(rank, 2, LOOPBACK, "lo"), channels=2, slicing=NcclSlicing(), incarnation=3
+            )
+            caller = Caller(path, RELEASES[release])
+            with library.expected():
+                assert caller.init(77, 2, 2, rank) == 0
+            self.callers.append(caller)
+            self.libraries.append(library)
+        self.sender, self.receiver = self.callers
+        self.handle, self.listening = self.receiver.listen()
+        place = buffer(self.handle)
+        self.send_comm = until(lambda: self.sender.connect(place))
+        self.receive_comm = until(lambda: self.receiver.accept(self.listening))
+
+    def finish(self, caller: Caller, request: int) -> int:
+        def done() -> int | None:
+            result, size = caller.test(request)
+            assert result == 0
+            return size
+
+        return until(done)
+
+    def close(self) -> None:
+        self.sender.close_send(self.send_comm)
+        self.receiver.close_receive(self.receive_comm)
+        self.receiver.close_listen(self.listening)
+
+
+@pytest.fixture(params=RELEASES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, "2.30")
+    yield made
+    made.close()
+
+
+def test_messages_arrive_in_order_with_their_true_sizes(pair: Pair) -> None:
+    sizes = [0, 1, 1000, 0, 1 << 20]
+    messages = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+    rooms = [buffer(2 << 20) for _ in messages]
+    receives = [pair.receiver.irecv(pair.receive_comm, room, 2 << 20)[1] for room in rooms]
+    kept = [buffer(message) for message in messages]
+    sends = [
+        pair.sender.isend(pair.send_comm, data, len(message), None)[1]
+        for data, message in zip(kept, messages, strict=True)
+    ]
+    for request, receive, room, message in zip(sends, receives, rooms, messages, strict=True):
+        assert request is not None
+        assert receive is not None
+        assert pair.finish(pair.sender, request) == len(message)
+        assert pair.finish(pair.receiver, receive) == len(message)
+        assert room.raw[: len(message)] == message
+
+
+def test_too_many_sends_are_refused_until_some_are_done(newest: Pair) -> None:
+    data = buffer(8 << 20)
+    requests = []
+    while True:
+        result, request = newest.sender.isend(newest.send_comm, data, len(data), None)
+        assert result == 0
+        if request is None:
+            break
+        requests.append(request)
+    assert len(requests) == 32
+    room = buffer(8 << 20)
+    for request in requests:
+        receive = newest.receiver.irecv(newest.receive_comm, room, len(room))[1]
+        assert receive is not None
+        newest.finish(newest.sender, request)
+        newest.finish(newest.receiver, receive)
+    assert newest.sender.isend(newest.send_comm, data, 1, None)[1] is not None
+
+
+def test_a_message_that_exceeds_its_room_breaks_the_connection(newest: Pair) -> None:
+    room, data = buffer(10), buffer(b"x" * 11)
+    receive = newest.receiver.irecv(newest.receive_comm, room, 10)[1]
+    assert receive is not None
+    newest.sender.isend(newest.send_comm, data, 11, None)
+    until(lambda: newest.receiver.test(receive)[0] or None)
+    assert newest.receiver.test(receive) == (REMOTE_ERROR, None)
+    assert newest.receiver.irecv(newest.receive_comm, room, 10) == (REMOTE_ERROR, None)
+
+
+def test_a_peer_that_closes_is_an_error_of_the_next_calls(newest: Pair) -> None:
+    room = buffer(10)
+    receive = newest.receiver.irecv(newest.receive_comm, room, 10)[1]
+    assert receive is not None
+    newest.sender.close_send(newest.send_comm)
+    until(lambda: newest.receiver.test(receive)[0] or None)
+    assert newest.receiver.irecv(newest.receive_comm, room, 10)[0] == REMOTE_ERROR
+    place = buffer(newest.handle)
+    newest.send_comm = until(lambda: newest.sender.connect(place))
+    newest.receiver.close_receive(newest.receive_comm)
+    newest.receive_comm = until(lambda: newest.receiver.accept(newest.listening))
+
+
+def test_a_blocked_send_ends_when_its_connection_is_closed(newest: Pair) -> None:
+    data = buffer(64 << 20)
+    assert newest.sender.isend(newest.send_comm, data, len(data), None)[1] is not None
+    time.sleep(0.1)
+    start = time.monotonic()
+    newest.sender.close_send(newest.send_comm)
+    assert time.monotonic() - start < 2
+    place = buffer(newest.handle)
+    newest.send_comm = until(lambda: newest.sender.connect(place))
+
+
+def test_strangers_neither_connect_nor_delay_others(newest: Pair) -> None:
+    port = int.from_bytes(newest.handle[2:4], "big")
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    strangers[0].sendall(b"x" * 16)
+    place = buffer(newest.handle)
+    sender = until(lambda: newest.sender.connect(place))
+    receiver = until(lambda: newest.receiver.accept(newest.listening))
+    room, data = buffer(5), buffer(b"hello")
+    receive = newest.receiver.irecv(receiver, room, 5)[1]
+    request = newest.sender.isend(sender, data, 5, None)[1]
+    assert receive is not None
+    assert request is not None
+    assert newest.finish(newest.receiver, receive) == 5
+    assert room.raw == b"hello"
+    for stranger in strangers:
+        stranger.close()
+    newest.sender.close_send(sender)
+    newest.receiver.close_receive(receiver)
+
+
+def test_a_process_without_a_job_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "plugin.so"
+    shutil.copy(shared_object(), path)
+    caller = Caller(path, RELEASES["2.30"])
+    assert caller.init(5, 2, 2, 0) != 0
+    assert caller.mask == 0
+
+
+def test_no_thread_is_left(newest: Pair) -> None:
+    assert threading.active_count() < 10
