@@ -44,7 +44,7 @@ def shared_object(cache: Path | None = None) -> Path:
             _compile(target)
     except OSError as error:
         raise PluginError(
-            f"no access to the compiled NCCL plugin ({error}): set XDG_CACHE_HOME to a folder you can write to"
+            f"no access to the compiled plugin ({error}): set XDG_CACHE_HOME to a folder you can write to"
         ) from None
     return target
 

@@ -124,7 +124,10 @@ class NcclLibrary:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Announce that the communicator of gradients is created in the block, and no other."""
+        """Announce that the communicator of gradients is created in the block, and no other.
+
+        NCCL 2.26 names it only in collectives, so the block must have the first of them, too.
+        """
         self._library.checkmate_nccl_expect(1)
         try:
             yield

@@ -245,6 +245,6 @@ class Caller:
 
     def _profiled(self, handle: Any, kind: int, phandle: int, plugin: int, data: int) -> int:
         """Do as NCCL's callback: tell the profiler of a net event, below the step of `phandle`."""
-        if kind == 0 and self._step_of_phandle[phandle] is not None:
-            handle[0] = self._start(_NET, self._step_of_phandle[phandle], _What(net=_Net(plugin, data)))
+        if kind == 0 and (step := self._step_of_phandle.get(phandle)) is not None:
+            handle[0] = self._start(_NET, step, _What(net=_Net(plugin, data)))
         return 0

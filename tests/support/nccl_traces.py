@@ -54,6 +54,11 @@ class Trace:
         return int(self.header["nranks"])
 
     @property
+    def channels(self) -> int:
+        """The most channels of a collective."""
+        return int(self.header["nchannels"])
+
+    @property
     def buffer(self) -> int:
         """Bytes of a connection's buffer."""
         return int(self.header["buffsize"])
