@@ -14,6 +14,8 @@ _COLL, _PROXY_OP, _PROXY_STEP, _NET = 1 << 1, 1 << 3, 1 << 4, 1 << 7
 _SEND_PEER_WAIT: Final = 20
 
 _LOGGER = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
+_KEPT: Final[list[object]] = []
+"""Callbacks, which the plugin may call as long as it is loaded: for ever."""
 _PROFILE = ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int, c_void_p, c_int64, c_void_p)
 
 
@@ -93,6 +95,7 @@ class Caller:
         self._tuner = self._functions(f"ncclTunerPlugin_v{versions.tuner}", 5)
         self._profile_callback = _PROFILE(self._profiled)
         self._log_callback = _LOGGER(lambda *_: None)
+        _KEPT.extend((self._profile_callback, self._log_callback))
         self._net_context = c_void_p()
         self._profiler_context = c_void_p()
         self._step_of_phandle: dict[int, int | None] = {}
