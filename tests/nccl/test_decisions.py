@@ -47,7 +47,11 @@ class SendingRank:
             self._ends.append(until(lambda to=listening: self._sink.accept(to)))  # type: ignore[misc]
             self._listeners.append(listening)
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._drain, args=(end,)) for end in self._ends]
+        self._rooms = [buffer(ROOM) for _ in self._ends]  # the plugin may write there until it has closed
+        self._threads = [
+            threading.Thread(target=self._drain, args=pair)
+            for pair in zip(self._ends, self._rooms, strict=True)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -63,8 +67,7 @@ class SendingRank:
             assert caller.init(OURS, self.ranks, self.ranks, rank) == 0
         return library, caller
 
-    def _drain(self, comm: int) -> None:
-        room = buffer(ROOM)
+    def _drain(self, comm: int, room: ctypes.Array[ctypes.c_char]) -> None:
         while not self._stopping.is_set():
             result, request = self._sink.irecv(comm, room, ROOM)
             while request is not None and not self._stopping.is_set():
