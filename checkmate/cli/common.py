@@ -18,6 +18,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
+from checkmate.cli.completing import job_paths
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.wording import counted
 
@@ -28,9 +29,14 @@ out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
 JobArguments = Annotated[
-    list[Path], typer.Argument(help="Job files, or folders of them.", show_default=False)
+    list[Path],
+    typer.Argument(
+        help="Job files, or folders of them.", metavar="JOB", show_default=False, autocompletion=job_paths
+    ),
 ]
-JobArgument = Annotated[Path, typer.Argument(help="A job file.", show_default=False)]
+JobArgument = Annotated[
+    Path, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use no keys: whoever reaches the job's addresses can read it.")
 ]

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from checkmate.cli.common import AsJson, UsageFault, err, folding_table, out, print_json, says_errors
+from checkmate.cli.completing import lab_names, target_names, topology_names
+from checkmate.cli.helping import App
 from topologies import lab as labs
 from topologies import picture, state
 from topologies.describe import topology as describe
@@ -19,18 +21,23 @@ from topologies.signals import unwinding
 from topologies.traffic.demo import perform
 from topologies.traffic.orders import Load
 
-app = typer.Typer(
+app = App(
     help="Labs: hosts, links and switches in network namespaces of this machine. Needs root.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
 )
 
 Topology = Annotated[
     str,
-    typer.Argument(help=f"{', '.join(describe.names())}, or the path to a .yaml file.", show_default=False),
+    typer.Argument(
+        help=f"{', '.join(describe.names())}, or the path to a .yaml file.",
+        show_default=False,
+        autocompletion=topology_names,
+    ),
 ]
-Switches = Annotated[str, typer.Option("--target", help=f"Kind of switch: {' or '.join(TARGETS)}.")]
+Switches = Annotated[
+    str,
+    typer.Option("--target", help=f"Kind of switch: {' or '.join(TARGETS)}.", autocompletion=target_names),
+]
 Name = Annotated[
     str | None, typer.Option("--name", help="The lab's name.", show_default="the topology's name")
 ]
@@ -99,7 +106,10 @@ def up(
 @says_errors
 def down(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Names of labs; or use --all.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Names of labs; or use --all.", metavar="LAB", show_default=False, autocompletion=lab_names
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Remove every lab of this machine.")] = False,
     if_up: Annotated[bool, typer.Option("--if-up", help="Do not fail if a lab does not exist.")] = False,

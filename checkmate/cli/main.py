@@ -8,9 +8,9 @@ from importlib import import_module, metadata
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
 
 from checkmate.cli.common import AsJson, says_errors, switch_extra
+from checkmate.cli.helping import App, Command, Group
 
 COMMANDS: Final[Mapping[str, str]] = {
     "validate": "validate",
@@ -29,8 +29,12 @@ COMMANDS: Final[Mapping[str, str]] = {
 _SWITCH_LIBRARIES: Final = ("finsy",)
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """The commands, in the order of their help."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: Command(name) for name in COMMANDS})  # to suggest one that was meant
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
@@ -51,14 +55,14 @@ def _load(name: str) -> Any:
         return _without_switch(name)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone = App()
     alone.command(name)(getattr(module, name))
     return typer.main.get_command(alone)
 
 
 def _without_switch(name: str) -> Any:
     """Return a stand-in, which takes any arguments, for a command whose libraries are not installed."""
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone = App()
 
     @alone.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     @says_errors
@@ -69,15 +73,14 @@ def _without_switch(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-app = typer.Typer(
+app = App(
     name="checkmate",
     cls=Commands,
     help="Checkpoint data-parallel training after every iteration.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from checkmate.cli.common import UsageFault, err, says_errors
+from checkmate.cli.completing import job_paths
 from checkmate.job.files import read_job
 from checkmate.job.schema import Switch
 
@@ -29,7 +30,9 @@ REQUIREMENTS = Path(__file__).with_name("shell.txt")
 
 @says_errors
 def shell(
-    job: Annotated[Path | None, typer.Argument(help="A job file.", show_default=False)] = None,
+    job: Annotated[
+        Path | None, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+    ] = None,
     switch: Annotated[str, typer.Option(help="Name of the switch; needed if the job has several.")] = "",
     primary: Annotated[
         bool, typer.Option("--primary", help="Become primary, to write; ends a `run` on that switch.")

@@ -11,13 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from checkmate.cli import main
 from checkmate.cli.main import app
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
 
-COMMANDS = [name for name in main.COMMANDS if name != "lab"]
-COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
 WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'thriftpy2']))"
 """Run the command like on a host without the switch's libraries."""
 
@@ -27,13 +24,6 @@ def job_file(tmp_path: Path) -> Path:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2, replicas=2)))
     return file
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    code, output = invoke(*command.split(), "--help")
-    assert code == 0
-    assert f"Example: checkmate {command}" in " ".join(output.split())
 
 
 def without_switch(*arguments: str) -> subprocess.CompletedProcess[str]:
