@@ -1,12 +1,21 @@
-"""Numbers in messages: plurals and sizes."""
+"""Words in messages: plurals, sizes, and what was probably meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 def shortened(text: str, most: int = 300) -> str:
     """Return a text that another host has influenced, in one line of at most `most` printable characters."""
     line = "".join(one if one.isprintable() else " " for one in text[: most + 1])
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean channels?` for the known name that is most alike, or an empty text."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
