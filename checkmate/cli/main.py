@@ -14,6 +14,7 @@ from checkmate.cli.helping import App, Command, Group
 
 COMMANDS: Final[Mapping[str, str]] = {
     "validate": "validate",
+    "keys": "keys",
     "plan": "planning.plan",
     "run": "run",
     "status": "status",

@@ -21,7 +21,7 @@ PORTS_MOST: Final = 65535
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 
 _REPLACED: Final[Mapping[Path, str]] = {
-    ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate validate --init FILE`, and copy the "
+    ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate keys FILE`, and copy the "
     "folders that it prints (docs/security.md)"
 }
 """What has taken the place of keys of older job files."""

@@ -14,7 +14,7 @@ from checkmate.keys.errors import KeysError, Malformed
 from checkmate.keys.roles import CA_FILE, CERT_FILE, KEY_FILE, SECRETS, URI_SCHEME, Role, Secret, role_uri
 from checkmate.keys.secret_files import parse_secret
 
-_AGAIN = "run `checkmate validate --init FILE` again, with the job's file, and copy the folder again"
+_AGAIN = "run `checkmate keys FILE` again, with the job's file, and copy the folder again"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_keys(
     """
     if not folder.is_dir():
         raise KeysError(
-            f"{folder} is not a folder of keys of role {role}: run `checkmate validate --init FILE` with the "
+            f"{folder} is not a folder of keys of role {role}: run `checkmate keys FILE` with the "
             f"file of job {job}, and copy the folder keys/{job}/{role} that it makes to {folder} here"
         )
     disk.check_folder(folder)

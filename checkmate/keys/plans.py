@@ -156,7 +156,7 @@ def _check_empty(folder: Path) -> None:
             f"put {AUTHORITY}/ back; or remove {folder}, run this command again, and copy all folders again"
         )
     if folder.exists() and any(folder.iterdir()):
-        raise KeysError(f"{folder} has other files, but no keys; move them away, or choose another --keys")
+        raise KeysError(f"{folder} has other files, but no keys; move them away, or choose another --out")
 
 
 def _read_authority(job: Job, folder: Path, now: dt.datetime) -> Authority:

@@ -274,7 +274,7 @@ def test_an_older_job_file_is_told_what_has_replaced_its_tls_files(tmp_path: Pat
     data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem", "key": "host.key"}}
     found = faults(write(tmp_path, data))
     assert set(found) == {"mgmt_tls"}
-    assert "replaced by keys: remove it, run `checkmate validate --init FILE`" in found["mgmt_tls"]
+    assert "replaced by keys: remove it, run `checkmate keys FILE`" in found["mgmt_tls"]
 
 
 def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:

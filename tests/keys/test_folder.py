@@ -20,7 +20,7 @@ from checkmate.keys.roles import SECRETS, Role, Secret
 from tests.support.keys import NOW, made, served_job
 
 DAY = dt.timedelta(days=1)
-AGAIN = "run `checkmate validate --init FILE` again, with the job's file, and copy the folder again"
+AGAIN = "run `checkmate keys FILE` again, with the job's file, and copy the folder again"
 
 
 @pytest.fixture
@@ -62,9 +62,7 @@ def test_controller_and_shadow_nodes_share_a_secret(shadow: Path) -> None:
 
 def test_a_missing_folder_says_how_to_get_it(shadow: Path) -> None:
     shutil.rmtree(shadow)
-    words = (
-        "run `checkmate validate --init FILE` with the file of job gpt, and copy the folder keys/gpt/shadow"
-    )
+    words = "run `checkmate keys FILE` with the file of job gpt, and copy the folder keys/gpt/shadow"
     refused(shadow, words)
 
 

@@ -1,4 +1,4 @@
-"""`checkmate validate --init`: the keys of jobs."""
+"""`checkmate keys`: the keys of jobs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ def plain(text: str) -> str:
 
 
 def test_each_job_gets_keys_beside_its_file(jobs: Path) -> None:
-    code, output = invoke("validate", "--init", jobs)
+    code, output = invoke("keys", jobs)
     assert code == 0
     for job in ("gpt", "llama"):
         assert f"keys of job {job}: {jobs}/keys/{job}/" in plain(output)
         for role in Role:
             read_keys(jobs / "keys" / job / role, job, role)
-    assert "gpt: valid; 1 DP group, 3 ranks, 2 shadow nodes" in plain(output)
     assert (plain(output).count("nowhere: stays"), plain(output).count("authority/")) == (2, 2)
-    code, again = invoke("validate", "--init", jobs)
+    code, again = invoke("keys", jobs)
     assert (code, plain(again).count("key.pem")) == (0, 8)
     assert "Traceback" not in again
 
@@ -49,7 +48,7 @@ def test_each_job_gets_keys_beside_its_file(jobs: Path) -> None:
 def test_keys_are_made_where_the_job_has_them(tmp_path: Path) -> None:
     file = tmp_path / "gpt.yaml"
     file.write_text(yaml.safe_dump({**job_data("gpt", nodes=2), "keys": "secrets"}))
-    code, output = invoke("validate", "--init", file, "--json")
+    code, output = invoke("keys", file, "--json")
     assert code == 0
     assert json.loads(output)["keys"][0]["folder"] == str(tmp_path / "secrets/gpt")
     read_keys(tmp_path / "secrets/gpt/reader", "gpt", Role.READER)
@@ -59,11 +58,10 @@ def test_keys_are_made_where_the_job_has_them(tmp_path: Path) -> None:
 def test_the_keys_as_data(jobs: Path) -> None:
     found = []
     for _ in range(2):
-        code, output = invoke("validate", "--init", jobs / "gpt.yaml", "--keys", jobs / "elsewhere", "--json")
+        code, output = invoke("keys", jobs / "gpt.yaml", "--out", jobs / "elsewhere", "--json")
         assert code == 0
         found.append(json.loads(output))
     first, again = found
-    assert (first["valid"], first["faults"], first["jobs"]) == (True, [], ["gpt"])
     ((keys,), (kept,)) = first["keys"], again["keys"]
     assert (keys["job"], keys["folder"]) == ("gpt", str(jobs / "elsewhere/gpt"))
     assert keys["authority"]["folder"] == str(jobs / "elsewhere/gpt/authority")
@@ -89,7 +87,7 @@ def test_hosts_are_where_ranks_are_on_the_management_network(tmp_path: Path) -> 
     for rank, name in zip(data["dp_groups"][0]["ranks"], names, strict=False):
         rank["mgmt"] = name
     (tmp_path / "gpt.yaml").write_text(yaml.safe_dump(data))
-    output = invoke("validate", "--init", tmp_path / "gpt.yaml", "--json")[1]
+    output = invoke("keys", tmp_path / "gpt.yaml", "--json")[1]
     trainer = json.loads(output)["keys"][0]["roles"][1]
     assert trainer["hosts"][:6] == [
         "10.0.0.1",
@@ -99,21 +97,21 @@ def test_hosts_are_where_ranks_are_on_the_management_network(tmp_path: Path) -> 
         "fd00::5",
         "rank6.example.org",
     ]
-    assert "and 4 more (--json)" in plain(invoke("validate", "--init", tmp_path / "gpt.yaml")[1])
+    assert "and 4 more (--json)" in plain(invoke("keys", tmp_path / "gpt.yaml")[1])
 
 
 def test_jobs_with_a_fault_get_no_keys(jobs: Path) -> None:
     (jobs / "llama.yaml").write_text("job: llama\n")
-    code, output = invoke("validate", "--init", jobs)
+    code, output = invoke("keys", jobs)
     assert code == 2
     assert "dp_groups" in output
     assert not (jobs / "keys").exists()
 
 
 def test_an_error_of_keys_is_data_too(jobs: Path) -> None:
-    invoke("validate", "--init", jobs / "gpt.yaml")
+    invoke("keys", jobs / "gpt.yaml")
     (jobs / "keys/gpt/authority/ca.key").unlink()
-    done = CliRunner().invoke(app, ["validate", "--init", "--json", str(jobs)])
+    done = CliRunner().invoke(app, ["keys", "--json", str(jobs)])
     error = f"{jobs}/keys/gpt/authority/ca.key is missing; put the authority's own file back"
     assert done.exit_code == 2
     assert json.loads(done.stdout) == {"error": error, "exit": 2, "faults": []}
@@ -121,10 +119,8 @@ def test_an_error_of_keys_is_data_too(jobs: Path) -> None:
     assert not (jobs / "keys/llama").exists()
 
 
-def test_without_init_nothing_is_made(jobs: Path) -> None:
+def test_validate_makes_nothing(jobs: Path) -> None:
     assert invoke("validate", jobs)[0] == 0
-    code, output = invoke("validate", jobs, "--keys", jobs / "keys")
-    assert (code, "--keys needs --init" in output) == (2, True)
     assert not (jobs / "keys").exists()
 
 
@@ -139,8 +135,8 @@ def test_an_interrupted_command_leaves_nothing(jobs: Path, number: int, status: 
         "from checkmate.cli.entry import main\n"
         "main()\n"
     )
-    command = [sys.executable, "-c", code, "validate", "--init", str(jobs)]
+    command = [sys.executable, "-c", code, "keys", str(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
     assert {path.name for path in jobs.iterdir()} == {"gpt.yaml", "llama.yaml"}
-    assert invoke("validate", "--init", jobs)[0] == 0
+    assert invoke("keys", jobs)[0] == 0
