@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from types import MappingProxyType
+
+from rich.text import Text
 
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
+    err,
     out,
     print_json,
     says_errors,
     set_of,
     switch_extra,
 )
-from checkmate.job.files import JobError, unreadable_tls
+from checkmate.job.files import JobError
+from checkmate.keys.checking import check_files
 from checkmate.wording import counted
 
 
@@ -30,8 +35,8 @@ def validate(
 ) -> None:
     """Check job files: each by itself, against each other, and against the capacity of their switches.
 
-    Every fault is reported with its line, its path in the file and a correction. TLS files of switches
-    must be readable on this host. Exit status 2 if there is a fault.
+    Every fault is reported with its line, its path in the file and a correction. Of keys and TLS files, those
+    that belong on this host are checked. Exit status 2 if there is a fault.
 
     Example: checkmate validate jobs/gpt.yaml
     """
@@ -39,12 +44,16 @@ def validate(
     from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
     found = set_of(jobs)
+    files = check_files(found, dt.datetime.now(dt.UTC))
     try:
-        loaded, plans = checked_plan(found, unreadable_tls(found))
+        loaded, plans = checked_plan(found, files.faults)
     except JobError as error:
         raise Invalid(error.faults) from None
+    for note in files.notes:
+        err.print(Text.assemble(("note:", "yellow"), f" {note}"), soft_wrap=True)
     if as_json:
-        print_json({"valid": True, "faults": [], "jobs": [job.job for job in loaded]})
+        data = {"valid": True, "faults": [], "notes": files.notes, "jobs": [job.job for job in loaded]}
+        print_json(data)
         return
     for job in loaded:
         ranks = sum(len(group.ranks) for group in job.dp_groups)

@@ -25,7 +25,6 @@ __all__ = [
     "read_job",
     "read_jobs",
     "read_set",
-    "unreadable_tls",
 ]
 
 ReadYaml = Callable[[Path], Document]
@@ -127,21 +126,6 @@ def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
         raise JobError(faults)
     found = source.locate(Fault(path, ""))
     return found.file, found.line
-
-
-def unreadable_tls(found: JobSet) -> Iterator[Located]:
-    """Yield the TLS files of switches that can't be read on this host."""
-    for file, job in found.sound:
-        for number, switch in enumerate(job.fabric.switches):
-            named = {} if switch.tls is None else dict(switch.tls)
-            for key, pem in named.items():
-                try:
-                    if pem is not None:
-                        pem.read_bytes()
-                except OSError as error:
-                    path: parts.Path = ("fabric", "switches", number, "tls", key)
-                    message = f"{pem} cannot be read: {error.strerror}"
-                    yield Located(*locate(file, path), parts.show_path(path), message)
 
 
 def is_fabric(data: Any) -> bool:

@@ -69,7 +69,8 @@ def read_keys(
     chain = _parsed(folder / CERT_FILE, cert)
     leaf, file = chain[0], folder / CERT_FILE
     _check_role(file, leaf, job, role)
-    _check_time(file, leaf, now or dt.datetime.now(dt.UTC))
+    if fault := certificates.time_fault(leaf, now or dt.datetime.now(dt.UTC)):
+        raise KeysError(f"{file} {fault}" + (f"; {_AGAIN}" if "expired" in fault else ""))
     if fault := certificates.usage_fault(leaf, role):
         raise KeysError(
             f"{file} {fault}, which role {role} needs; docs/security.md lists what it must contain"
@@ -78,7 +79,7 @@ def read_keys(
     if not certificates.is_signed(chain, _parsed(folder / CA_FILE, ca)):
         raise KeysError(f"{file} is not signed by {folder / CA_FILE}; copy the folder again, as a whole")
     if missing := certificates.missing_hosts(leaf, hosts):
-        raise KeysError(f"{file} does not name this host, {' and '.join(missing)}; {_AGAIN}")
+        raise KeysError(f"{file} does not name the host {' and '.join(missing)}; {_AGAIN}")
     return RoleKeys(folder, job, role, leaf.not_valid_after_utc, ca, cert, key, secrets)
 
 
@@ -112,16 +113,6 @@ def _check_role(file: Path, certificate: x509.Certificate, job: str, role: Role)
             f"{file} is not of role {role} of job {job}: it has {has}, not {wanted}; "
             f"copy the folder keys/{job}/{role} here"
         )
-
-
-def _check_time(file: Path, certificate: x509.Certificate, now: dt.datetime) -> None:
-    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now < begin:
-        raise KeysError(
-            f"{file} is not valid before {begin:%Y-%m-%d %H:%M} UTC; check the clock of this host"
-        )
-    if now > end:
-        raise KeysError(f"{file} has expired on {end:%Y-%m-%d}; {_AGAIN}")
 
 
 def _check_key(folder: Path, certificate: x509.Certificate, pem: bytes) -> None:

@@ -145,7 +145,7 @@ def test_an_encrypted_key_is_refused(shadow: Path) -> None:
 
 def test_the_certificate_must_name_the_host_that_serves(shadow: Path) -> None:
     read_keys(shadow, "gpt", Role.SHADOW, hosts=["127.0.0.1"])
-    with pytest.raises(KeysError, match=f"cert.pem does not name this host, 10.0.0.9; {AGAIN}"):
+    with pytest.raises(KeysError, match=f"cert.pem does not name the host 10.0.0.9; {AGAIN}"):
         read_keys(shadow, "gpt", Role.SHADOW, hosts=["127.0.0.1", "10.0.0.9"])
 
 
