@@ -13,6 +13,7 @@ from checkmate.cli.common import AsJson, says_errors, switch_extra
 from checkmate.cli.helping import App, Command, Group
 
 COMMANDS: Final[Mapping[str, str]] = {
+    "init": "init",
     "validate": "validate",
     "keys": "keys",
     "plan": "planning.plan",
@@ -25,6 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",
+    "schema": "schema",
 }
 """The module of each command. It has a function of that name, or an `app` with subcommands."""
 _SWITCH_LIBRARIES: Final = ("finsy",)

@@ -1,0 +1,99 @@
+"""`checkmate init` writes a job file that is valid, and overwrites nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from checkmate.job.files import read_job
+from tests.support.cli import COMMAND, invoke
+
+
+@pytest.mark.parametrize("target", ["softswitch", "bmv2", "tofino", "tofino2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--ranks", "gpu0,fd00::2,gpu2.example.org", "--shadow-nodes", "cpu0", "--nics", "2"],
+        ["--ranks", "20", "--shadow-nodes", "3", "--channels", "8", "--replicas", "2", "--job", "llama"],
+    ],
+)
+def test_what_it_writes_is_valid(tmp_path: Path, target: str, options: list[str]) -> None:
+    file = tmp_path / "gpt 1.yaml"
+    name = [] if "--job" in options else ["--job", "gpt"]
+    code, output = invoke("init", file, "--target", target, *options, *name)
+    assert code == 0, output
+    assert f"checkmate validate '{file}'" in output
+    code, output = invoke("validate", file)
+    assert (code, output.partition(":")[0]) == (0, options[-1] if "--job" in options else "gpt"), output
+    assert all(len(line) <= 110 for line in file.read_text().splitlines())
+
+
+def test_options_are_in_the_file(tmp_path: Path) -> None:
+    options = ["--network", "10.8.0.0/14", "--switch", "10.1.1.1:9559", "--keys", "/etc/keys"]
+    invoke("init", tmp_path / "gpt.yaml", "--ranks", "a,b", "--shadow-nodes", "c,d", "--nics", "2", *options)
+    job = read_job(tmp_path / "gpt.yaml")
+    (group,), (switch,) = job.dp_groups, job.fabric.switches
+    assert [(rank.mgmt, str(rank.ip)) for rank in group.ranks] == [("a", "10.8.0.1"), ("b", "10.8.0.2")]
+    assert [(node.mgmt, len(node.nics)) for node in job.shadow_nodes] == [("c:7000", 2), ("d:7000", 2)]
+    assert (switch.address, str(job.keys)) == ("10.1.1.1:9559", "/etc/keys")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "0"], "--ranks must be a number from 1 to 250, or hosts such as trainer0,trainer1"),
+        (["--ranks", "a,,b"], "--ranks must be a number"),
+        (["--ranks", "1"], "dp_groups[0].ranks: needs at least 2 items, has 1"),
+        (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
+        (["--target", "asic"], "--target must be softswitch, bmv2, tofino or tofino2, not asic"),
+        (["--network", "10.0.0.0/24"], "--network must be an IPv4 network of /16 or larger"),
+        (["--switch", "nowhere"], "must be host:port"),
+        (["--job", "a b"], "must be a name of ASCII letters"),
+    ],
+)
+def test_a_wrong_option_writes_nothing(tmp_path: Path, options: list[str], words: str) -> None:
+    code, output = invoke("init", tmp_path / "gpt.yaml", *options)
+    assert (code, words in output) == (2, True), output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "gpt.yaml").write_text("mine")
+    (tmp_path / "job.schema.json").write_text("mine")
+    code, output = invoke("init", tmp_path / "gpt.yaml")
+    assert (code, "exists already, and is not overwritten" in output) == (2, True)
+    assert invoke("init", tmp_path / "llama.yaml")[0] == 0
+    assert (tmp_path / "gpt.yaml").read_text() == (tmp_path / "job.schema.json").read_text() == "mine"
+    for wrong in ("gpt", "none/gpt.yaml", ""):
+        assert invoke("init", tmp_path / wrong)[0] == 2
+
+
+def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
+    """What is on the command line is not asked for; a wrong answer is asked for again."""
+    terminal, side = pty.openpty()
+    command = [*COMMAND, "init", "gpt.yaml", "--nics", "2"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=side, stdout=side, stderr=side
+    ) as process:
+        os.close(side)
+        os.write(terminal, b"llama\n0\ngpu0,gpu1\n\n4\nbmv2\n\n")
+        said = b""
+        try:
+            while piece := os.read(terminal, 4096):
+                said += piece
+        except OSError:  # the terminal's end, once the process has closed it
+            assert process.wait(timeout=60) == 0, said
+    os.close(terminal)
+    job = read_job(tmp_path / "gpt.yaml")
+    assert (job.job, job.channels, job.fabric.switches[0].target) == ("llama", 4, "bmv2")
+    assert [rank.mgmt for rank in job.dp_groups[0].ranks] == ["gpu0", "gpu1"]
+    assert [len(node.nics) for node in job.shadow_nodes] == [2]
+    assert said.count(b"ranks (their number") == 2
+    assert b"must be a number from 1 to 250" in said
+    assert b"NICs of" not in said
