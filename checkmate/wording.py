@@ -1,9 +1,13 @@
-"""Words in messages: plurals, sizes, and what was probably meant."""
+"""Output of commands: plurals, sizes, what was probably meant, and the version of JSON."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+JSON_VERSION: Final = 1
+"""Of what `--json` prints. Further keys need no new one; removing or changing a key does."""
 
 
 def shortened(text: str, most: int = 300) -> str:

@@ -222,7 +222,7 @@ def checkmate(crew: Crew, *arguments: str | Path) -> str:
 
 def status(crew: Crew) -> list[dict[str, Any]]:
     """Return each switch's status of the lab's job, by `checkmate status --json`."""
-    return list(json.loads(checkmate(crew, "status", "--json", crew.lab.job_file)).values())
+    return list(json.loads(checkmate(crew, "status", "--json", crew.lab.job_file))["switches"].values())
 
 
 def await_streams(crew: Crew, seconds: float = _CONNECT_SECONDS) -> None:

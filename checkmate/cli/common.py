@@ -20,7 +20,7 @@ from rich.text import Text
 
 from checkmate.cli.completing import job_paths
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
-from checkmate.wording import counted
+from checkmate.wording import JSON_VERSION, counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,10 +59,11 @@ def folding_table(*columns: str) -> Table:
     return table
 
 
-def print_json(data: object) -> None:
-    """Print one JSON document on standard output."""
-    json.dump(data, sys.stdout, indent=2, default=str)
-    sys.stdout.write("\n")
+def print_json(data: Mapping[str, object], *, line: bool = False) -> None:
+    """Print one JSON document on standard output, on a line of its own if several follow each other."""
+    text = json.dumps({"version": JSON_VERSION, **data}, indent=None if line else 2, default=str)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def set_of(arguments: Sequence[Path]) -> JobSet:
@@ -93,8 +94,7 @@ def print_error(
 ) -> None:
     """Print the error as `--json` does (docs/cli.md): on one line, because some commands stream lines."""
     found = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
-    text = json.dumps({"error": message, "exit": exit_code, "faults": found, **(more or {})}, default=str)
-    sys.stdout.write(f"{text}\n")
+    print_json({"error": message, "exit": exit_code, "faults": found, **(more or {})}, line=True)
 
 
 def says_errors(command: Callable[P, R]) -> Callable[P, R]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -95,7 +94,7 @@ def consolidate(
                 every,
                 keep,
                 stopped,
-                (lambda saved: print(json.dumps(_data(saved)), flush=True)) if as_json else _say,
+                (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
                 _waiting,
                 lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
             )

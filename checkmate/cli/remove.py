@@ -35,7 +35,7 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
             "that it serves, and it removes the job itself"
         ) from None
     if as_json:
-        print_json({r.switch: {"updates": r.updates, "entities": r.held} for r in reports})
+        print_json({"switches": {r.switch: {"updates": r.updates, "entities": r.held} for r in reports}})
         return
     for report in reports:
         stay = counted(report.held, "entity stays", "entities stay")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,7 +12,15 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import Insecure, JobArgument, UsageFault, log_to_stderr, out, says_errors
+from checkmate.cli.common import (
+    Insecure,
+    JobArgument,
+    UsageFault,
+    log_to_stderr,
+    out,
+    print_json,
+    says_errors,
+)
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job, split_address
 from checkmate.keys.roles import Role, role_folder
@@ -74,7 +81,7 @@ def shadow(
             out.print(f"ready: shadow node {node_id} of job {loaded.job}; stop with Ctrl-C", soft_wrap=True)
             sys.stdout.flush()
         if as_json:
-            print(json.dumps({"ready": True, "job": loaded.job, "node": node_id}), flush=True)
+            print_json({"ready": True, "job": loaded.job, "node": node_id}, line=True)
         follow(serving.node, stopped, out, live=live, as_json=as_json)
 
 

@@ -23,7 +23,7 @@ from checkmate.cli.common import (
     switch_extra,
 )
 from checkmate.job.schema import Job, Switch
-from checkmate.wording import counted, size
+from checkmate.wording import JSON_VERSION, counted, size
 from controlplane.errors import SwitchUnreachable
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
@@ -63,7 +63,7 @@ def status(
     switch_extra()
     loaded = set_of(jobs).require()
     found = asyncio.run(_status(loaded, timeout if wait else 0.0))
-    data = {status.switch: status.data() for status in found}
+    data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}
     if not as_json:
         for one in found:
             out.print(switch_tables(one))

@@ -18,7 +18,7 @@ from rich.text import Text
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.node import Node
-from checkmate.wording import counted, size
+from checkmate.wording import JSON_VERSION, counted, size
 
 SECONDS = 1.0
 
@@ -58,7 +58,8 @@ def data(status: pb.NodeStatus, rates: Mapping[str, float]) -> dict[str, object]
     said = plain(status)
     for hold, of in zip(said["holds"], status.holds, strict=True):
         hold["lag"] = lag(of)
-    return {**said, "bytes_per_second": {ip: round(rate) for ip, rate in rates.items()}}
+    rounded = {ip: round(rate) for ip, rate in rates.items()}
+    return {"version": JSON_VERSION, **said, "bytes_per_second": rounded}
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -61,7 +61,10 @@ def test_validate_counts_what_a_job_has(job_file: Path) -> None:
         output.split()
     )
     code, output = invoke("validate", job_file, "--json")
-    assert (code, json.loads(output)) == (0, {"valid": True, "faults": [], "notes": [], "jobs": ["demo"]})
+    assert (code, json.loads(output)) == (
+        0,
+        {"version": 1, "valid": True, "faults": [], "notes": [], "jobs": ["demo"]},
+    )
 
 
 @pytest.mark.parametrize("command", ["validate", "plan", "run", "status", "remove"])
@@ -119,6 +122,7 @@ def test_other_errors_as_data(tmp_path: Path, command: str) -> None:
     done = CliRunner().invoke(app, [command, str(tmp_path), "--json"])
     assert done.exit_code == 2
     assert json.loads(done.stdout) == {
+        "version": 1,
         "error": f"no job file (*.yaml) in {tmp_path}",
         "exit": 2,
         "faults": [],
@@ -212,7 +216,7 @@ def test_a_folder_without_jobs_is_refused(tmp_path: Path) -> None:
 def test_plan_as_data_has_every_entity(job_file: Path) -> None:
     code, output = invoke("plan", job_file, "--json")
     assert code == 0
-    plan = json.loads(output)["tor0"]
+    plan = json.loads(output)["switches"]["tor0"]
     assert plan["usage"]["replication"] == sum(e["table"] == "replication" for e in plan["entries"]) == 8
     assert len(plan["streams"]) == plan["usage"]["streams"] == 16
     assert {"id": 1, "replicas": [{"port": p, "instance": 0} for p in range(1, 8)]} in plan["groups"]

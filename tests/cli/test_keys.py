@@ -114,7 +114,7 @@ def test_an_error_of_keys_is_data_too(jobs: Path) -> None:
     done = CliRunner().invoke(app, ["keys", "--json", str(jobs)])
     error = f"{jobs}/keys/gpt/authority/ca.key is missing; put the authority's own file back"
     assert done.exit_code == 2
-    assert json.loads(done.stdout) == {"error": error, "exit": 2, "faults": []}
+    assert json.loads(done.stdout) == {"version": 1, "error": error, "exit": 2, "faults": []}
     assert error in plain(done.stderr)
     assert not (jobs / "keys/llama").exists()
 

@@ -29,6 +29,7 @@ from checkmate.planner.scaling import (
 )
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
+from tests.support.documents import check_document
 from tests.support.planner import ADAMW, TINY, named, times
 
 
@@ -136,7 +137,7 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4", *RING)
     assert code == 0
     text = output[output.index("{\n") :]
-    said = json.loads(text)
+    check_document("profile", said := json.loads(text))
     assert [step["model"] for step in said["steps"]] == [TINY]
     assert said["sizes"][0]["nodes_needed"] == 1
     assert [size["cores"] for size in said["sizes"][0]["nodes"]] == [4, 8, 12, 16]
@@ -162,7 +163,7 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     ]
     code, output = invoke(*line, "--node-memory", "4GB", "--json")
     assert code == 0, output
-    plan = json.loads(output[output.index("{\n") :])
+    check_document("plan-capacity", plan := json.loads(output[output.index("{\n") :]))
     assert plan["not_checked"] == []
     step = said["steps"][0]["seconds"]["1"]
     assert [node["step_seconds"] for node in plan["nodes"]] == pytest.approx([step / 2] * 2)

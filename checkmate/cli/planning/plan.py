@@ -128,7 +128,7 @@ def plan(
         return
     targets = _targets(loaded)
     if as_json:
-        print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})
+        print_json({"switches": {name: _data(plan, targets[name]) for name, plan in plans.items()}})
         return
     for name, switch_plan in plans.items():
         out.print(_table(switch_plan, targets[name]))

@@ -57,7 +57,7 @@ def show(
             for name, plan in planned.items()
         }
         if as_json:
-            print_json({name: {"script": text} for name, text in scripts.items()})
+            print_json({"switches": {name: {"script": text} for name, text in scripts.items()}})
             return
         if len(scripts) > 1:
             raise UsageFault(f"each script is for one switch: add --switch {' or --switch '.join(scripts)}")
