@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -194,7 +195,7 @@ def job_files(arguments: Iterable[Path], read: ReadYaml | None = None) -> list[P
     read = read or cache(yaml_lines.read_document)
     files: list[Path] = []
     for argument in arguments:
-        if argument.is_dir():
+        if _is_folder(argument):
             files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
         else:
             files.append(argument)
@@ -227,7 +228,7 @@ class JobFiles:
 
     def _signature(self) -> Signature:
         """Return name, time and size of all files in the folders, and of those that were read."""
-        named = (_yaml_files(one) if one.is_dir() else [one] for one in self._arguments)
+        named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
         found: Signature = {}
         for file in {*self._read, *(file for files in named for file in files)}:
             try:
@@ -238,12 +239,24 @@ class JobFiles:
         return found
 
 
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder that can be listed. Reading another as a file reports it."""
+    try:
+        os.scandir(path).close()
+    except OSError:
+        return False
+    return True
+
+
 def _yaml_files(folder: Path) -> Iterator[Path]:
     try:
         found = sorted(folder.iterdir())
     except OSError:
         return  # removed meanwhile
-    yield from (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+    named = (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+    yield from (
+        file for file in named if os.path.isfile(file) or not os.path.exists(file)
+    )  # a FIFO would block
 
 
 def _is_fabric(file: Path, read: ReadYaml) -> bool:

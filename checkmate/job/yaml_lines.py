@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,8 +178,11 @@ def _read(file: Path) -> str:
 def _unreadable(file: Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return "is a folder; give the path of a file in it"
-    there = file.parent.iterdir() if isinstance(error, FileNotFoundError) and file.parent.is_dir() else ()
-    return f"cannot be read: {error.strerror}{meant(file.name, (other.name for other in there))}"
+    try:
+        there = os.listdir(file.parent) if isinstance(error, FileNotFoundError) else []
+    except OSError:
+        there = []
+    return f"cannot be read: {error.strerror}{meant(file.name, there)}"
 
 
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import yaml
 
 from checkmate.job import checks
-from checkmate.job.files import JobError, read_job
+from checkmate.job.files import JobError, JobFiles, job_files, read_job
 from testbed.jobs import job_data
 
 WHOLE: dict[str, Any] = {**job_data(nodes=2), "tag": {"dscp_bit": 32, "priority": 3}, "keys": "keys"}
@@ -95,6 +97,37 @@ def test_a_folder_is_called_one(tmp_path: Path) -> None:
     folder = tmp_path / "my jobs"
     folder.mkdir()
     assert fault(folder) == "my jobs: (file): is a folder; give the path of a file in it"
+
+
+def test_what_is_not_a_file_in_a_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_data()))
+    (tmp_path / "folder.yaml").mkdir()
+    os.mkfifo(tmp_path / "fifo.yaml")  # reading it would block
+    (tmp_path / "gone.yaml").symlink_to("nowhere")
+    assert job_files([tmp_path]) == [tmp_path / "gone.yaml", tmp_path / "job.yaml"]
+    (found,) = JobFiles([tmp_path]).read().faults
+    assert found.message.startswith("cannot be read: No such file")
+
+
+def test_a_name_that_is_too_long_is_a_fault(tmp_path: Path) -> None:
+    (found,) = JobFiles([tmp_path / f"{'x' * 300}.yaml"]).read().faults
+    assert found.message == "cannot be read: File name too long"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_what_may_not_be_read_is_a_fault() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        (folder := Path(temporary) / "jobs").mkdir()
+        (folder / "job.yaml").write_text("job: a")
+        (Path(temporary) / "job.yaml").write_text("job: a")
+        for path, mode in ((Path(temporary), 0o755), (folder, 0o700), (Path(temporary) / "job.yaml", 0o600)):
+            path.chmod(mode)
+        os.seteuid(65534)
+        try:
+            found = JobFiles([folder, folder / "job.yaml", Path(temporary) / "job.yaml"]).read().faults
+        finally:
+            os.seteuid(0)
+    assert [fault.message for fault in found] == ["cannot be read: Permission denied"] * 3
 
 
 @pytest.mark.parametrize(
