@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import TaskID
+
+from checkmate.output.consoles import folding, progress
 
 _SAID_EVERY = 10.0
 
@@ -20,15 +22,7 @@ class StepProgress:
         self._console = console
         self._text = ""
         self._began = self._said = 0.0
-        self._live = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._live = progress(console, folding("{task.fields[amount]}"))
         self._task: TaskID | None = None
 
     def __call__(self, text: str) -> None:
@@ -55,7 +49,8 @@ class StepProgress:
     def _done(self) -> None:
         if self._task is not None:
             seconds = time.monotonic() - self._began
-            self._console.print(f"{self._text:<60} {seconds:6.1f} s", highlight=False, markup=False)
+            room = min(60, self._console.width - 10)
+            self._console.print(f"{self._text:<{room}} {seconds:6.1f} s", highlight=False, markup=False)
             self._live.remove_task(self._task)
             self._task = None
 

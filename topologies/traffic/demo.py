@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from checkmate.output.consoles import text_console
 from topologies import picture
 from topologies.crew import Crew, serving
 from topologies.lab import Lab
@@ -82,9 +83,9 @@ def _sentence(outcome: Outcome) -> str:
 
 def perform(lab: Lab, load: Load, *, as_json: bool) -> bool:
     """Run the whole demo, with progress on standard error; return whether all streams are equal."""
-    outcome = run_lab(lab, load, Console(stderr=True))
+    outcome = run_lab(lab, load, text_console(stderr=True))
     if as_json:
         print(json.dumps(outcome.data(), indent=2))
     else:
-        show(outcome, lab, Console())
+        show(outcome, lab, text_console())
     return outcome.good
