@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+
 from checkmate.output.tables import FittedTable
 from topologies import torchrun
 from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
@@ -39,6 +41,15 @@ class _Cell:
 def picture(topology: Topology) -> str:
     """Return the topology in box-drawing characters: ranks above each switch, shadow nodes below."""
     return "\n\n".join(_block(topology, switch) for switch in topology.switches)
+
+
+def show(topology: Topology, console: Console) -> None:
+    """Print the picture, unless the terminal is too narrow for it."""
+    drawn = picture(topology)
+    width = max(map(len, drawn.splitlines()))
+    if width > console.width:
+        drawn = f"(a picture of this lab needs {width} columns)"
+    console.print(drawn, highlight=False, markup=False, soft_wrap=True)
 
 
 def _block(topology: Topology, switch: SwitchNode) -> str:

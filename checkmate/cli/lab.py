@@ -88,7 +88,7 @@ def up(
         lab.report_to(steps)
         lab.up()
     lab.release()
-    out.print(picture.picture(lab.topology), soft_wrap=True)
+    picture.show(lab.topology, out)
     out.print(picture.host_table(lab.topology, lab.name))
     if lab.loss_by:
         out.print(f"training links lose {share} of their frames ({lab.loss_by})")

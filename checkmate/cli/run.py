@@ -109,9 +109,11 @@ async def _work(
 
 async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:
     with progress(err, MofNCompleteColumn()) as bar:
+        first = bar.add_task("connecting to the switches", total=None)
         rows = {}
 
         def written(switch: str, done: int, total: int) -> None:
+            bar.update(first, visible=False)
             if switch not in rows:
                 rows[switch] = bar.add_task(f"writing to {switch}")
             bar.update(rows[switch], completed=done, total=total)

@@ -90,12 +90,13 @@ class FittedTable:
         return made
 
     def _listed(self, width: int) -> Iterator[Text]:
-        """Yield each row as `head: cell; head: cell`, in as many lines as it takes."""
+        """Yield each row as `head: cell; head: cell`, in as many lines as it takes, without empty cells."""
         for cells, style in self._rows:
             line = Text(style=style)
-            for number, (column, cell) in enumerate(zip(self._columns, cells, strict=True)):
+            filled = [one for one in zip(self._columns, cells, strict=True) if one[1]]
+            for number, (column, cell) in enumerate(filled):
                 named = Text.assemble(f"{column}: " if column else "", Text(" ").join(cell.split("\n")))
-                named.append("; " if number < len(cells) - 1 else "")
+                named.append("; " if number < len(filled) - 1 else "")
                 if number and line.cell_len + cell_len(named.plain.rstrip()) > width:
                     line.rstrip()
                     yield line

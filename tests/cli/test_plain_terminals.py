@@ -29,11 +29,11 @@ use_plain_streams()
 from checkmate.cli.main import app
 from checkmate.output.consoles import text_console
 from topologies.describe.topology import load
-from topologies.picture import host_table, picture
+from topologies.picture import host_table, show
 for line in json.loads(sys.argv[1]):
     app(line, standalone_mode=False)
 for name in ("single_tor", "two_tor", "paper_testbed"):
-    text_console().print(picture(load(name)), soft_wrap=True)
+    show(load(name), text_console())
     text_console().print(host_table(load(name), name))
 """
 """A program that runs command lines in turn, and prints what `lab up` does."""

@@ -24,7 +24,8 @@ from topologies.traffic.run import Outcome, Traffic
 def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
     """Create a lab, drive traffic through it, and remove it; raise `LabError` if that fails."""
     console.print(f"lab {lab.name} on {lab.target}: {lab.topology.title}\n", highlight=False)
-    console.print(picture.picture(lab.topology) + "\n", highlight=False, soft_wrap=True)
+    picture.show(lab.topology, console)
+    console.print()
     with unwinding(), StepProgress(console) as steps:
         lab.report_to(steps)
         try:

@@ -79,7 +79,8 @@ class Ending:
 def perform(story: Story, console: Console) -> Ending:
     """Run the whole demo and remove its labs; raise `LabError` on failure."""
     console.print(f"lab {story.topology.name}, twice: {story.topology.title}\n", highlight=False)
-    console.print(picture.picture(story.topology) + "\n", highlight=False, soft_wrap=True)
+    picture.show(story.topology, console)
+    console.print()
     with unwinding(), StepProgress(console) as steps, contextlib.ExitStack() as labs:
         arguments = ("--iterations", str(story.iterations))
         plans = {
