@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +25,7 @@ from checkmate.cli.common import (
     switch_extra,
     view_console,
 )
-from checkmate.cli.status import switch_tables
+from checkmate.cli.status import switch_lines, switch_tables
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
@@ -129,8 +129,14 @@ async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:
 async def _view(fleet: Fleet, console: Console) -> None:
     with Live(Group(), console=console, refresh_per_second=4) as live:
         while True:
-            live.update(Group(*[switch_tables(status) for status in await _read(fleet)]))
+            live.update(_picture(await _read(fleet)))
             await asyncio.sleep(VIEW_SECONDS)
+
+
+def _picture(found: Sequence[SwitchStatus]) -> Group:
+    """Return the live view: lines first, because a table may be longer than the terminal."""
+    lines = [f"switch {status.switch}: {line}" for status in found for line in switch_lines(status)]
+    return Group(*lines, "", *(table for status in found for table in switch_tables(status)))
 
 
 async def _read(fleet: Fleet) -> list[SwitchStatus]:

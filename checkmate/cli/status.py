@@ -70,7 +70,7 @@ def status(
     data = {status.switch: status.data() for status in found}
     if not as_json:
         for one in found:
-            out.print(switch_tables(one))
+            out.print(Group(*switch_tables(one), *switch_lines(one)))
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
         raise NotConnected(_missing_line(found, missing, timeout), data)
@@ -127,10 +127,14 @@ async def _one(network: Network, switch: Switch, deadline: float, shown: Status)
 SIDES = ("first", "last")
 
 
-def switch_tables(status: SwitchStatus) -> Group:
-    """Return a table of a switch's streams for each job, and a line of counters of tagged traffic."""
+def switch_tables(status: SwitchStatus) -> list[FittedTable]:
+    """Return a table of a switch's streams for each job."""
     jobs = sorted({stream.job for stream in status.streams} - set(status.not_installed))
-    tables = [_job_table(status, job) for job in jobs]
+    return [_job_table(status, job) for job in jobs]
+
+
+def switch_lines(status: SwitchStatus) -> list[str]:
+    """Return lines about jobs that are not installed on a switch, and its counters of tagged traffic."""
     absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
     passed, losses = status.passed, status.losses
     line = (
@@ -139,7 +143,7 @@ def switch_tables(status: SwitchStatus) -> Group:
         f"marked but not replicated: {passed['without_tag'].packets:,} without a tag, "
         f"{passed['without_entry'].packets:,} without an entry; plain ACKs dropped: {status.acks_dropped:,}"
     )
-    return Group(*tables, *absent, line)
+    return [*absent, line]
 
 
 def _job_table(status: SwitchStatus, job: str) -> FittedTable:

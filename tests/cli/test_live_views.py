@@ -89,7 +89,8 @@ def test_restarts_of_a_switch_leave_log_and_view_whole(tmp_path: Path, columns: 
     for gone, back in zip(said[::2], said[1::2], strict=True):
         assert re.fullmatch(rf"{TIME} .*switch tor0.*; trying again until it is back", gone), gone
         assert re.fullmatch(rf"{TIME} switch tor0 is back: \d+ updates written", back), back
-    view = below(lines, "switch tor0 (softswitch), job demo")
+    view = below(lines, "switch tor0: copies lost: ")
+    assert below(view, "switch tor0 (softswitch), job demo")
     assert not re.search(TIME, "\n".join(view))
     assert sum("NIC" in line for line in lines) == sum("NIC" in line for line in view) == heads
     assert has(shown, "copies lost", 1)

@@ -43,7 +43,8 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
             are faulty.
     """
     jobs = [job for _, job in found.sound]
-    plans = planning.plan(jobs)
+    with waiting(err, "planning"):
+        plans = planning.plan(jobs)
     targets = _targets(jobs)
     excesses = [
         excess
