@@ -35,13 +35,14 @@ def has_cursor(console: Console) -> bool:
 
 def waiting(console: Console, text: str) -> Status:
     """Return a context manager that shows, on a terminal, what is being waited for."""
-    return console.status(text, spinner=_SPINNER)
+    shown = console if has_cursor(console) else Console(quiet=True)
+    return shown.status(text, spinner=_SPINNER)
 
 
 def progress(console: Console, *more: ProgressColumn) -> Progress:
     """Return progress bars that a terminal shows as long as they are open; `more`: what is right of a bar."""
     columns = (SpinnerColumn(_SPINNER), folding("{task.description}"), BarColumn(_BAR), *more)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=not has_cursor(console))
 
 
 def folding(text: str) -> TextColumn:

@@ -120,8 +120,11 @@ def test_status_is_whole_on_any_terminal(tmp_path: Path) -> None:
     port = free_port()
     file = write_job(tmp_path, f"127.0.0.1:{port}")
     with switch(port):
-        line = [*COMMAND, "run", "--once", str(file)]
-        assert subprocess.run(line, capture_output=True, check=False).returncode == 0
+        with AtTerminal([*COMMAND, "run", "--once", str(file)], environ={"TERM": "dumb"}) as shown:
+            assert shown.process.wait(60) == 0
+            shown.end()
+            assert b"\x1b" not in shown.raw and b"\r\n\r\n" not in shown.raw
+            assert any(line.startswith("switch tor0: program loaded, ") for line in shown.lines)
         line = [*COMMAND, "status", str(file)]
         found = {}
         for columns in (20, 60, 76, 100):
