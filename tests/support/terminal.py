@@ -112,9 +112,9 @@ class AtTerminal:
         removed = ("COLUMNS", "LINES", "NO_COLOR", "LC_ALL", "LC_CTYPE")
         kept = {key: value for key, value in os.environ.items() if key not in removed}
         wanted = {**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(environ or {})}
-        self.process = subprocess.Popen(
-            command, stdin=its, stdout=its, stderr=its, env=wanted, start_new_session=True
-        )
+        # Its controlling terminal, so that it ends with this process.
+        line = ["setsid", "--ctty", *command]
+        self.process = subprocess.Popen(line, stdin=its, stdout=its, stderr=its, env=wanted)
         os.close(its)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
