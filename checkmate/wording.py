@@ -27,6 +27,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def at_iteration(stepped: int) -> str:
+    """Return where a state is whose last step is of iteration `stepped`: -1 if there was none yet."""
+    return f"at iteration {stepped}" if stepped >= 0 else "before iteration 0"
+
+
 def size(nbytes: float) -> str:
     """Return a number of bytes with three digits and a decimal unit: `26.2 MB`."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.table import Table
+from rich.console import Console
 
+from checkmate.output.tables import FittedTable
 from topologies import torchrun
 from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
 from topologies.kernel.namespaces import name_of
-from topologies.tables import plain_table
 
 SHADOWS_SHOWN: Final = 5
 """Number of shadow nodes whose commands `lab up` prints; the others are alike."""
@@ -41,6 +41,15 @@ class _Cell:
 def picture(topology: Topology) -> str:
     """Return the topology in box-drawing characters: ranks above each switch, shadow nodes below."""
     return "\n\n".join(_block(topology, switch) for switch in topology.switches)
+
+
+def show(topology: Topology, console: Console) -> None:
+    """Print the picture, unless the terminal is too narrow for it."""
+    drawn = picture(topology)
+    width = max(map(len, drawn.splitlines()))
+    if width > console.width:
+        drawn = f"(a picture of this lab needs {width} columns)"
+    console.print(drawn, highlight=False, markup=False, soft_wrap=True)
 
 
 def _block(topology: Topology, switch: SwitchNode) -> str:
@@ -92,10 +101,10 @@ def _edge(cells: Sequence[_Cell], width: int, joint: str) -> str:
     return "".join(edge)
 
 
-def host_table(topology: Topology, lab: str) -> Table:
+def host_table(topology: Topology, lab: str) -> FittedTable:
     """Return one row for each NIC: namespace, address, switch port, management address."""
     columns = ("namespace", "interface", "address", "switch port", "mgmt")
-    table = plain_table(f"lab {lab}: {topology.title}", *columns)
+    table = FittedTable(f"lab {lab}: {topology.title}", *columns)
     for host in topology.hosts:
         for i, nic in enumerate(host.interfaces):
             named = name_of(lab, host.name) if i == 0 else ""

@@ -12,21 +12,20 @@ from types import MappingProxyType
 from typing import Annotated, Final, ParamSpec, TypeVar
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.table import Table
 from rich.text import Text
 
 from checkmate.cli.completing import job_paths
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
+from checkmate.output.consoles import has_cursor, text_console
 from checkmate.wording import JSON_VERSION, counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-out = Console(highlight=False, emoji=False)
-err = Console(stderr=True, highlight=False, emoji=False)
+out = text_console()
+err = text_console(stderr=True)
 
 JobArguments = Annotated[
     list[Path],
@@ -49,14 +48,6 @@ class UsageFault(Exception):
     exit_code = 2
     data: Mapping[str, object] = MappingProxyType({})
     """Keys that `--json` prints beside the error."""
-
-
-def folding_table(*columns: str) -> Table:
-    """Return a table with a line below its head only, whose long cells are folded."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def print_json(data: Mapping[str, object], *, line: bool = False) -> None:
@@ -122,6 +113,16 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
 """Local time, as in the switch's own log."""
+
+
+def view_console(wanted: bool | None) -> Console | None:
+    """Return the console of a live view, or `None` without one; by default there is one on a terminal.
+
+    It is the log's if that is on a terminal: two consoles on one terminal would overwrite each other.
+    """
+    if not (has_cursor(out) if wanted is None else wanted):
+        return None
+    return err if err.is_terminal else out
 
 
 def log_to_stderr() -> None:

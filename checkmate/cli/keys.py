@@ -10,12 +10,13 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from checkmate.cli.common import AsJson, JobArguments, folding_table, out, print_json, says_errors, set_of
+from checkmate.cli.common import AsJson, JobArguments, out, print_json, says_errors, set_of
 from checkmate.job.schema import Job
 from checkmate.keys.access import keys_folder
 from checkmate.keys.making import make_keys
 from checkmate.keys.plans import AUTHORITY, JobKeys, RoleFiles
 from checkmate.keys.roles import Role, hosts_of
+from checkmate.output.tables import FittedTable
 from topologies.signals import unwinding
 
 _STAYS: Final = "nowhere: stays with the administrator"
@@ -82,7 +83,8 @@ def _data(made: JobKeys) -> dict[str, object]:
 def _show(made: JobKeys) -> None:
     """Print a table of a job's folders of keys."""
     out.print(Text(f"keys of job {made.job.job}: {made.folder}/"), soft_wrap=True)
-    table = folding_table("folder", "copy to", "made", "kept", "valid until")
+    folds = ("copy to", "made", "kept")
+    table = FittedTable("", "folder", *folds, "valid until", folds=folds)
     table.add_row(f"{AUTHORITY}/", _STAYS, *_files(made.made, made.kept), f"{made.expires:%Y-%m-%d}")
     for role in made.roles:
         files = _files(role.made, role.kept)

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import AsJson, UsageFault, err, folding_table, out, print_json, says_errors
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.completing import lab_names, target_names, topology_names
 from checkmate.cli.helping import App
+from checkmate.output.consoles import waiting
+from checkmate.output.tables import FittedTable
 from topologies import lab as labs
 from topologies import picture, state
 from topologies.describe import topology as describe
@@ -93,7 +95,7 @@ def up(
         lab.report_to(steps)
         lab.up()
     lab.release()
-    out.print(picture.picture(lab.topology), soft_wrap=True)
+    picture.show(lab.topology, out)
     out.print(picture.host_table(lab.topology, lab.name))
     if lab.loss_by:
         out.print(f"training links lose {share} of their frames ({lab.loss_by})")
@@ -124,7 +126,7 @@ def down(
     kept = []
     for name in _meant(names or [], every=every, if_up=if_up):
         try:
-            with err.status(f"removing {name}"):
+            with waiting(err, f"removing {name}"):
                 found = labs.down(name)
         except describe.LabInUse as error:
             kept.append(error)
@@ -177,7 +179,7 @@ def _standing() -> list[LabStanding]:
 
 
 def _show_labs() -> None:
-    shipped = folding_table("topology", "title")
+    shipped = FittedTable("", "topology", "title", folds=("title",))
     for name, title in _titles().items():
         shipped.add_row(name, title)
     out.print(shipped)
@@ -185,7 +187,7 @@ def _show_labs() -> None:
     if not labs:
         out.print("no lab is up")
         return
-    table = folding_table("lab", "topology", "target", "state")
+    table = FittedTable("", "lab", "topology", "target", "state", folds=("topology",))
     for lab in labs:
         table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
     out.print(table)

@@ -7,12 +7,14 @@ import asyncio
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
+    err,
     out,
     print_json,
     says_errors,
     set_of,
     switch_extra,
 )
+from checkmate.output.consoles import waiting
 from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary
 from controlplane.remove import remove_jobs
@@ -28,7 +30,9 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
     """
     switch_extra()
     try:
-        reports = asyncio.run(remove_jobs(set_of(jobs).require()))
+        loaded = set_of(jobs).require()
+        with waiting(err, "removing"):
+            reports = asyncio.run(remove_jobs(loaded))
     except AnotherPrimary as error:
         raise AnotherPrimary(
             f"{error}. Stop that `checkmate run` and try again; or remove the job's file from the folder "

@@ -20,6 +20,7 @@ from checkmate.cli.common import UsageFault, err, says_errors
 from checkmate.cli.completing import job_paths
 from checkmate.job.files import read_job
 from checkmate.job.schema import Switch
+from checkmate.output.consoles import waiting
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP, PRIMARY = 1, 101
@@ -104,7 +105,13 @@ def install_shell() -> None:
         and subprocess.run(probe, env=environment, capture_output=True, check=False).returncode == 0
     ):
         return
-    err.print("installing p4runtime-shell ...")
+    with waiting(err, "installing p4runtime-shell"):
+        result = _install(python)
+    if result.returncode:
+        raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")
+
+
+def _install(python: Path) -> subprocess.CompletedProcess[str]:
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     command: list[str | Path] = [
         python,
@@ -116,9 +123,7 @@ def install_shell() -> None:
         "--require-hashes",
     ]
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", REQUIREMENTS]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _reason(complaint: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from checkmate.ring.connections import Ring, RingError, receive_into
 from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
+from checkmate.wording import counted
 
 OnTagged = Callable[[int, int, memoryview], None]
 """Called with (channel, shadow id, bytes) before tagged bytes are sent, in the channel's own thread."""
@@ -95,7 +96,7 @@ class Engine:
             left = self._submitted.value - self._done
         closed = f"rank {self._ring.place.rank}: closed"
         if left:
-            self._fail(RingError(f"{closed} with {left} buckets in progress"))
+            self._fail(RingError(f"{closed} with {counted(left, 'bucket')} in progress"))
         self._error = self._error or RingError(closed)
         self._end()
         for thread in self._threads:

@@ -18,6 +18,7 @@ import torch
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
+from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks, memory
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
@@ -98,6 +99,7 @@ class Node:
         """Functions that count bytes waiting for other readers."""
         self._stepping = False
         self._torch_threads = threads
+        self._breaks = GatheredLog(logging.WARNING, first_and_count)
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
         self._connector = Connector(
             self.readers, self.nics, receive_buffer, access.secret(Secret.HELLO), self.touch
@@ -190,6 +192,7 @@ class Node:
             self.stopping = True
             self.changed.notify_all()
         self._connector.stop()
+        self._breaks.flush()
         for hold in self.holds():
             hold.close()
         for thread in self._threads:
@@ -233,7 +236,7 @@ class Node:
 
     def _broken(self, inlet: Inlet) -> None:
         """Reconnect a stream at its position; data sent in the meantime shows as a gap."""
-        log.warning("%s: %s; reconnecting", inlet.plan, inlet.broken)
+        self._breaks.add(f"{inlet.plan}: {inlet.broken}; reconnecting")
         with self.changed:
             group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:

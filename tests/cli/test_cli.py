@@ -283,5 +283,5 @@ def test_lab_list_names_what_comes_with_checkmate() -> None:
     code, output = invoke("lab", "list")
     assert code == 0
     for name in ("single_tor", "two_tor", "paper_testbed"):
-        assert f" {name} " in output
+        assert f"\n{name} " in output
     assert "the paper's testbed as 2 pipeline stages" in " ".join(output.split())

@@ -67,6 +67,9 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
     while not (said := json.loads(process.line()))["holds"]:
         pass  # of seconds before that
     check_document("shadow", said := json.loads(process.line()))
+    then, now = (datetime.fromisoformat(one["time"]) for one in (ready, said))
+    assert now.utcoffset() == timedelta(0)
+    assert then < now < then + timedelta(minutes=2)
     hold = said["holds"][0]
     assert (hold["stepped"], hold["live"], hold["lag"]) == (0, True, 0)
     assert hold["bytes"] == sum(nic["bytes"] for nic in said["nics"])
@@ -75,7 +78,7 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
     code, errors = process.end(signal.SIGINT)
     assert code == 0
     lines = errors.splitlines()
-    assert any(line.endswith("DP group 0, shard 0: live at iteration -1") for line in lines)
+    assert any(line.endswith("DP group 0, shard 0: live before iteration 0") for line in lines)
     for line in lines:
         written = datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
         assert abs(datetime.now() - written) < timedelta(minutes=2)

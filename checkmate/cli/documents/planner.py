@@ -55,7 +55,7 @@ class ProfileDocument(Document):
     cores: int
     receive_bytes_per_s: dict[int, float]
     steps: list[StepTimes]
-    busy_cores: float
+    load_average: float
     receive_buffers_as_asked: bool
     outliers: list[ProfileFigure]
     iteration_seconds: float | None

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from checkmate.cli.common import UsageFault, err
+from checkmate.output.consoles import waiting
 
 _ENDINGS = (".png", ".svg")
 
@@ -114,7 +115,7 @@ def check_picture(file: Path) -> None:
 def draw(file: Path, write: Callable[[], None]) -> None:
     """Write a picture. Raise `UsageFault` if it cannot be written."""
     try:
-        with err.status("drawing", spinner="line"):
+        with waiting(err, "drawing"):
             write()
     except OSError as error:
         raise UsageFault(f"--plot: {file} cannot be written: {error.strerror}") from None

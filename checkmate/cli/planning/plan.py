@@ -7,7 +7,6 @@ from functools import cache
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from checkmate.cli.common import (
     AsJson,
@@ -23,6 +22,8 @@ from checkmate.cli.common import (
 from checkmate.cli.planning import options, tofino
 from checkmate.job.files import JobSet, Located, locate
 from checkmate.job.schema import Job
+from checkmate.output.consoles import waiting
+from checkmate.output.tables import FittedTable
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
 from controlplane.p4runtime.codec import Codec
@@ -42,7 +43,8 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
             are faulty.
     """
     jobs = [job for _, job in found.sound]
-    plans = planning.plan(jobs)
+    with waiting(err, "planning"):
+        plans = planning.plan(jobs)
     targets = _targets(jobs)
     excesses = [
         excess
@@ -102,7 +104,7 @@ def plan(
     switch_extra()
     _check_options(context)
     if capacity:
-        with err.status("planning", spinner="line"):
+        with waiting(err, "planning"):
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
 
         show(
@@ -160,11 +162,9 @@ def table_limits(target: str) -> Mapping[str, int]:
     return planning.limits(target, Codec.for_target(target).table_sizes())
 
 
-def _table(plan: SwitchPlan, target: str) -> Table:
-    table = Table(title=f"{plan.switch} ({target})", title_justify="left")
-    table.add_column("what")
-    for column in ("used", "holds", "share"):
-        table.add_column(column, justify="right")
+def _table(plan: SwitchPlan, target: str) -> FittedTable:
+    numbers = ("used", "holds", "share")
+    table = FittedTable(f"{plan.switch} ({target})", "what", *numbers, numbers=numbers)
     limits = table_limits(target)
     for what, used in sorted(plan.usage().items()):
         table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")

@@ -26,6 +26,7 @@ from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
+from checkmate.wording import at_iteration
 
 log = logging.getLogger("checkmate")
 
@@ -167,7 +168,7 @@ def _answer(node: Node) -> pb.NodeStatus:
 
 
 def _stands(hold: HoldState) -> str:
-    return f"{hold} is at iteration {hold.stepped}" if hold.seeded else f"{hold} is not seeded"
+    return f"{hold} is {at_iteration(hold.stepped)}" if hold.seeded else f"{hold} is not seeded"
 
 
 def _seen(node: Node) -> tuple[int, ...]:
@@ -226,5 +227,5 @@ def _other_state(group: ShadowGroup, request: pb.SettleRequest) -> str:
 
 def _stood(hold: HoldState) -> str:
     """Return how far a hold is that a restart cannot use."""
-    stood = f"it had stepped iteration {hold.stepped}" if hold.seeded else "it was not seeded"
+    stood = f"it was {at_iteration(hold.stepped)}" if hold.seeded else "it was not seeded"
     return hold.trouble or stood

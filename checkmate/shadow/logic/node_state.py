@@ -19,7 +19,7 @@ from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
-from checkmate.wording import counted
+from checkmate.wording import at_iteration, counted
 
 _REMEMBERED = 64  # fenced starts of training
 
@@ -133,7 +133,7 @@ class NodeState:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live(now)
-                    self._log(logging.INFO, f"{hold}: live at iteration {hold.stepped}")
+                    self._log(logging.INFO, f"{hold}: live {at_iteration(hold.stepped)}")
             if hold.live and (self.fenced or not hold.settled):  # a settled one waits for its group's Begin
                 live.append(hold)
             elif hold.seeded and not (hold.doubtful or hold.settled):
@@ -286,7 +286,7 @@ class NodeState:
     def _join_again(self, group: ShadowGroup, hold: HoldState, lost: str) -> None:
         """Rejoin after a loss, some iterations ahead; twice as many if the last attempt was too late."""
         level = logging.WARNING if hold.live or hold.ahead == AHEAD else logging.DEBUG
-        last = f"iteration {hold.stepped} was its last, " if hold.seeded else ""
+        last = f"iteration {hold.stepped} was its last, " if hold.seeded and hold.stepped >= 0 else ""
         if not hold.live:
             hold.ahead *= 2
         iteration = self._join(group, hold)

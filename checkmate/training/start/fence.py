@@ -21,6 +21,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.start.repair import wanted_parts
+from checkmate.wording import at_iteration
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -215,7 +216,8 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
         return _without_nodes("none", answers, trouble)
     if chosen.behind:
         newest = chosen.iteration + chosen.behind
-        _log.warning("iteration %d was stepped, but %d is the newest complete one", newest, chosen.iteration)
+        at = at_iteration(chosen.iteration)
+        _log.warning("iteration %d was stepped, but the newest complete state is the one %s", newest, at)
     return RestartPlan(
         "nodes",
         target.next_incarnation(answers, time.time()),

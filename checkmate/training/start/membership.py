@@ -26,6 +26,7 @@ from checkmate.training.record.buffers import synchronised
 from checkmate.training.start.fence import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import side_of
+from checkmate.wording import counted
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
@@ -106,8 +107,8 @@ def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membershi
     total = sum(map(len, members))
     if world != total:
         raise SessionError(
-            f"the job {job.job} has {total} ranks, but the process group has {world} (WORLD_SIZE): "
-            "start the number of ranks in the job's dp_groups"
+            f"the job {job.job} has {counted(total, 'rank')}, but the process group has {world} "
+            "(WORLD_SIZE): start the number of ranks in the job's dp_groups"
         )
     group = next((i for i, ranks in enumerate(members) if rank in ranks), None)
     if group is None:

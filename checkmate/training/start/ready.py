@@ -11,6 +11,7 @@ from checkmate.nodes.stubs import UNREACHABLE, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.training.start.membership import Membership
+from checkmate.wording import at_iteration, counted
 
 _POLL_SECONDS: Final = 0.1
 _STATUS_SECONDS: Final = 2.0
@@ -53,7 +54,7 @@ def _progress(place: Membership, shard: int, found: Holds) -> str:
             words.append(f"shadow node {node.id}: {holds}")
             continue
         held = holds.get(shard)
-        at = f"at iteration {held.stepped}" if held is not None and held.seeded else "not seeded"
+        at = at_iteration(held.stepped) if held is not None and held.seeded else "not seeded"
         words.append(f"shadow node {node.id} is {at}")
     return ", ".join(words)
 
@@ -91,5 +92,5 @@ def _not_ready(hold: pb.HoldStatus | None) -> str:
     if hold is None:
         return "not begun"
     if hold.connected < hold.streams:
-        return f"{hold.connected} of {hold.streams} streams are connected"
+        return f"{hold.connected} of {counted(hold.streams, 'stream')} connected"
     return "" if hold.seeded else "not seeded"
