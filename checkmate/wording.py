@@ -1,6 +1,9 @@
-"""Numbers in messages: plurals and sizes."""
+"""Parts of messages: plurals, sizes, and suggestions."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def shortened(text: str, most: int = 300) -> str:
@@ -21,3 +24,9 @@ def size(nbytes: float) -> str:
             amount = nbytes / scale
             return f"{amount:,.3g} {unit}" if amount < 999.5 else f"{amount:,.0f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'known'?)" if one of them is close to a mistyped word, else nothing."""
+    near = get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -18,7 +18,7 @@ from typing import IO, Final
 from checkmate.job.files import read_job
 from checkmate.keys.access import INSECURE, keys_folder
 from checkmate.keys.making import make_keys
-from topologies import state, switches
+from topologies import state, switches, torchrun
 from topologies.describe import job_files
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
@@ -80,6 +80,16 @@ class Lab:
         self._cgroup: str | None = None
         self._made = False
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @classmethod
+    def attached(cls, name: str) -> Lab:
+        """Return a lab that is up, to start processes in it; raise `BadDescription` if there is none."""
+        record = state.read_record(state.check_name(name))
+        if record is None:
+            raise BadDescription(state.missing([name]))
+        lab = cls(state.read_topology(record), record.target, name=name)
+        lab._cgroup = record.cgroup
+        return lab
 
     @property
     def switches(self) -> tuple[SwitchNode, ...]:
@@ -165,28 +175,38 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         """Start a command in a node's namespace and cgroup, in a session of its own.
 
-        CHECKMATE_JOB in its environment is the lab's job file. It may use only `cpus` if they are specified.
-        Ctrl-C at the terminal does not reach it; `down` ends it.
+        Its environment is `environment()`, with the changes in `environment`. It may use only `cpus` if they
+        are specified. Ctrl-C at the terminal does not reach it; `down` ends it.
 
         Raises:
             BadDescription: This machine does not have such CPUs.
         """
         command = [str(part) for part in argv]
-        if self._cgroup is not None:
-            cgroup = Path(self._cgroup, node)
-            cgroup.mkdir(exist_ok=True)
+        if (cgroup := self.cgroup(node)) is not None:
             command = ["/bin/sh", "-c", _INTO_CGROUP, f"{cgroup}/cgroup.procs", *command]
-        ours = {**processes.environment(), "CHECKMATE_JOB": str(self.job_file)}
-        ours.pop(INSECURE, None)  # a lab has keys
         with namespaces.entered(self.namespace(node)), processes.pinned(cpus):
             return subprocess.Popen(
                 command,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env={**ours, **(environment or {})},
+                env={**self.environment(), **(environment or {})},
                 start_new_session=True,
             )
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of processes in the lab: ours, and what job and torchrun need there."""
+        ours = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
+        ours.pop(INSECURE, None)  # a lab has keys
+        return ours | {"CHECKMATE_JOB": str(self.job_file)}
+
+    def cgroup(self, node: str) -> Path | None:
+        """Return the cgroup of a node's processes, which exists; `None` without cgroup v2."""
+        if self._cgroup is None:
+            return None
+        found = Path(self._cgroup, node)
+        found.mkdir(exist_ok=True)
+        return found
 
     def stop_switch(self, name: str) -> None:
         """Kill a switch's process with SIGKILL: its entries are lost, its ports stay."""
@@ -237,7 +257,9 @@ class Lab:
     def _write_job(self) -> None:
         title = f"{self.topology.name}: {self.topology.title}"
         fabric = job_files.fabric(self.topology, self.target)
-        self.directory.joinpath(job_files.FABRIC_FILE).write_text(job_files.as_yaml(fabric, title))
+        topology = job_files.topology_data(self.topology)
+        for name, data in ((job_files.FABRIC_FILE, fabric), (job_files.TOPOLOGY_FILE, topology)):
+            self.directory.joinpath(name).write_text(job_files.as_yaml(data, title))
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
         job = read_job(self.job_file)
         make_keys([(job, keys_folder(job))], dt.datetime.now(dt.UTC))

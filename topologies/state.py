@@ -12,13 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from topologies.describe.job_files import JOB_FILE, Target
-from topologies.describe.topology import BadDescription, LabInUse
+from checkmate.wording import did_you_mean
+from topologies.describe.job_files import JOB_FILE, TOPOLOGY_FILE, Target
+from topologies.describe.topology import BadDescription, LabInUse, Topology, load
 from topologies.kernel import cgroups, namespaces
 
 RUN: Final = Path("/run/checkmate/labs")
@@ -73,6 +74,18 @@ def read_record(lab: str) -> LabRecord | None:
         return LabRecord(**json.loads((folder(lab) / _RECORD).read_text()))
     except FileNotFoundError:
         return None
+
+
+def read_topology(record: LabRecord) -> Topology:
+    """Return the topology of a recorded lab."""
+    return replace(load(str(folder(record.lab) / TOPOLOGY_FILE)), name=record.topology)
+
+
+def missing(labs: Sequence[str]) -> str:
+    """Return an error message for labs that do not exist; it names those that do."""
+    up = existing()
+    hint = did_you_mean(labs[0], up)
+    return f"no lab {' or '.join(map(repr, labs))} is up{hint}; labs that are up: {', '.join(up) or 'none'}"
 
 
 @contextlib.contextmanager

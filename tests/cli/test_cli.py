@@ -17,7 +17,7 @@ from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
 
 COMMANDS = [name for name in main.COMMANDS if name != "lab"]
-COMMANDS += ["lab up", "lab down", "lab run", "lab list"]
+COMMANDS += [f"lab {name}" for name in ("up", "down", "run", "list", "exec", "logs", "train")]
 WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'thriftpy2']))"
 """Run the command like on a host without the switch's libraries."""
 

@@ -187,7 +187,7 @@ def test_command_line_up_and_down(name: str) -> None:
     assert remains(name, before) == held
     typo = lab_command("down", name, f"{name}_typo")
     assert typo.returncode == 2
-    assert f"no lab '{name}_typo' is up; labs that are up: " in typo.stderr
+    assert f"no lab '{name}_typo' is up (did you mean '{name}'?); labs that are up: " in typo.stderr
     assert name in typo.stderr.partition("labs that are up: ")[2].strip().split(", ")
     assert remains(name, before) == held
     down = lab_command("down", name)
