@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -122,7 +121,7 @@ class Lab:
 
     def up(self) -> None:
         """Create the lab and start its switches; remove all of it on failure. The lab stays locked."""
-        require_root()
+        state.require_root()
         switches.check_target(self.target)
         try:
             self._lock.enter_context(state.locked(self.name))
@@ -293,17 +292,9 @@ class Lab:
             switches.deepen_queues(self.name, switch)
 
 
-def require_root() -> None:
-    """Raise `LabError` if namespaces cannot be created or cgroups are not visible."""
-    if os.geteuid() != 0:
-        raise LabError("labs need root, for network namespaces; run it with sudo")
-    if (inside := namespaces.own_name()) is not None:
-        raise LabError(f"this shell is in the namespace {inside}; leave it first, with exit")
-
-
 def down(name: str) -> bool:
     """Remove a lab, even one that another process left behind; return whether there was one."""
-    require_root()
+    state.require_root()
     state.check_name(name)
     if name not in state.existing() and not namespaces.of_lab(name):
         return False

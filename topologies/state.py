@@ -19,7 +19,7 @@ from typing import Final
 
 from checkmate.wording import did_you_mean
 from topologies.describe.job_files import JOB_FILE, TOPOLOGY_FILE, Target
-from topologies.describe.topology import BadDescription, LabInUse, Topology, load
+from topologies.describe.topology import BadDescription, LabError, LabInUse, Topology, load
 from topologies.kernel import cgroups, namespaces
 
 RUN: Final = Path("/run/checkmate/labs")
@@ -35,6 +35,14 @@ class LabRecord:
     topology: str
     target: Target
     cgroup: str | None
+
+
+def require_root() -> None:
+    """Raise `LabError` if namespaces cannot be created or cgroups are not visible."""
+    if os.geteuid() != 0:
+        raise LabError("labs need root, for network namespaces; run it with sudo")
+    if (inside := namespaces.own_name()) is not None:
+        raise LabError(f"this shell is in the namespace {inside}; leave it first, with exit")
 
 
 def check_name(lab: str) -> str:

@@ -19,7 +19,7 @@ from topologies import state
 from topologies.crew import Crew, Member, serving
 from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, Host
 from topologies.kernel.namespaces import entered
-from topologies.lab import Lab, require_root
+from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
 from topologies.training.job_processes import JobProcesses
@@ -90,7 +90,7 @@ def training_in(
         restarts: The number of restarts after deaths of ranks.
         console: Where the steps are shown.
     """
-    require_root()
+    state.require_root()
     lab = Lab.attached(name)
     with state.locked(name), Crew(lab) as crew, contextlib.ExitStack() as stack:
         with StepProgress(console) as steps:
