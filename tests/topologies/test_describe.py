@@ -135,7 +135,7 @@ def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
     topology = load(name)
     lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
     assert len(lines) < 20
-    assert lines[2].endswith("/checkmate lab train mine")
+    assert lines[2].endswith(" lab train mine")
     assert "occupy a terminal" in lines[4]
     text = "\n".join(lines[5:])
     for number in range(len(topology.shadow_nodes)):
