@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ def train(name: str, topology: Topology, plan: JobPlan, folder: Path) -> tuple[J
         return job.record(), job.state()
 
 
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+
+
 @pytest.mark.parametrize(
     ("example", "topology", "options"),
     [
@@ -36,6 +41,8 @@ def train(name: str, topology: Topology, plan: JobPlan, folder: Path) -> tuple[J
         ("resnet", PAIR, ()),
         ("pipeline", load("two_stages"), ()),
         ("loader", PAIR, ()),
+        pytest.param("accelerated", PAIR, (), marks=needs("accelerate")),
+        pytest.param("lightning", PAIR, (), marks=needs("lightning")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
