@@ -22,6 +22,10 @@ SCRIPT: Final = ("-m", "checkmate.examples.gpt.train")
 """The training script that it suggests, and that `lab train` starts."""
 
 
+_KILL: Final = f"sh -c 'pkill -9 -n --ns $$ --nslist net -f [c]{SCRIPT[-1][1:]}'"
+"""Kills the newest process of the script in the same namespace: the script itself, not its torchrun."""
+
+
 @dataclass(frozen=True)
 class _Cell:
     """A host beside a switch: its name, and the ports of its NICs there."""
@@ -131,7 +135,7 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
             f"  {control} run {job}",
             *shadows,
             f"  {torchrun.loop(topology, inside, SCRIPT)}",
-            f"  pkill -9 -n -f {SCRIPT[-1]}   # kills a rank: training resumes",
+            f"  {inside} {topology.ranks[-1].name} -- {_KILL}   # training resumes",
             f"  {control} status {job}",
             f"  {control} consolidate {job} --out checkpoint/",
             f"  {control} remove {job}   # after run has stopped",

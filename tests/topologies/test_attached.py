@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.labs.live import alive, needs_clang, needs_root
-from tests.support.labs.remains import LAB_COMMAND, lab_command
+from tests.support.labs.remains import LAB_COMMAND, ROOT, lab_command
+from tests.support.waiting import wait_until
 from topologies.crew import Crew, serving
 from topologies.describe.topology import load
 from topologies.kernel import namespaces
@@ -184,6 +186,47 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
     with started("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
         until(process, "^error: rank0, rank1, rank2, rank3 failed with: ValueError: the cat sleeps$")
         assert process.wait(30) == 1
+
+
+@needs_clang
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_up_prints_works_in_any_folder_by_hand(name: str, tmp_path: Path) -> None:
+    """With an environment whose path has a space."""
+    environment, folder = tmp_path / "an environment", tmp_path / "a folder"
+    environment.symlink_to(sys.prefix)
+    folder.mkdir()
+    here: dict[str, Any] = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    entry = [str(environment / "bin" / "python"), "-m", "checkmate.cli.entry"]
+    up = subprocess.run(
+        [*entry, "lab", "up", "single_tor", "--name", name], capture_output=True, check=True, **here
+    )
+    lines = [line.strip() for line in up.stdout.partition("or by hand")[2].splitlines()[1:]]
+    assert lines[0].startswith(f"'{environment}/bin/")
+    controller, *shadows, loop, kill, status, consolidate, _remove, _shell, down = lines
+    log = folder / "log"
+
+    def start(command: str) -> None:
+        with log.open("a") as file:
+            subprocess.Popen(
+                ["bash", "-c", command], stdout=file, stderr=file, start_new_session=True, **here
+            )
+
+    def said(words: str, count: int = 1) -> None:
+        wait_until(lambda: log.read_text().count(words) >= count, words, 100)
+
+    for command in (controller, *shadows):
+        start(command)
+    said("ready: shadow node", len(shadows))
+    start(loop)
+    said("iteration 8: loss")
+    subprocess.run(["bash", "-c", kill], check=True, **here)
+    said("resumed from the shadow nodes: iteration")
+    for command in (status, consolidate):
+        subprocess.run(["bash", "-c", command], check=True, capture_output=True, **here)
+    assert any((folder / "checkpoint").iterdir())
+    subprocess.run(["bash", "-c", down], check=True, capture_output=True, **here)
+    assert not namespaces.of_lab(name)
 
 
 _PATCHED = """
