@@ -130,9 +130,7 @@ def test_the_glossary_has_what_a_plan_counts_and_the_states_of_a_hold() -> None:
 
 
 def test_restarts_are_the_same_number_everywhere() -> None:
-    files = [*DOCS.rglob("*.md"), DOCS.parent / "examples" / "gpt" / "train.py"]
+    files = [*DOCS.rglob("*.md"), DOCS.parent / "checkmate" / "examples" / "gpt" / "train.py"]
     found = {n for file in files for n in re.findall(r"--max-restarts[= ](\d+)", file.read_text())}
-    printed = re.findall(
-        r"--max-restarts[= ](\d+)", loop(load("single_tor"), "try", "job.yaml", ["train.py"])
-    )
+    printed = re.findall(r"--max-restarts[= ](\d+)", loop(load("single_tor"), "lab exec try", ["train.py"]))
     assert found == set(printed) == {str(RESTARTS)}

@@ -8,16 +8,14 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.labs.live import needs_clang, needs_root
-from topologies import state
+from topologies import picture, state
 from topologies.describe.job_files import JOB_FILE
 from topologies.describe.topology import CONTROLLER
-from topologies.kernel.namespaces import name_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("checkmate", "controlplane", "p4src", "softswitch", "topologies")
@@ -96,9 +94,9 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
 @needs_clang
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_installed_wheel_makes_a_lab_and_installs_a_job(installed: Path, tmp_path: Path) -> None:
-    def run(*arguments: str, inside: Sequence[str] = ()) -> str:
-        command: list[str] = [*inside, str(installed / "python"), *arguments]
+def test_an_installed_wheel_makes_a_lab_and_trains_in_it(installed: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        command = [str(installed / "python"), *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=False
         )
@@ -109,9 +107,11 @@ def test_an_installed_wheel_makes_a_lab_and_installs_a_job(installed: Path, tmp_
     assert run("-c", "import checkmate; print(checkmate.__file__)").startswith(str(tmp_path))
     run("-m", "checkmate.cli.entry", "lab", "up", "single_tor", "--name", name)
     try:
-        controller = ("ip", "netns", "exec", name_of(name, CONTROLLER))
-        job = str(state.folder(name) / JOB_FILE)
-        assert "written" in run("-m", "checkmate.cli.entry", "run", "--once", job, inside=controller)
+        entry = ("-m", "checkmate.cli.entry")
+        inside = (*entry, "lab", "exec", name, CONTROLLER, "--", "python")
+        assert "written" in run(*inside, *entry, "run", "--once", str(state.folder(name) / JOB_FILE))
+        script = (picture.SCRIPT[-1], "--iterations", "3", "--layers", "1", "--width", "64", "--heads", "2")
+        assert "iteration 2: loss" in run(*entry, "lab", "train", name, "--", "-m", *script)
     finally:
         run("-m", "checkmate.cli.entry", "lab", "down", name)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
+from checkmate.cli import lab_inside
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.completing import lab_names, target_names, topology_names
 from checkmate.cli.helping import App
 from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
+from checkmate.wording import counted
 from topologies import lab as labs
 from topologies import picture, state
 from topologies.describe import topology as describe
@@ -113,7 +117,10 @@ def down(
             help="Names of labs; or use --all.", metavar="LAB", show_default=False, autocompletion=lab_names
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Remove every lab of this machine.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Remove every lab of this machine; on a terminal, asks first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     if_up: Annotated[bool, typer.Option("--if-up", help="Do not fail if a lab does not exist.")] = False,
 ) -> None:
     """Stop all processes in labs and remove the labs, including remains of a killed `up` or `run`.
@@ -122,9 +129,13 @@ def down(
 
     Example: checkmate lab down single_tor
     """
-    labs.require_root()
+    state.require_root()
     kept = []
-    for name in _meant(names or [], every=every, if_up=if_up):
+    chosen = _meant(names or [], every=every, if_up=if_up)
+    if every and chosen and not yes and sys.stdin.isatty() and out.is_terminal:
+        _show(_standing())
+        typer.confirm(f"remove {counted(len(chosen), 'lab')} with all that runs there?", abort=True)
+    for name in chosen:
         try:
             with waiting(err, f"removing {name}"):
                 found = labs.down(name)
@@ -138,14 +149,13 @@ def down(
 
 def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
     """Return the labs that `down` removes. Raise `UsageFault` if none are given or one does not exist."""
-    labs_up = f"labs that are up: {', '.join(state.existing()) or 'none'}"
     if bool(names) == every:
         choice = "either lab names or --all, not both" if every else "lab names or --all"
-        raise UsageFault(f"specify {choice}; {labs_up}")
+        raise UsageFault(f"specify {choice}; labs that are up: {', '.join(state.existing()) or 'none'}")
     up = state.existing()
     missing = [one for one in names if state.check_name(one) not in up and not namespaces.of_lab(one)]
     if missing and not if_up:
-        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; {labs_up}")
+        raise UsageFault(state.missing(missing))
     return names or state.existing()
 
 
@@ -187,15 +197,19 @@ def _show_labs() -> None:
     if not labs:
         out.print("no lab is up")
         return
-    table = FittedTable("", "lab", "topology", "target", "state", folds=("topology",))
-    for lab in labs:
-        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
-    out.print(table)
+    _show(labs)
     for lab in labs:  # outside the table, which would wrap lines that users copy
         out.print(f"job of {lab.name}: {lab.job_file}", soft_wrap=True)
     for lab in labs:
         if lab.up is False:
             out.print(f"to clear up: checkmate lab down {lab.name}", soft_wrap=True)
+
+
+def _show(labs: Collection[LabStanding]) -> None:
+    table = FittedTable("", "lab", "topology", "target", "state", folds=("topology",))
+    for lab in labs:
+        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
+    out.print(table)
 
 
 def _state(lab: LabStanding) -> str:
@@ -227,3 +241,8 @@ def run(
     load = Load(nbytes=megabytes * 1_000_000, iterations=iterations)
     if not perform(_lab(topology, target, name, mtu, share, delay), load, as_json=as_json):
         raise typer.Exit(1)
+
+
+app.command("exec", context_settings=lab_inside.RAW)(lab_inside.execute)
+app.command()(lab_inside.logs)
+app.command(context_settings=lab_inside.RAW)(lab_inside.train)

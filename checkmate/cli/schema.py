@@ -10,7 +10,7 @@ import typer
 
 from checkmate.cli.common import UsageFault, says_errors
 from checkmate.job import editor_schema
-from checkmate.wording import meant
+from checkmate.wording import did_you_mean
 
 FILES: Final = ("job", "fabric", "lab")
 DOCUMENTS: Final = {
@@ -66,5 +66,5 @@ def schema(
     Example: checkmate schema job > job.schema.json
     """
     if name not in names():
-        raise UsageFault(f"no schema {name!r}{meant(name, names())}; there are {', '.join(names())}")
+        raise UsageFault(f"no schema {name!r}{did_you_mean(name, names())}; there are {', '.join(names())}")
     typer.echo(json.dumps(schema_of(name), indent=2))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from checkmate.job.faults import Fault, Path
 from checkmate.job.tofino import chips
-from checkmate.wording import counted, meant
+from checkmate.wording import counted, did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -113,9 +113,9 @@ def _shown(error: Any) -> str:
 
 
 def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """Return what a key may have meant, or else the keys that there are."""
+    """Return what a key may have did_you_mean, or else the keys that there are."""
     known = list(_schema_at(model, loc[:-1]).get("properties", {}))
-    suggested = meant(str(loc[-1]), known)
+    suggested = did_you_mean(str(loc[-1]), known)
     return f"unknown key{suggested}" if suggested else f"unknown key; the keys here are {', '.join(known)}"
 
 

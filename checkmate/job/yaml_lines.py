@@ -12,7 +12,7 @@ import yaml
 
 from checkmate.job import faults, yaml_words
 from checkmate.job.faults import Fault, show_path
-from checkmate.wording import meant
+from checkmate.wording import did_you_mean
 
 FILE_BYTES: Final = 2 << 20
 """The largest file: a job of about 15,000 ranks."""
@@ -182,7 +182,7 @@ def _unreadable(file: Path, error: OSError) -> str:
         there = os.listdir(file.parent) if isinstance(error, FileNotFoundError) else []
     except OSError:
         there = []
-    return f"cannot be read: {error.strerror}{meant(file.name, there)}"
+    return f"cannot be read: {error.strerror}{did_you_mean(file.name, there)}"
 
 
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:

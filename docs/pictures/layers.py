@@ -37,7 +37,7 @@ def main() -> None:
     parts.append(
         box(right, TOP, 200, 90, "softswitch", ["imports none of these;", "none of these imports it"])
     )
-    parts.append(box(right, TOP + 120, 200, 90, "examples", ["imports only", "what users import"]))
+    parts.append(box(right, TOP + 120, 200, 90, "checkmate.examples", ["imports only", "what users import"]))
     write(
         FOLDER / "layers.svg",
         right + 220,

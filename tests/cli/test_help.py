@@ -13,7 +13,8 @@ from checkmate.cli import main
 from checkmate.cli.completing import job_paths
 from tests.support.cli import COMMAND, invoke
 
-COMMANDS = [*(name for name in main.COMMANDS if name != "lab"), "lab up", "lab down", "lab run", "lab list"]
+LAB = ("up", "down", "run", "list", "exec", "logs", "train")
+COMMANDS = [*(name for name in main.COMMANDS if name != "lab"), *(f"lab {name}" for name in LAB)]
 CHECKMATE = f"""#!{COMMAND[0]}
 from checkmate.cli.entry import main
 main()

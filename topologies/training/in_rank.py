@@ -52,11 +52,14 @@ class Unprotected:
     def mark(self) -> None:
         """Do nothing: the ends of iterations are not needed."""
 
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.close()
 
 
 class Untagged(Unprotected):
@@ -70,7 +73,8 @@ class Untagged(Unprotected):
         self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
         self._hook.register()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the ring."""
         self._hook.close()
         self._ring.close()
 
