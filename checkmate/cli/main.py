@@ -21,6 +21,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "shell": "shell",
     "shadow": "shadow",
     "consolidate": "consolidate",
+    "reset": "reset",
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",

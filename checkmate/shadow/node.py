@@ -96,6 +96,8 @@ class Node:
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
         """Functions that count bytes waiting for other readers."""
+        self.trainers: Callable[[], int] = lambda: 0
+        """Returns the number of connections for step records."""
         self._stepping = False
         self._torch_threads = threads
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]

@@ -88,7 +88,8 @@ def protect(
     """
     deadline = time.monotonic() + wait
     place = join(ddp)
-    show_log(place.rank)
+    if place.rank == 0 or place.first:
+        show_log()
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_ddp(ddp)

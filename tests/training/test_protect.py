@@ -169,7 +169,7 @@ def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
 ) -> None:
     for node in nodes:
         node.stop()
-    run, ends = train(tmp_path, nodes, iterations=4, fresh=True, wait=0.5, timeout=0.5)
+    run, ends = train(tmp_path, nodes, iterations=4, restore=False, wait=0.5)
     assert [code for code, _ in ends] == [0, 0], ends
     assert list(run.losses(0)) == [0, 1, 2, 3]
     assert "training begins without all shadow nodes: shadow node 0" in ends[0][1]
@@ -186,7 +186,7 @@ def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp
     for _, errors in ends:
         assert f"shadow node 1 ({nodes[1].address}): can't be reached (Connection refused)" in errors
         assert "no checkpoint folder is set (pass checkpoints= or set CHECKMATE_CHECKPOINTS)" in errors
-        assert "fresh=True starts from iteration 0" in errors
+        assert "`checkmate reset JOB` has the next start begin with iteration 0" in errors
     nodes[1].start()
 
 
