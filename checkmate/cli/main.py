@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
+import checkmate
 from checkmate.cli.common import AsJson, says_errors, switch_extra
 
 COMMANDS: Final[Mapping[str, str]] = {
@@ -87,7 +88,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     if version:
-        typer.echo(f"checkmate {metadata.version('checkmate-training')}")
+        typer.echo(f"checkmate {checkmate.__version__}")
         raise typer.Exit
 
 

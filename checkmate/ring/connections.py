@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from checkmate.errors import CheckmateError
 from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide, new_nonce
 from checkmate.keys.secret_files import SECRET_BYTES
 from checkmate.ring import greetings
@@ -38,7 +39,7 @@ _TOKEN = b"\x01"
 _BUFFER_BYTES = 4 << 20  # a few slices: the next one is copied while the last is being sent
 
 
-class RingError(RuntimeError):
+class RingError(CheckmateError, RuntimeError):
     """The ring can't be connected, or is broken."""
 
 

@@ -12,11 +12,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.errors import CheckmateError
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
-from checkmate.training.checks import check_script
+from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, exchange, fence, membership
@@ -48,7 +49,7 @@ FRESH_SECONDS: Final = 10.0
 _ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
 
 
-class RestoreError(RuntimeError):
+class RestoreError(CheckmateError, RuntimeError):
     """No complete state is available to resume from. The message names the shards and nodes concerned."""
 
 
@@ -65,8 +66,8 @@ def restore(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     *,
-    scheduler: Any = None,
-    scaler: Any = None,
+    scheduler: Scheduler | None = None,
+    scaler: Scaler | None = None,
     timeout: float = TIMEOUT,
     checkpoints: str | Path | None = None,
 ) -> Restored:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.errors import CheckmateError
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.access import access
@@ -30,7 +31,7 @@ from checkmate.wire.schedule import side_of
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
 
-class SessionError(RuntimeError):
+class SessionError(CheckmateError, RuntimeError):
     """Job, environment and process groups contradict one another. The message suggests a remedy."""
 
 
