@@ -43,6 +43,10 @@ class RingError(CheckmateError, RuntimeError):
     """The ring can't be connected, or is broken."""
 
 
+class RingTimeout(RingError):
+    """Another rank can't be reached, or does not come."""
+
+
 @dataclass(frozen=True)
 class RingPlace:
     """A rank's place in its ring, for `connect_ring`."""
@@ -58,6 +62,8 @@ class RingPlace:
     """A hash (16 bytes) of everything that ranks must have in common, such as the buckets."""
     key: bytes = field(default=PUBLIC_KEY, repr=False)
     """The secret, 32 bytes, that only the ring's ranks have."""
+    names: Sequence[str] = ()
+    """The ranks' names in messages, in ring order; by default `rank 0`, `rank 1` and so on."""
 
     @property
     def ranks(self) -> int:
@@ -68,6 +74,15 @@ class RingPlace:
     def previous(self) -> int:
         """The rank that connects to this one."""
         return (self.rank - 1) % self.ranks
+
+    def name(self, rank: int) -> str:
+        """Return a rank's name in messages."""
+        return self.names[rank] if self.names else f"rank {rank}"
+
+    @property
+    def own_name(self) -> str:
+        """This rank's name in messages."""
+        return self.name(self.rank)
 
     def greeting(self, rank: int, channel: int) -> Greeting:
         """Return what `rank` sends first on `channel`."""
@@ -116,12 +131,12 @@ class Ring(contextlib.AbstractContextManager["Ring"]):
                 token = self.receivers[0].recv(1)
                 if token != _TOKEN:
                     raise RingError(
-                        f"rank {self.place.rank}: the previous rank left, or is not at the barrier"
+                        f"{self.place.own_name}: the previous rank left, or is not at the barrier"
                     )
                 if self.place.rank:
                     self.senders[0].send_chunk(_TOKEN)
         except OSError as error:
-            raise RingError(f"rank {self.place.rank}: barrier: {error}") from error
+            raise RingError(f"{self.place.own_name}: barrier: {error}") from error
 
     def drain(self, timeout: float) -> None:
         """Wait until the next rank has acknowledged all; raise `TimeoutError` after `timeout` seconds."""
@@ -185,14 +200,14 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
                 senders.append(_connect(place, channel, tagger, deadline))
             except RingError as error:
                 seen = acceptor.seen(channel)
-                raise RingError(f"{error}{seen and f'; meanwhile {seen}'}") from error
+                raise type(error)(f"{error}{seen and f'; meanwhile {seen}'}") from error
             undo.callback(senders[-1].socket.close)
         receivers = []
         for channel in channels:
             found = acceptor.wait(channel, deadline)
             if isinstance(found, str):
-                what = f"rank {place.rank} timed out waiting for rank {place.previous} on channel {channel}"
-                raise RingError(f"{what}: {found}")
+                who = f"{place.own_name} timed out waiting for {place.name(place.previous)}"
+                raise RingTimeout(f"{who} on channel {channel}: {found}")
             receivers.append(found)
             undo.callback(found.close)
         undo.pop_all()
@@ -210,7 +225,7 @@ def _listen(place: RingPlace, channel: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise RingError(
-            f"rank {place.rank} can't listen on {address[0]}:{address[1]}: {error.strerror}"
+            f"{place.own_name} can't listen on {address[0]}:{address[1]}: {error.strerror}"
         ) from error
     return listener
 
@@ -241,8 +256,8 @@ def _connect(
             sock.close()
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 where = f"{address[0]}:{address[1]}"
-                raise RingError(
-                    f"rank {place.rank} can't {doing} rank {peer} on {where}: {error.strerror or error}"
+                raise RingTimeout(
+                    f"{place.own_name} can't {doing} {place.name(peer)} on {where}: {error.strerror or error}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
         except BaseException:

@@ -169,8 +169,8 @@ def _agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
         try:
             message = {"made": make().message()}
         except Exception as error:  # noqa: BLE001 - others would wait for ever
-            message = {"trouble": exchange.shortened(f"rank 0: {type(error).__name__}: {error}")}
-    told = exchange.broadcast(message, 0)
+            message = {"trouble": exchange.shortened(f"{place.name}: {type(error).__name__}: {error}")}
+    told = exchange.broadcast(message, 0, named=place.named)
     if not isinstance(told, dict) or told.keys() not in ({"made"}, {"trouble"}):
         raise ExchangeError("rank 0 sent neither a plan nor an error")
     if "trouble" in told:
@@ -187,11 +187,11 @@ def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
     try:
         result = do()
     except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
-        trouble = f"rank {place.rank}: {error}"
+        trouble = f"{place.name}: {error}"
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
-        trouble = f"rank {place.rank}: {type(error).__name__}: {error}"
-    troubles = exchange.gather(trouble and exchange.shortened(trouble))
+        trouble = f"{place.name}: {type(error).__name__}: {error}"
+    troubles = exchange.gather(trouble and exchange.shortened(trouble), named=place.named)
     return result, "; ".join(str(one) for one in troubles if one)
 
 

@@ -155,6 +155,15 @@ def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> 
         assert found == expected
 
 
+def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    _, ends = train(tmp_path, nodes, iterations=6, kills=((1, 2),), batch_norm=False)
+    assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
+    told = ends[0][1].strip().splitlines()[-1]
+    assert "checkmate.ring.connections.RingError: " in told
+    assert "rank 0 (192.168.0.0), channel " in told and " rank 1 (192.168.0.1): " in told
+    assert "Unable to cast" not in ends[0][1]
+
+
 def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Path) -> None:
     _, ends = train(tmp_path, nodes, iterations=4, plain=True, fail_at=2, restore=False)
     assert [code for code, _ in ends] == [1, 1]

@@ -58,6 +58,21 @@ class Membership:
         return [str(rank.ip) for rank in self.job.dp_groups[self.group].ranks]
 
     @property
+    def names(self) -> list[str]:
+        """Names of the ring's ranks in messages, in ring order."""
+        return [rank.named for rank in self.job.dp_groups[self.group].ranks]
+
+    @property
+    def name(self) -> str:
+        """This rank's name in messages."""
+        return self.names[self.position]
+
+    def named(self, rank: int) -> str:
+        """Return the name of any rank of the job in messages."""
+        ranks = [one for group in self.job.dp_groups for one in group.ranks]
+        return next((one.named for one in ranks if one.rank == rank), f"rank {rank}")
+
+    @property
     def side(self) -> int | None:
         """Side of the boundary, 0 or 1; `None` for a rank that does not tag."""
         return side_of(self.ranks, self.position)

@@ -293,4 +293,4 @@ def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> 
         raise TypeError("a scheduler of the script's own wants other keys")
 
     _, trouble = restore._together(PLACE, load)
-    assert trouble == "rank 0: TypeError: a scheduler of the script's own wants other keys"
+    assert trouble == "rank 0 (192.168.0.0): TypeError: a scheduler of the script's own wants other keys"
