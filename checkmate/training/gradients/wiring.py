@@ -44,9 +44,12 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         missing, remedy = found
         raise TaggerUnavailable(str(missing), str(remedy))
     try:
-        return undo.enter_context(connect_ring(where, tagger))
+        ring = undo.enter_context(connect_ring(where, tagger))
     except RingTimeout as error:
         raise RingTimeout(
             f"{error}. Do all ranks run, and has `checkmate run` installed the job on its switches? "
             "`checkmate status JOB` shows that"
         ) from error
+    if tagger is not None:
+        tagger.give_up_capabilities()
+    return ring
