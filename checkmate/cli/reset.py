@@ -20,6 +20,12 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.privileges import keep_only, to_read
 
 
+class Kept(UsageFault):
+    """The user has declined."""
+
+    exit_code = 1
+
+
 @says_errors
 def reset(
     job: JobArgument,
@@ -33,7 +39,8 @@ def reset(
     while training runs. A node that does not answer does not bring its old state back later. Checkpoints on
     disk stay, but the next starts do not resume from them.
 
-    Exit status: 1 if training runs or a node has refused, 2 bad input, 3 if no node answers.
+    Exit status: 1 if training runs, a node has refused or the answer is no; 2 bad input; 3 if no node
+    answers.
 
     Example: checkmate reset jobs/gpt.yaml
     """
@@ -61,15 +68,15 @@ def reset(
 
 
 def _confirm(job: Job, found: Discard) -> None:
-    """Ask, on a terminal. Raise `UsageFault` without one, and `Exit` if the answer is no."""
+    """Ask, on a terminal. Raise `UsageFault` without one, and `Kept` if the answer is no."""
     if not sys.stdin.isatty():
         raise UsageFault(f"{_what(job, found)} about to be discarded: add --yes, because nobody can be asked")
-    if not typer.confirm(f"{_what(job, found)} about to be discarded. Continue?", err=True):
-        err.print("nothing was discarded")
-        raise typer.Exit(1)
+    err.print(f"{_what(job, found)} about to be discarded. Continue? [y/N] ", end="", markup=False)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Kept("nothing was discarded")
 
 
 def _what(job: Job, found: Discard) -> str:
     if found.iteration is None:
-        return f"Job {job.job}: everything before now is"
+        return f"Job {job.job}: all earlier runs are"
     return f"Job {job.job}: iteration {found.iteration} and all before it are"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +22,7 @@ from checkmate.nodes.target import find_source
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start import disk, fence
 from testbed.small_training import SmallTraining
-from tests.support.cli import invoke
+from tests.support.cli import COMMAND, invoke
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.standings import JOB, hold, node
 from tests.support.shadow.world import World
@@ -156,7 +159,50 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
     assert (said["job"], said["iteration"], said["nodes"], list(said["silent"])) == ("demo", 0, [0], ["1"])
     assert here.status(0).holds_nothing
     status, output = invoke(*arguments, "--yes")
-    assert "Job demo: everything before now is discarded. The next start of training begins" in output
+    assert "Job demo: all earlier runs are discarded. The next start of training begins" in output
     here.stop(0)
     status, output = invoke(*arguments, "--yes")
     assert (status, "no shadow node of job demo answers" in output) == (3, True)
+
+
+@needs_buffers
+@pytest.mark.parametrize(
+    ("typed", "status", "said"),
+    [
+        (b"\n", 1, "nothing was discarded"),
+        (b"n\n", 1, "nothing was discarded"),
+        (b"\x04", 1, "nothing was discarded"),
+        (b"\x03", 130, ""),
+        (b"y\n", 0, "discarded. The next start of training begins with iteration 0."),
+    ],
+)
+def test_on_a_terminal_it_asks(
+    typed: bytes, status: int, said: str, stack: ExitStack, tmp_path: Path
+) -> None:
+    here, training, _ = two_nodes(stack)
+    leave(here, training)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(here.job.model_dump(mode="json", exclude_none=True)))
+    ours, theirs = pty.openpty()
+    stack.callback(os.close, ours)
+    command = ["setsid", "--ctty", "--wait", *COMMAND, "reset", str(file)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = _until(ours, b"[y/N]")
+    assert b"iteration 0 and all before it are about to be discarded" in b" ".join(shown.split())
+    os.write(ours, typed)
+    shown += _until(ours)
+    assert process.wait(10) == status
+    assert said in " ".join(shown.decode().split())
+    assert here.status(0).holds_nothing == (status == 0)
+
+
+def _until(terminal: int, end: bytes | None = None) -> bytes:
+    """Return what appears on a terminal, up to `end` or until nobody has it open."""
+    shown = b""
+    while end is None or end not in shown:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # the process has ended
+            break
+    return shown
