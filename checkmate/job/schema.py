@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from ipaddress import IPv4Address, ip_address
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -22,12 +22,11 @@ from pydantic import (
     model_validator,
 )
 
+from checkmate.job.host_names import host_name
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
-_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST = re.compile(rf"(?!\d+(\.\d+)*\.?$){_LABEL}(\.{_LABEL})*\.?")
 _HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 CPU_PORT: Final = 510
@@ -51,15 +50,6 @@ def _ip(value: object) -> IPv4Address:
     if address is None or address.is_multicast or address.is_unspecified or int(address) == 0xFFFFFFFF:
         raise ValueError("must be a host's IPv4 address such as 10.0.0.1")
     return address
-
-
-def _host(value: str) -> str:
-    try:
-        return str(ip_address(value))
-    except ValueError:
-        if len(value) > 253 or not _HOST.fullmatch(value):
-            raise ValueError("must be a host name or an IP address, such as 192.168.0.1") from None
-    return value
 
 
 def _host_port(value: str) -> str:
@@ -103,7 +93,7 @@ def _device_port(value: object) -> object:
 
 Mac = Annotated[str, BeforeValidator(_mac)]
 Ip = Annotated[IPv4Address, BeforeValidator(_ip)]
-HostName = Annotated[str, AfterValidator(_host)]
+HostName = Annotated[str, AfterValidator(host_name)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
 PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
@@ -235,12 +225,11 @@ class Rank(Host):
 
     @property
     def host(self) -> str:
-        """Its host in messages: `mgmt`, or the address on the training network."""
         return self.mgmt or str(self.ip)
 
     @property
     def named(self) -> str:
-        """Its name in messages: `rank 0 (192.168.0.1)`."""
+        """Its name in messages."""
         return f"rank {self.rank} ({self.host})"
 
 

@@ -14,79 +14,19 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
-from checkmate.errors import CheckmateError
 from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide, new_nonce
-from checkmate.keys.secret_files import SECRET_BYTES
 from checkmate.ring import greetings
 from checkmate.ring.accepting import Acceptor
-from checkmate.ring.greetings import Greeting
+from checkmate.ring.place import RingError, RingPlace, RingTimeout
 from checkmate.tagger import TaggedSocket, Tagger
-from checkmate.wire import tag, tcp
-
-DEFAULT_PORT = 47000
-"""Port of channel 0; channel c uses this plus c."""
-
-PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()
-"""The key of rings that are not a job's, in labs and measurements. Everybody has it."""
+from checkmate.wire import tcp
 
 _RETRY_SECONDS = 0.05
 _BACKLOG = 1024
 _ANSWER_SECONDS = 5.0  # for the answer to a greeting; then the connection is made again
 _TOKEN = b"\x01"
 _BUFFER_BYTES = 4 << 20  # a few slices: the next one is copied while the last is being sent
-
-
-class RingError(CheckmateError, RuntimeError):
-    """The ring can't be connected, or is broken."""
-
-
-class RingTimeout(RingError):
-    """Another rank can't be reached, or does not come."""
-
-
-@dataclass(frozen=True)
-class RingPlace:
-    """A rank's place in its ring, for `connect_ring`."""
-
-    rank: int
-    ips: Sequence[str]
-    """One address per rank, in ring order."""
-    channels: int
-    port: int = DEFAULT_PORT
-    incarnation: int = 0
-    dscp_bit: int = tag.DEFAULT_DSCP_BIT
-    fingerprint: bytes = bytes(16)
-    """A hash (16 bytes) of everything that ranks must have in common, such as the buckets."""
-    key: bytes = field(default=PUBLIC_KEY, repr=False)
-    """The secret, 32 bytes, that only the ring's ranks have."""
-    names: Sequence[str] = ()
-    """The ranks' names in messages, in ring order; by default `rank 0`, `rank 1` and so on."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks in the ring."""
-        return len(self.ips)
-
-    @property
-    def previous(self) -> int:
-        """The rank that connects to this one."""
-        return (self.rank - 1) % self.ranks
-
-    def name(self, rank: int) -> str:
-        """Return a rank's name in messages."""
-        return self.names[rank] if self.names else f"rank {rank}"
-
-    @property
-    def own_name(self) -> str:
-        """This rank's name in messages."""
-        return self.name(self.rank)
-
-    def greeting(self, rank: int, channel: int) -> Greeting:
-        """Return what `rank` sends first on `channel`."""
-        return Greeting(self.ranks, rank, channel, self.incarnation, self.fingerprint)
 
 
 class PlainSocket:

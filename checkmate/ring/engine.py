@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from checkmate.ring.connections import Ring, RingError, receive_into
+from checkmate.ring.connections import Ring, receive_into
+from checkmate.ring.place import RingError
 from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
 

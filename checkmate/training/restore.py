@@ -20,9 +20,8 @@ from checkmate.state import StateError, from_held
 from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, exchange, fence, membership
+from checkmate.training.start import disk, exchange, fence, membership, plans
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import FetchError, fetch
 from checkmate.training.start.install import (
     InstallError,
@@ -34,6 +33,7 @@ from checkmate.training.start.install import (
     part_of,
 )
 from checkmate.training.start.membership import Membership, ModelStanding, Start
+from checkmate.training.start.plans import RestartPlan
 
 A = TypeVar("A", RestartPlan, disk.OnDisk)
 
@@ -133,10 +133,10 @@ def _begin(
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
         seen = (plan.generation_seen, plan.discarded)
-        plan = _agree(place, RestartPlan, partial(fence.plan_new_run, plan.incarnation, trouble, *seen))
+        plan = _agree(place, RestartPlan, partial(plans.plan_new_run, plan.incarnation, trouble, *seen))
     discarded = plan.discarded
     found = _agree(place, disk.OnDisk, lambda: disk.look(checkpoints, discarded))
-    plan = fence.after_disk(plan, found.generation)
+    plan = plans.after_disk(plan, found.generation)
     if found.paths:
         if plan.trouble:
             _log_once(place, plan.trouble)
@@ -152,7 +152,7 @@ def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
 
     def make() -> RestartPlan:
         generation = disk.look(None).generation
-        return fence.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
+        return plans.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
     return _agree(place, RestartPlan, make)
 

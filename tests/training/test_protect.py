@@ -159,7 +159,7 @@ def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingN
     _, ends = train(tmp_path, nodes, iterations=6, kills=((1, 2),), batch_norm=False)
     assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
     told = ends[0][1].strip().splitlines()[-1]
-    assert "checkmate.ring.connections.RingError: " in told
+    assert "checkmate.ring.place.RingError: " in told
     assert "rank 0 (192.168.0.0), channel " in told and " rank 1 (192.168.0.1): " in told
     assert "Unable to cast" not in ends[0][1]
 

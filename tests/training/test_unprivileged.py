@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -81,9 +80,7 @@ def python(folder: Path) -> str:
 def torchrun(folder: Path, python: str, nodes: list[RecordingNode], starter: list[str]) -> str:
     """Train with two ranks on this machine as the user; return what torchrun printed."""
     data = job_file(folder, nodes)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    command = [python, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += ["-m", "tests.scripts.unprivileged", str(folder)]
     done = subprocess.run(
         [*USER, *starter, *command],
