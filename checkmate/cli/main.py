@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
 
+import checkmate
 from checkmate.cli.common import AsJson, says_errors, switch_extra
 from checkmate.cli.helping import App, Command, Group
 
@@ -23,6 +24,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "shell": "shell",
     "shadow": "shadow",
     "consolidate": "consolidate",
+    "reset": "reset",
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",
@@ -92,7 +94,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     if version:
-        typer.echo(f"checkmate {metadata.version('checkmate-training')}")
+        typer.echo(f"checkmate {checkmate.__version__}")
         raise typer.Exit
 
 

@@ -25,6 +25,7 @@ DOCUMENTS: Final = {
     "remove": "switches:RemoveDocument",
     "shadow": "nodes:ShadowLine",
     "consolidate": "nodes:ConsolidateDocument",
+    "reset": "nodes:ResetDocument",
     "cost": "planner:CostDocument",
     "profile": "planner:ProfileDocument",
     "lab-list": "base:LabListDocument",

@@ -49,7 +49,6 @@ def within_job(raw: Any) -> list[Fault]:
         *_same_addresses(hosts),
         *_duplicates(hosts, "mac", "MAC address"),
         *_duplicates([*links, *ranks, *nics], "port", "switch port", ("switch", "port")),
-        *_duplicates(ranks, "mgmt", "mgmt address"),
         *_served_twice(nodes),
         *_unknown_switches([*ranks, *nics, *links], switches),
         *_unreachable(ranks, nics, _link_pairs(raw, links), switches),

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from checkmate.job.host_names import host_name
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
@@ -95,6 +96,7 @@ def _device_port(value: object) -> object:
 
 Mac = Annotated[str, BeforeValidator(_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
 Ip = Annotated[IPv4Address, BeforeValidator(_ip)]
+HostName = Annotated[str, AfterValidator(host_name)]
 HostPort = Annotated[str, AfterValidator(_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})]
 Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
 PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
@@ -224,7 +226,16 @@ class Rank(Host):
     """A training rank: `rank` is its number in the whole job."""
 
     rank: Annotated[int, Field(ge=0, strict=True)]
-    mgmt: Annotated[str, Field(min_length=1)]
+    mgmt: HostName | None = None
+
+    @property
+    def host(self) -> str:
+        return self.mgmt or str(self.ip)
+
+    @property
+    def named(self) -> str:
+        """Its name in messages."""
+        return f"rank {self.rank} ({self.host})"
 
 
 class DpGroup(_Model):

@@ -62,7 +62,8 @@ class _Reach:
 
 def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
     """Return the incarnation after the newest that any node has seen, or the clock's seconds mod 256."""
-    last = newest_incarnation(answer.incarnation for answer in answers if not answer.holds_nothing)
+    seen = [one.incarnation for one in answers if one.discarded or not one.holds_nothing]
+    last = newest_incarnation(seen)
     return int(clock if last is None else last + 1) % INCARNATIONS
 
 

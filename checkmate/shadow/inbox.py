@@ -110,6 +110,10 @@ class Inbox:
         """Return the number of bytes that wait to be read."""
         return sum(waiting(connection.sock) for connection in list(self._served) if connection.admitted)
 
+    def trainers(self) -> int:
+        """Return the number of connections that have greeted."""
+        return sum(one.greeted and not one.closing for one in list(self._served))
+
     def _accept_forever(self) -> None:
         while not self._stopping.is_set():
             self._accept()

@@ -97,6 +97,8 @@ class Node:
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
         """Functions that count bytes waiting for other readers."""
+        self.trainers: Callable[[], int] = lambda: 0
+        """Returns the number of connections for step records."""
         self._stepping = False
         self._torch_threads = threads
         self._breaks = GatheredLog(logging.WARNING, first_and_count)

@@ -49,7 +49,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sequence[str]]:
     return (
         ("lab", "list"),
         ("validate", str(job)),
-        ("validate", "--init", "--keys", str(folder / "keys"), str(job)),
+        ("keys", "--out", str(folder / "keys"), str(job)),
         ("plan", str(job)),
         ("plan", str(job), "--capacity", "--model", "ResNet50", "--details", "--node-memory", "64GB"),
         ("plan", str(fabric), "--pfc"),

@@ -125,6 +125,12 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ("dp_groups/0/shadow_nodes", [1, 1], "dp_groups[0].shadow_nodes[1]", "listed twice"),
         ("shadow_nodes/1/id", 0, "shadow_nodes[1].id", "shadow node id 0 is taken"),
         ("shadow_nodes/1/mgmt", "nowhere", "shadow_nodes[1].mgmt", "host:port"),
+        ("dp_groups/0/ranks/1/mgmt", "!!! not a host", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.300", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.2:7000", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "!!! not a host", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.300", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.2:7000", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
         (
             "shadow_nodes/0/nics/0/ip",
             "10.255.0.1",
@@ -411,7 +417,7 @@ def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
     """Two ranks with one address, port and number, and any other value broken: all faults are reported."""
     clashing = job_data(groups=2, nodes=2)
     first, second = (clashing["dp_groups"][g]["ranks"][1] for g in (0, 1))
-    fields = ("ip", "mac", "port", "rank", "mgmt")
+    fields = ("ip", "mac", "port", "rank")
     second.update({field: first[field] for field in fields})
     clash = {("dp_groups", 1, "ranks", 1, field) for field in fields}
     needed = {("dp_groups", g, "ranks", 1, field) for g in (0, 1) for field in (*fields, "switch")}

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 import checkmate
 from checkmate import Restored
 from checkmate.ring import connect_ring
-from checkmate.ring.connections import PlainSocket, RingPlace
+from checkmate.ring.connections import PlainSocket
+from checkmate.ring.place import RingPlace
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.start.membership import join, lay_out, trained

@@ -76,3 +76,13 @@ class ConsolidateDocument(Document):
     shards: int
     nbytes: int
     seconds: float
+
+
+class ResetDocument(Document):
+    """What `reset` discarded: the newest iteration, if there was any, and which nodes took part."""
+
+    job: str
+    iteration: int | None
+    nodes: list[int]
+    silent: dict[str, str]
+    """Why a node did not answer, by its id."""

@@ -1,4 +1,4 @@
-"""`Fence`, `Copy`, `Parts` and `Settle`: the RPCs of a restart (design, section 7, *Restart*)."""
+"""`Fence`, `Copy`, `Parts` and `Settle`: the RPCs of a restart (design, section 7, *Restart*). `Reset`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from checkmate.shadow.logic.bounds import (
     check_copy,
     check_fence,
     check_parts,
+    check_protocol,
     check_settle,
 )
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
@@ -192,6 +193,15 @@ def settle(node: Node, request: pb.SettleRequest, wanted: Wanted = lambda: True)
         _settle(node, group, hold, request)
     with node.changed:
         node.state.forget()
+    return node_status(node, request.job)
+
+
+def reset(node: Node, request: pb.ResetRequest) -> pb.NodeStatus:
+    """Discard all runs up to a generation. Raise `CallRefused` if a newer one has begun here."""
+    check_protocol(request.protocol)
+    check_job(node.job, request.job)
+    with node.moving() as state:
+        state.reset(request.generation)
     return node_status(node, request.job)
 
 

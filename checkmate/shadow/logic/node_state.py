@@ -15,7 +15,7 @@ from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
-from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
@@ -47,6 +47,8 @@ class NodeState:
         self.phase = Phase.OPEN
         self.fenced_starts: deque[Start] = deque(maxlen=_REMEMBERED)
         """Starts of training that a restart has ended, and that cannot begin again."""
+        self.discarded = 0
+        """The greatest generation that was discarded (`reset`); 0: none."""
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable, with the end of each reservation."""
         self.troubles: list[str] = []
@@ -119,6 +121,30 @@ class NodeState:
         """Stop commits in this start of training for good."""
         self.drain()
         self.phase = Phase.FENCED
+
+    @property
+    def generation(self) -> int:
+        """The greatest generation that this node knows."""
+        return max([self.discarded, *(group.begin.generation for group in self.groups.values())])
+
+    def reset(self, generation: int) -> None:
+        """Discard all groups, for good. Runs up to `generation` do not count any more, on any node.
+
+        Raises `CallRefused` if a run of a greater generation has begun here.
+        """
+        if generation < self.generation:
+            raise CallRefused(
+                f"generation {self.generation} has begun here, and only those up to {generation} were to be "
+                "discarded",
+                precondition=True,
+            )
+        self.fence()
+        self._effects += [Close(hold) for _, hold in self.holds]
+        if any(hold.holds_something for _, hold in self.holds):
+            self._log(logging.WARNING, f"reset: what it held up to generation {generation} is discarded")
+        self.groups.clear()
+        self.troubles.clear()
+        self.discarded = generation
 
     def refresh(self, now: float) -> None:
         """Update which iterations are complete and which holds are live, and decide on that basis.

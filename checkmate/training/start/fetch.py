@@ -79,7 +79,7 @@ def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
     difference = different(theirs, ours)
     if difference:
         raise FetchError(
-            f"the shadow nodes hold another model: {difference}; fresh=True starts from iteration 0"
+            f"the shadow nodes hold another model: {difference}; `checkmate reset JOB` discards it"
         )
 
 

@@ -16,6 +16,8 @@ from checkmate.wording import at_iteration, counted
 _POLL_SECONDS: Final = 0.1
 _STATUS_SECONDS: Final = 2.0
 
+_CONTROLLER: Final = "streams need `checkmate run` of this job: `checkmate status JOB` shows them"
+
 Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
 """By node: its holds by shard, or why it has not answered."""
 
@@ -25,7 +27,8 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
-            return "; ".join(lacking)
+            hint = [_CONTROLLER] if any("streams are connected" in one for one in lacking) else []
+            return "; ".join([*lacking, *hint])
         time.sleep(_POLL_SECONDS)
 
 
