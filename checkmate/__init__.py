@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from checkmate import extras
+
 if TYPE_CHECKING:
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_
@@ -30,7 +32,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use, because importing torch takes seconds and most commands do not need it."""
     if name not in _WHERE:
         raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    with extras.needs(f"checkmate.{name}", "trainer"):
+        return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

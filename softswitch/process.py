@@ -1,4 +1,4 @@
-"""The switch as a process: `python -m softswitch`, or `softswitch`."""
+"""The switch as a process."""
 
 from __future__ import annotations
 
@@ -185,7 +185,3 @@ def statistics(switch: SoftSwitch, service: P4RuntimeService) -> dict[str, objec
         "packet_in_dropped": service.sessions.dropped,
         "packet_in_unheard": service.sessions.unheard,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

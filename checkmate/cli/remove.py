@@ -11,7 +11,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary
@@ -26,7 +25,6 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
 
     Example: checkmate remove jobs/gpt.yaml
     """
-    switch_extra()
     try:
         reports = asyncio.run(remove_jobs(set_of(jobs).require()))
     except AnotherPrimary as error:

@@ -22,7 +22,6 @@ from checkmate.cli.common import (
     out,
     read_files,
     says_errors,
-    switch_extra,
 )
 from checkmate.cli.status import switch_tables
 from checkmate.job.files import JobFiles
@@ -60,7 +59,6 @@ def run(
 
     Example: checkmate run jobs/
     """
-    switch_extra()
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started

@@ -20,7 +20,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.job.schema import Job, Switch
 from checkmate.wording import counted, size
@@ -60,7 +59,6 @@ def status(
 
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
-    switch_extra()
     loaded = set_of(jobs).require()
     found = asyncio.run(_status(loaded, timeout if wait else 0.0))
     data = {status.switch: status.data() for status in found}

@@ -16,7 +16,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.job.files import JobError, unreadable_tls
 from checkmate.wording import counted
@@ -52,7 +51,6 @@ def validate(
 
     Example: checkmate validate --init jobs/gpt.yaml
     """
-    switch_extra()
     from checkmate.cli import init_keys  # noqa: PLC0415
     from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
