@@ -25,6 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",
+    "docs": "docs",
 }
 """The module of each command. It has a function of that name, or an `app` with subcommands."""
 

@@ -27,13 +27,13 @@ PORTS_MOST: Final = 65535
 FAULTS_MOST: Final = 200
 """Faults of a file's structure that are listed; the rest is counted."""
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
-_JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for valid keys"}
+_JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see `checkmate docs job`"}
 _SHOWN: Final = 100
 """Characters of a faulty value in a message."""
 
 _REPLACED: Final[Mapping[Path, str]] = {
     ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate validate --init FILE`, and copy the "
-    "folders that it prints (docs/security.md)"
+    "folders that it prints (`checkmate docs security`)"
 }
 """What has taken the place of keys of older job files."""
 

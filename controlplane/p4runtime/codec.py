@@ -81,7 +81,7 @@ class Codec:
             return cls(P4Schema(p4info, config))
         p4info = artifacts(target) / P4INFO
         if not p4info.exists():
-            missing = NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
+            missing = NotCompiled(f"{p4info} is missing; `python -m p4src.compile {target}` makes it")
             return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)
         try:
             program = device_config.read_program(target)

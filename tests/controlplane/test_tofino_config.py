@@ -111,7 +111,7 @@ def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
     write_compiled(tmp_path, "tofino", b"binary", b"{}")
     (file,) = tmp_path.rglob(missing)
     file.unlink()
-    with pytest.raises(NotCompiled, match=r"run `make p4 P4_TARGET=tofino`") as caught:
+    with pytest.raises(NotCompiled, match=r"run `python -m p4src.compile tofino`") as caught:
         read_program("tofino", tmp_path)
     assert str(file) in str(caught.value)
     assert caught.value.exit_code == 4
@@ -148,7 +148,7 @@ def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_codec_loads_the_program_once_it_is_compiled(artifacts: Path) -> None:
     codec = Codec.for_target("tofino")
     assert codec.cookie is None
-    with pytest.raises(NotCompiled, match="make p4"):
+    with pytest.raises(NotCompiled, match="p4src.compile"):
         codec.pipeline_config()
     write_compiled(sde_install(), "tofino", b"binary", b"{}")
     for server in ("stratum", "pi"):
@@ -167,7 +167,7 @@ def test_without_a_p4info_it_plans_but_loads_nothing(tmp_path: Path, monkeypatch
     codec = Codec.for_target("tofino")
     assert p4src.table_sizes("tofino") == p4src.table_sizes("bmv2")
     assert codec.cookie is None
-    with pytest.raises(NotCompiled, match=r"p4info.txtpb is missing; `make p4 P4_TARGET=tofino`"):
+    with pytest.raises(NotCompiled, match=r"p4info.txtpb is missing; `python -m p4src.compile tofino`"):
         codec.pipeline_config()
 
 

@@ -28,7 +28,7 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("change", "path", "words"),
     [
-        ({"chanels": 2}, "chanels", "unknown key; remove it, or see docs/lab.md"),
+        ({"chanels": 2}, "chanels", "unknown key; remove it, or see `checkmate docs lab`"),
         ({"title": ""}, "title", "must describe the lab in a few words"),
         ({"channels": 9}, "channels", "must be less than or equal to 8, not 9"),
         ({"switches": ["tor0", "tor1", "tor0"]}, "switches[2]", "'tor0' is switches[0] already"),

@@ -18,7 +18,7 @@ _RANKS_MAX: Final = 150
 _SHARDS_MAX: Final = 16
 _WORDS: Final = {
     "string_too_short": "must describe the lab in a few words",
-    "extra_forbidden": "unknown key; remove it, or see docs/lab.md for the known keys",
+    "extra_forbidden": "unknown key; remove it, or see `checkmate docs lab`",
     "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
 }
 _SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]

@@ -98,7 +98,7 @@ def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
 def _message(error: Any) -> str:
     match error["type"]:
         case "extra_forbidden":
-            return "unknown key; docs/planning.md lists all keys"
+            return "unknown key; `checkmate docs planning` lists all keys"
         case "missing":
             return "is missing"
         case "value_error":
