@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 from typing import Final
 
@@ -16,18 +15,6 @@ def resident() -> int:
     """Return the resident memory in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
-
-
-def physical() -> int:
-    """Return the bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def free() -> int:
-    """Return the bytes of this machine that programs can take without swapping."""
-    with open("/proc/meminfo") as meminfo:
-        found = next(line for line in meminfo if line.startswith("MemAvailable:"))
-    return int(found.split()[1]) << 10
 
 
 def trim() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from checkmate import machine_memory
 from checkmate.job.schema import Job
 from checkmate.nodes.stubs import reason
 from checkmate.rpc import shadow_pb2 as pb
@@ -218,7 +219,7 @@ def test_reserved_iterations_have_no_more_memory_than_there_is(
     here.stepped(0)
     state_bytes = here.hold().replica.nbytes
     assert state_bytes == 3 * 4 * sum(p.numel() for p in training.parameters)
-    monkeypatch.setattr(memory, "free", lambda: 3 * state_bytes)
+    monkeypatch.setattr(machine_memory, "available", lambda: 3 * state_bytes)
 
     def reserve(iteration: int) -> bool:
         request = pb.ReserveRequest(job=here.job.job, iteration=iteration, seconds=60)

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from softswitch.frames.ports import MemoryPort
 from softswitch.p4runtime.server import P4RuntimeServer
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
 from tests.softswitch.support.client import DEVICE, Client, Running, Wires, sh
+from tests.softswitch.support.memory_port import MemoryPort
 from tests.softswitch.support.scenarios import CPU_PORT
 
 _numbers = itertools.count()

@@ -27,8 +27,8 @@ from softswitch.frames.checksums import (
     defer,
     locate,
 )
-from softswitch.frames.ports import MemoryPort
 from tests.softswitch.support.client import needs_root, sh, wait_for
+from tests.softswitch.support.memory_port import MemoryPort
 
 
 def frame(network: Packet, transport: Packet, payload: bytes, tags: int = 0) -> bytes:

@@ -13,9 +13,10 @@ from scapy.packet import Raw
 from softswitch.codegen.program import Output, load
 from softswitch.frames import ports
 from softswitch.frames.checksums import GSO_TCPV4, Offload, fold, locate
-from softswitch.frames.ports import Handler, MemoryPort, PortConnection
+from softswitch.frames.ports import Handler, PortConnection
 from softswitch.switch import SoftSwitch
 from tests.softswitch.support.client import KINDS, Client, Running, insert, modify, read_p4info, wait_for
+from tests.softswitch.support.memory_port import MemoryPort
 
 FRAME = bytes.fromhex("02000000000102000000000288b5") + b"payload of a frame"
 MAC = 0x020000000001

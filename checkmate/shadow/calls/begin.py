@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from checkmate import machine_memory
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.shadow import memory
@@ -31,7 +32,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
     the request is wrong.
     """
     shards = [plan.shard for plan in node.plans if plan.group == request.group]
-    layout = check_begin(node.job, request, shards, memory.physical())
+    layout = check_begin(node.job, request, shards, machine_memory.total())
     with node.moving() as state:
         start = start_of(request)
         if start in state.fenced_starts:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from checkmate import state
+from checkmate import machine_memory, state
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow import memory
 from checkmate.shadow.logic.bounds import check_copies, check_numbers, check_reserve, check_waiting
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job
 from checkmate.shadow.logic.hold_state import HoldState
@@ -77,7 +76,7 @@ def reserve(node: Node, request: pb.ReserveRequest) -> pb.ReserveReply:
         live = [hold for _, hold in node.state.holds if hold.live]
         if iteration not in node.state.reserved and node.state.reserved:
             nbytes = sum(node.data[hold].replica.nbytes for hold in live)
-            check_copies(len(node.state.reserved) + 1, nbytes, memory.free())
+            check_copies(len(node.state.reserved) + 1, nbytes, machine_memory.available())
         stepped = max((hold.stepped for hold in live), default=-1)
         if not live or node.state.fenced or not _reserve_all(node, live, iteration):
             return pb.ReserveReply(granted=False, stepped=stepped)

@@ -15,9 +15,9 @@ import pytest
 from finsy.proto import U128, p4i, p4r, p4r_grpc, rpc_status
 from google.protobuf import text_format
 
-from softswitch.frames.ports import MemoryPort
 from softswitch.p4runtime.service import P4RuntimeService
 from softswitch.switch import SoftSwitch
+from tests.softswitch.support.memory_port import MemoryPort
 
 DEVICE = 3
 KINDS = Path(__file__).parents[1] / "programs" / "kinds"

@@ -1,0 +1,55 @@
+"""Memory of this machine, or less if cgroups limit this process (the kernel's admin-guide/cgroup-v2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+_ROOT: Final = Path("/")
+
+
+def total(root: Path = _ROOT) -> int:
+    """Return the bytes that this process could have at most. `root` has the folders `proc` and `sys`."""
+    return min([_meminfo("MemTotal", root), *(limit for limit, _ in _cgroups(root))])
+
+
+def available(root: Path = _ROOT) -> int:
+    """Return the bytes that this process can take now without swapping, as `total` does."""
+    left = (limit - used for limit, used in _cgroups(root))
+    return max(0, min([_meminfo("MemAvailable", root), *left]))
+
+
+def _meminfo(key: str, root: Path) -> int:
+    lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    return int(lines[key].split()[0]) << 10
+
+
+def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each limited cgroup from this process's one upward."""
+    own = [
+        line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
+    ]
+    mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+    for fields in mounts if own else ():
+        if fields[fields.index("-") + 1] != "cgroup2":
+            continue
+        top, shown = PurePosixPath(fields[4]), PurePosixPath(os.path.normpath(own[0]))
+        if not shown.is_relative_to(fields[3]):
+            continue
+        below = shown.relative_to(fields[3])
+        for part in (below, *below.parents):
+            folder = root / top.relative_to("/") / part
+            limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+            if limit is not None and used is not None:
+                yield limit, used
+        return
+
+
+def _number(file: Path) -> int | None:
+    """Return a file's number; `None` for `max`, and if the memory controller is not enabled there."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
