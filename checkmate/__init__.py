@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
+from checkmate import extras
 from checkmate.errors import CheckmateError as CheckmateError
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ if not TYPE_CHECKING:  # a type checker would accept every name
             return metadata.version("checkmate-training")
         if name not in _WHERE:
             raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
-        return getattr(import_module(_WHERE[name]), name)
+        with extras.needs(f"checkmate.{name}", "trainer"):
+            return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

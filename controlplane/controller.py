@@ -82,7 +82,7 @@ class SwitchController:
         if self._checked is not None and self._checked[:2] == (network, held):
             return self._checked[2]
         plan = planning.plan_switch(network, self.switch.name, held)
-        found = planning.excesses(plan, self.switch.target, self.codec.table_sizes())
+        found = planning.excesses(plan, self.switch.target, planning.limits(self.switch.target))
         if found:
             raise TooMuch("\n".join(map(str, found)))
         self._checked = network, held.copy(), plan  # what is held changes as streams connect

@@ -19,7 +19,6 @@ from checkmate.job.tofino.chips import FRONT_PANELS
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.view import state_of
 from controlplane import plan as planning
-from controlplane.p4runtime.codec import Codec
 from topologies.describe.job_files import TARGETS
 from topologies.describe.lab_file import LabFile
 from topologies.describe.topology import build, load
@@ -119,7 +118,7 @@ def test_the_targets_are_there() -> None:
 
 def test_the_glossary_has_what_a_plan_counts_and_the_states_of_a_hold() -> None:
     words = first_cells("glossary.md")
-    assert set(planning.limits("softswitch", Codec.for_target("softswitch").table_sizes())) <= words
+    assert set(planning.limits("softswitch")) <= words
     rows = re.findall(r"^\| ([^|]*) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
     told = {word for row in rows for word in row.split(", ")}
     holds = [(pb.HoldStatus(doubtful=True), False), (pb.HoldStatus(live=True), True)]

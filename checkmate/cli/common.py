@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from checkmate.cli.completing import job_paths
+from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
 from checkmate.output.consoles import has_cursor, text_console
 from checkmate.wording import JSON_VERSION, counted
@@ -70,16 +71,6 @@ def read_files(files: JobFiles) -> JobSet:
     return found
 
 
-def switch_extra() -> None:
-    """Raise `UsageFault` if the control plane's libraries are not installed."""
-    try:
-        import finsy  # noqa: F401, PLC0415
-    except ImportError:
-        raise UsageFault(
-            "this command uses P4Runtime, which needs: pip install 'checkmate-training[switch]'"
-        ) from None
-
-
 def print_error(
     message: str, exit_code: int, faults: Sequence[Located] = (), more: Mapping[str, object] | None = None
 ) -> None:
@@ -94,7 +85,8 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
     @wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            with needs_of(command.__module__.rpartition(".")[2]):
+                return command(*args, **kwargs)
         except Exception as error:
             faults = error.faults if isinstance(error, JobError) else ()
             code = 2 if faults else getattr(error, "exit_code", None)

@@ -1,4 +1,4 @@
-"""The `checkmate` command. Commands load on demand: some hosts lack the switch commands' libraries."""
+"""The `checkmate` command. Commands load on demand, because a host has its role's libraries only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final
 import typer
 
 import checkmate
-from checkmate.cli.common import AsJson, says_errors, switch_extra
+from checkmate.cli.common import AsJson, says_errors
 from checkmate.cli.helping import App, Command, Group
+from checkmate.extras import ExtraMissing, needs_of
 
 COMMANDS: Final[Mapping[str, str]] = {
     "init": "init",
@@ -29,9 +30,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "profile": "planning.profile",
     "lab": "lab",
     "schema": "schema",
+    "docs": "docs",
 }
 """The module of each command. It has a function of that name, or an `app` with subcommands."""
-_SWITCH_LIBRARIES: Final = ("finsy",)
 
 
 class Commands(Group):
@@ -53,11 +54,10 @@ class Commands(Group):
 @cache
 def _load(name: str) -> Any:
     try:
-        module = import_module(f"checkmate.cli.{COMMANDS[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _SWITCH_LIBRARIES:
-            raise
-        return _without_switch(name)
+        with needs_of(name):
+            module = import_module(f"checkmate.cli.{COMMANDS[name]}")
+    except ExtraMissing as missing:
+        return _refusing(name, missing)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     alone = App()
@@ -65,15 +65,15 @@ def _load(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-def _without_switch(name: str) -> Any:
+def _refusing(name: str, missing: ExtraMissing) -> Any:
     """Return a stand-in, which takes any arguments, for a command whose libraries are not installed."""
     alone = App()
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @alone.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    @alone.command(name, help=f"Needs: {missing.remedy}", context_settings=anything)
     @says_errors
     def command(as_json: AsJson = False) -> None:
-        """Needs: pip install 'checkmate-training[switch]'"""
-        switch_extra()
+        raise missing
 
     return typer.main.get_command(alone)
 

@@ -12,7 +12,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.output.consoles import waiting
 from checkmate.wording import counted
@@ -28,7 +27,6 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
 
     Example: checkmate remove jobs/gpt.yaml
     """
-    switch_extra()
     try:
         loaded = set_of(jobs).require()
         with waiting(err, "removing"):

@@ -22,7 +22,6 @@ from checkmate.cli.common import (
     out,
     read_files,
     says_errors,
-    switch_extra,
     view_console,
 )
 from checkmate.cli.status import switch_lines, switch_tables
@@ -62,7 +61,6 @@ def run(
 
     Example: checkmate run jobs/
     """
-    switch_extra()
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started

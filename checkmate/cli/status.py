@@ -21,7 +21,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.job.schema import Job, Switch
 from checkmate.output.consoles import waiting
@@ -63,7 +62,6 @@ def status(
 
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
-    switch_extra()
     loaded = set_of(jobs).require()
     with waiting(err, "reading the switches") as shown:
         found = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))

@@ -15,7 +15,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.job.files import JobError
 from checkmate.keys.checking import check_files
@@ -40,7 +39,6 @@ def validate(
 
     Example: checkmate validate jobs/gpt.yaml
     """
-    switch_extra()
     from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
     found = set_of(jobs)

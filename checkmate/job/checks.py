@@ -22,7 +22,7 @@ RECORDS_PORT: Final = "the port after mgmt's (for step records)"
 
 _REPLACED: Final[Mapping[Path, str]] = {
     ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate keys FILE`, and copy the "
-    "folders that it prints (docs/security.md)"
+    "folders that it prints (`checkmate docs security`)"
 }
 """What has taken the place of keys of older job files."""
 

@@ -113,7 +113,7 @@ def _shown(error: Any) -> str:
 
 
 def _unknown_key(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """Return what a key may have did_you_mean, or else the keys that there are."""
+    """Return what a key may have meant, or else the keys that there are."""
     known = list(_schema_at(model, loc[:-1]).get("properties", {}))
     suggested = did_you_mean(str(loc[-1]), known)
     return f"unknown key{suggested}" if suggested else f"unknown key; the keys here are {', '.join(known)}"

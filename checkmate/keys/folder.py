@@ -73,7 +73,7 @@ def read_keys(
         raise KeysError(f"{file} {fault}" + (f"; {_AGAIN}" if "expired" in fault else ""))
     if fault := certificates.usage_fault(leaf, role):
         raise KeysError(
-            f"{file} {fault}, which role {role} needs; docs/security.md lists what it must contain"
+            f"{file} {fault}, which role {role} needs; `checkmate docs security` lists what it must contain"
         )
     _check_key(folder, leaf, key)
     if not certificates.is_signed(chain, _parsed(folder / CA_FILE, ca)):

@@ -15,21 +15,12 @@ from checkmate.cli.main import app
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
 
-WITHOUT_SWITCH = "import sys; sys.modules.update(dict.fromkeys(['finsy', 'thriftpy2']))"
-"""Run the command like on a host without the switch's libraries."""
-
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job_data(nodes=2, channels=2, replicas=2)))
     return file
-
-
-def without_switch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = f"{WITHOUT_SWITCH}; from checkmate.cli.entry import main; main()"
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_no_command_needs_scapy() -> None:
@@ -40,18 +31,6 @@ def test_no_command_needs_scapy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-
-
-def test_a_host_without_the_switch_libraries_has_the_commands_that_need_none() -> None:
-    listed = without_switch("--help").stdout
-    missing = "Needs: pip install 'checkmate-training[switch]'"
-    for name, needs in {"shadow": False, "consolidate": False, "status": True, "run": True}.items():
-        (line,) = [line for line in listed.splitlines() if line.startswith(f"  {name} ")]
-        assert (missing in line) == needs
-    assert "Example: checkmate shadow" in " ".join(without_switch("shadow", "--help").stdout.split())
-    refused = without_switch("status", "job.yaml", "--wait", "--json")
-    assert refused.returncode == 2
-    assert "pip install 'checkmate-training[switch]'" in json.loads(refused.stdout)["error"]
 
 
 def test_validate_counts_what_a_job_has(job_file: Path) -> None:

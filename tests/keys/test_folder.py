@@ -197,7 +197,8 @@ def test_a_users_own_authority_may_have_an_intermediate_one(shadow: Path) -> Non
     client = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
     own.write(shadow, x509.SubjectAlternativeName(uris), client)
     refused(
-        shadow, "cert.pem lacks the extended key usage serverAuth, which role shadow needs; docs/security.md"
+        shadow,
+        "cert.pem lacks the extended key usage serverAuth, which role shadow needs; `checkmate docs",
     )
     own.write(shadow)
     refused(shadow, "it has no URI that begins with checkmate:, not checkmate:gpt/shadow")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from checkmate.cli.common import UsageFault, err, out, print_json
 from checkmate.cli.planning.options import quantity
-from checkmate.cli.planning.plan import table_limits
 from checkmate.job.faults import show_path
 from checkmate.job.files import JobError, JobSet, Located, locate
 from checkmate.job.schema import Job, Nic
@@ -23,7 +22,6 @@ from checkmate.planner.scaling import read_profile
 from checkmate.planner.units import bits_per_second, nbytes, seconds
 from checkmate.wording import counted
 from controlplane import plan as planning
-from controlplane.errors import ControlError
 
 
 class DoesNotFit(JobError):
@@ -115,19 +113,10 @@ def _with_profile(
 def _switches(job: Job) -> list[SwitchUse]:
     """Return what the control plane would install with every stream connected."""
     targets: dict[str, str] = {switch.name: switch.target for switch in job.fabric.switches}
-    holds = {target: limits for target in planning.GROUPS_MAX if (limits := _limits_of(target))}
+    holds = {target: planning.limits(target) for target in planning.GROUPS_MAX}
     found = []
     for name, plan in planning.plan([job]).items():
         ports = [isinstance(host, Nic) for _, host in job.hosts() if host.switch == name]
-        own = {targets[name]: table_limits(targets[name])}
-        uses = plan.usage(), {**holds, **own}
-        found.append(SwitchUse(name, targets[name], *uses, ports.count(False), ports.count(True)))
+        sides = ports.count(False), ports.count(True)
+        found.append(SwitchUse(name, targets[name], plan.usage(), holds, *sides))
     return found
-
-
-def _limits_of(target: str) -> Mapping[str, int] | None:
-    """Return the limits of any target, or `None` if it has no P4Info."""
-    try:
-        return table_limits(target)
-    except ControlError:
-        return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
@@ -17,7 +16,6 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.cli.planning import options, tofino
 from checkmate.job.files import JobSet, Located, locate
@@ -26,7 +24,6 @@ from checkmate.output.consoles import waiting
 from checkmate.output.tables import FittedTable
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
-from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan
 
 _OPTIONS = {"models": "model"}
@@ -49,7 +46,7 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
     excesses = [
         excess
         for name, plan in plans.items()
-        for excess in planning.excesses(plan, targets[name], Codec.for_target(targets[name]).table_sizes())
+        for excess in planning.excesses(plan, targets[name], planning.limits(targets[name]))
     ]
     too_much = [
         Located(*locate(file, ("dp_groups",)), "dp_groups", str(excess))
@@ -101,7 +98,6 @@ def plan(
 
     Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
-    switch_extra()
     _check_options(context)
     if capacity:
         with waiting(err, "planning"):
@@ -156,16 +152,10 @@ def _check_options(context: typer.Context) -> None:
         raise UsageFault("--switch needs --pfc or --bfrt")
 
 
-@cache
-def table_limits(target: str) -> Mapping[str, int]:
-    """Return a target's capacity for each kind of entity. Raise `NotCompiled` if it has no P4Info."""
-    return planning.limits(target, Codec.for_target(target).table_sizes())
-
-
 def _table(plan: SwitchPlan, target: str) -> FittedTable:
     numbers = ("used", "holds", "share")
     table = FittedTable(f"{plan.switch} ({target})", "what", *numbers, numbers=numbers)
-    limits = table_limits(target)
+    limits = planning.limits(target)
     for what, used in sorted(plan.usage().items()):
         table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")
     return table
@@ -175,7 +165,7 @@ def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
     return {
         "target": target,
         "usage": plan.usage(),
-        "limits": table_limits(target),
+        "limits": planning.limits(target),
         "groups": [_group(group) for group in plan.holdings.groups.values()],
         "entries": [_entry(entry) for entry in plan.holdings.entries.values()],
         "streams": [
