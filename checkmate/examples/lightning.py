@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -36,6 +37,7 @@ class CheckmateCallback(Callback):
         """Restore model, optimizer, loops and loader, and have the shadow nodes follow."""
         (optimizer,) = trainer.optimizers
         loops, ddp = trainer.fit_loop, trainer.strategy.model
+        assert isinstance(ddp, DistributedDataParallel)
         _, extra = checkmate.restore(ddp, optimizer)
         if extra is not None:
             loops.load_state_dict(extra)
