@@ -210,7 +210,7 @@ def test_command_line_up_and_down(name: str) -> None:
         (["up", "single_tor", "--mtu", "100"], "invalid MTU 100"),
         (["up", "single_tor", "--name", "A-b"], "'A-b' is not a valid lab name"),
         (["down", "A-b"], "'A-b' is not a valid lab name"),
-        (["down", "nosuchlab"], "no lab 'nosuchlab' is up; labs that are up: "),
+        (["down", "nosuchlab"], "no lab 'nosuchlab' is up (labs that are up: "),
         (["down"], "specify lab names or --all; labs that are up: "),
         (["down", "--if-up"], "specify lab names or --all; labs that are up: "),
         (["down", "nosuchlab", "--all"], "specify either lab names or --all, not both; labs that are up: "),
