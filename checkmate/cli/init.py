@@ -18,7 +18,6 @@ from checkmate.job import editor_schema, starter
 from checkmate.job.files import SUFFIXES, JobError, read_job
 from checkmate.job.schema import Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
-from checkmate.wording import counted
 
 TARGETS: Final = get_args(Switch.model_fields["target"].annotation)
 
@@ -60,8 +59,8 @@ def init(
 ) -> None:
     """Write a commented job file that is valid, with addresses that you replace by your own.
 
-    On a terminal, it asks for what the options do not specify. Also writes a JSON Schema beside the file,
-    which the file names, so that editors complete keys and mark faults. Overwrites nothing.
+    On a terminal, it asks for most of what the options do not specify. Also writes a JSON Schema beside the
+    file, which the file names, so that editors complete keys and mark faults. Overwrites nothing.
 
     Example: checkmate init gpt.yaml --ranks gpu0,gpu1 --shadow-nodes cpu0 --nics 2
     """
@@ -141,36 +140,39 @@ def _asked(context: typer.Context, said: dict[str, Any]) -> dict[str, Any]:
     for name, question in _QUESTIONS.items():
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":
-            found[name] = typer.prompt(question, default=said[name], value_proc=_answer(name, said[name]))
+            found[name] = typer.prompt(question, default=said[name], value_proc=_answer(name, found))
     return found
 
 
-def _answer(name: str, default: object) -> Callable[[str], object]:
-    """Return a parser of an answer, which has the question asked again if the answer is wrong."""
+def _answer(name: str, said: dict[str, Any]) -> Callable[[str], object]:
+    """Return a parser of an answer. The question is asked again if no valid job can have the answer."""
 
     def parse(text: str) -> object:
         try:
             _PARSED.get(name, str)(text)
-            return int(text) if isinstance(default, int) else text
+            answer: object = int(text) if isinstance(said[name], int) else text
+            _check(starter.text(_start({**said, name: answer}), "job.yaml"), "job.yaml")
+        except UsageFault as error:
+            raise typer.BadParameter(str(error)) from None
         except ValueError as error:
-            number = isinstance(default, int)
+            number = isinstance(said[name], int)
             raise typer.BadParameter("must be a whole number" if number else str(error)) from None
+        return answer
 
     return parse
 
 
 def _check(text: str, name: str) -> None:
-    """Raise `UsageFault` if the text is not a valid job file, which only an option can cause."""
+    """Raise `UsageFault` if the text is not a valid job file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         file.write_text(text, "utf-8")
         try:
             read_job(file)
         except JobError as error:
-            fault, *more = error.faults
-            others = f" (and {counted(len(more), 'more fault')})" if more else ""
-            wrong = f"{fault.path}: {fault.message}{others}"
-            raise UsageFault(f"these options do not make a valid job: {wrong}") from None
+            wrong = "; ".join(f"{fault.path}: {fault.message}" for fault in error.faults)
+            hint = "; --job names the job" if any(fault.path == "job" for fault in error.faults) else ""
+            raise UsageFault(f"that is not a valid job: {wrong}{hint}") from None
 
 
 def _written(file: Path, text: str) -> str:

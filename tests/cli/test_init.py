@@ -82,7 +82,7 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, stdin=side, stdout=side, stderr=side
     ) as process:
         os.close(side)
-        os.write(terminal, b"llama\n0\ngpu0,gpu1\n\n4\nbmv2\n\n")
+        os.write(terminal, b"m\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n4\nbmv2\n\n")
         said = b""
         try:
             while piece := os.read(terminal, 4096):
@@ -94,6 +94,8 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
     assert (job.job, job.channels, job.fabric.switches[0].target) == ("llama", 4, "bmv2")
     assert [rank.mgmt for rank in job.dp_groups[0].ranks] == ["gpu0", "gpu1"]
     assert [len(node.nics) for node in job.shadow_nodes] == [2]
-    assert said.count(b"ranks (their number") == 2
+    assert said.count(b"ranks (their number") == 3
+    assert said.count(b"name of the job") == 2
+    assert b"needs at least 2 items, has 1" in said
     assert b"must be a number from 1 to 250" in said
     assert b"NICs of" not in said

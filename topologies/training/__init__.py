@@ -2,4 +2,4 @@
 
 from checkmate import extras
 
-extras.check("training in a lab", "demo")
+extras.check("a lab", "demo")

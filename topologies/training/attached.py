@@ -11,13 +11,14 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
 from topologies import state
 from topologies.crew import Crew, Member, serving
-from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, Host
+from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host
 from topologies.kernel.namespaces import entered
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
@@ -92,6 +93,8 @@ def training_in(
     """
     state.require_root()
     lab = Lab.attached(name)
+    if not script[0].startswith("-") and not Path(script[0]).is_file():
+        raise BadDescription(f"{script[0]} does not exist; name a script, or a module with -m")
     with state.locked(name), Crew(lab) as crew, contextlib.ExitStack() as stack:
         with StepProgress(console) as steps:
             steps("controller")
