@@ -1,50 +1,50 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-switch test test-all lint ptf p4 proto bench docs clean
-PYTHON := .venv/bin/python
+RUN := .venv/bin/python
 TARGET ?= softswitch
 P4_TARGET ?= bmv2
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
 
-setup: ## Virtual environment; Debian packages when root
+setup: ## Virtual environment, of PYTHON=python3.12 for example; Debian packages when root
 	@tools/setup.sh
 
 demo: setup ## Training loses a rank to kill -9, and ends as if nothing had happened; 3 minutes
-	@$(PYTHON) -m topologies.training.demo --target $(TARGET)
+	@$(RUN) -m topologies.training.demo --target $(TARGET)
 
 demo-switch: setup ## The switch alone: a lab, a job, verified shadow streams
-	@$(PYTHON) -m checkmate.cli.entry lab down demo --if-up > /dev/null # left by a demo that was killed
-	@$(PYTHON) -m checkmate.cli.entry lab run single_tor --name demo --target $(TARGET)
+	@$(RUN) -m checkmate.cli.entry lab down demo --if-up > /dev/null # left by a demo that was killed
+	@$(RUN) -m checkmate.cli.entry lab run single_tor --name demo --target $(TARGET)
 
 test: setup ## Lint and quick tests, under 10 minutes
-	@$(PYTHON) -m pytest -m "not slow" -n 2 --dist loadgroup
+	@$(RUN) -m pytest -m "not slow" -n 2 --dist loadgroup
 
 test-all: setup ## Everything: each lab on each target
-	@$(PYTHON) -m pytest
+	@$(RUN) -m pytest
 
 lint: setup ## ruff, mypy --strict, import-linter, and the mechanical rules of English
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
-	@$(PYTHON) -m tools.prose
+	@$(RUN) -m tools.prose
 
 ptf: setup ## Packet tests; TARGET=softswitch (default), bmv2 or tna; tofino with PTF_CONFIG=FILE
-	@$(PYTHON) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))
+	@$(RUN) -m ptf_tests --target $(TARGET) $(if $(PTF_CONFIG),--config $(PTF_CONFIG))
 
 p4: setup ## Compile the data plane with p4c; P4_TARGET=bmv2 (default), tofino or tofino2
-	@$(PYTHON) -m p4src.compile $(P4_TARGET)
+	@$(RUN) -m p4src.compile $(P4_TARGET)
 
 proto: setup ## Generate checkmate/rpc's Python from its .proto
-	@$(PYTHON) -m tools.proto
+	@$(RUN) -m tools.proto
 
 bench: setup ## Measure the figures of docs/figures.md
-	@$(PYTHON) -m benchmarks
+	@$(RUN) -m benchmarks
 
 docs: setup ## The documentation as a site, in build/site; needs no network once set up
-	@$(PYTHON) -m tools.site build/site
+	@$(RUN) -m tools.site build/site
 
 clean: ## Remove what set-up and runs made here
 	rm -rf .venv build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.figures import Result, data, table
 from benchmarks.report import machine, report
+from checkmate.output.consoles import text_console
+from checkmate.output.plain_text import use_plain_streams
 from topologies.signals import unwinding
 
 SUITES = {
@@ -51,7 +51,8 @@ def main() -> int:
     unknown = [name for name in arguments.suite if name not in SUITES]
     if unknown:
         parser.error(f"unknown benchmark {', '.join(unknown)}; known are {', '.join(SUITES)}")
-    console = Console(stderr=arguments.json)
+    use_plain_streams()
+    console = text_console(stderr=arguments.json)
     found: dict[str, tuple[str, list[Result]]] = {}
     for name in arguments.suite or SUITES:
         module = importlib.import_module(f"benchmarks.{SUITES[name]}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
+from checkmate.output.tables import FittedTable
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,10 @@ def row(result: Result) -> tuple[str, str, str, str]:
     return result.name + (f"; {result.note}" if result.note else ""), value, goal, verdict
 
 
-def table(title: str, results: Sequence[Result]) -> Table:
+def table(title: str, results: Sequence[Result]) -> FittedTable:
     """Return a table for a terminal."""
-    made = Table(title=title, title_justify="left")
-    for column in ("figure", "median (spread)", "aim", ""):
-        made.add_column(column)
+    columns = ("figure", "median (spread)", "aim", "")
+    made = FittedTable(title, *columns, folds=columns[:2])
     for result in results:
         made.add_row(*row(result))
     return made

@@ -6,31 +6,73 @@ checkmate.protect(ddp, optimizer)   # have them follow from here on
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
+from checkmate import extras
+from checkmate.errors import CheckmateError as CheckmateError
+
 if TYPE_CHECKING:
+    from checkmate.keys.errors import KeysError
+    from checkmate.optim.supported import UnsupportedOptimizer
+    from checkmate.ring import RingError
+    from checkmate.state import StateError
+    from checkmate.tagger import TaggerUnavailable
+    from checkmate.training.errors import RefusedError
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_
     from checkmate.training.restore import Restored, RestoreError, restore
+    from checkmate.training.start.membership import SessionError
+    from checkmate.wire.layout import LayoutError
 
-__all__ = ["Protection", "RestoreError", "Restored", "clip_grad_norm_", "protect", "restore"]
+    __version__: str
+
+__all__ = [
+    "CheckmateError",
+    "KeysError",
+    "LayoutError",
+    "Protection",
+    "RefusedError",
+    "RestoreError",
+    "Restored",
+    "RingError",
+    "SessionError",
+    "StateError",
+    "TaggerUnavailable",
+    "UnsupportedOptimizer",
+    "__version__",
+    "clip_grad_norm_",
+    "protect",
+    "restore",
+]
 
 _WHERE: Final = {
     "clip_grad_norm_": "checkmate.training.record.wrapped",
+    "KeysError": "checkmate.keys.errors",
+    "LayoutError": "checkmate.wire.layout",
     "Protection": "checkmate.training.protect",
     "protect": "checkmate.training.protect",
+    "RefusedError": "checkmate.training.errors",
     "RestoreError": "checkmate.training.restore",
     "Restored": "checkmate.training.restore",
     "restore": "checkmate.training.restore",
+    "RingError": "checkmate.ring",
+    "SessionError": "checkmate.training.start.membership",
+    "StateError": "checkmate.state",
+    "TaggerUnavailable": "checkmate.tagger",
+    "UnsupportedOptimizer": "checkmate.optim.supported",
 }
 
+if not TYPE_CHECKING:  # a type checker would accept every name
 
-def __getattr__(name: str) -> Any:
-    """Import on first use, because importing torch takes seconds and most commands do not need it."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    def __getattr__(name: str) -> Any:
+        """Import on first use, because importing torch takes seconds and most commands do not need it."""
+        if name == "__version__":
+            return metadata.version("checkmate-training")
+        if name not in _WHERE:
+            raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
+        with extras.needs(f"checkmate.{name}", "trainer"):
+            return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -79,6 +79,33 @@ def keep_only(*kept: Capability) -> None:
     _call(libc.capset, ctypes.byref(header), sets)
 
 
+def give_up(*dropped: Capability) -> None:
+    """Give up these capabilities in this thread, for good, and in all threads and processes that it starts.
+
+    Other threads that run already keep theirs. Those that this thread does not have do not matter.
+    """
+    global _given_up  # noqa: PLW0603
+    mask = ~sum(1 << one for one in dropped)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _prctl(libc, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    header, sets = _Header(_VERSION_3, 0), (_Sets * 2)()
+    _call(libc.capget, ctypes.byref(header), sets)
+    for word, part in enumerate(sets):
+        part.permitted &= mask >> (32 * word)
+        part.effective &= part.permitted
+        part.inheritable &= part.permitted
+    _call(libc.capset, ctypes.byref(header), sets)
+    _given_up |= frozenset(dropped)
+
+
+_given_up: frozenset[Capability] = frozenset()
+
+
+def given_up() -> frozenset[Capability]:
+    """Return what `give_up` was called with."""
+    return _given_up
+
+
 def effective() -> frozenset[Capability]:
     """Return those of this process's effective capabilities that `Capability` lists."""
     status = Path("/proc/self/status").read_text()

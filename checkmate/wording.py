@@ -1,6 +1,13 @@
-"""Numbers in messages: plurals and sizes."""
+"""Output of commands: plurals, sizes, what was probably meant, and the version of JSON."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Final
+
+JSON_VERSION: Final = 1
+"""Of what `--json` prints. Further keys need no new one; removing or changing a key does."""
 
 
 def shortened(text: str, most: int = 300) -> str:
@@ -9,9 +16,20 @@ def shortened(text: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean channels?` for the known name that is most alike, or an empty text."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     """Return `1 stream` or `2 streams`; `many` is the plural if it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def at_iteration(stepped: int) -> str:
+    """Return where a state is whose last step is of iteration `stepped`: -1 if there was none yet."""
+    return f"at iteration {stepped}" if stepped >= 0 else "before iteration 0"
 
 
 def size(nbytes: float) -> str:

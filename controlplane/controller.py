@@ -10,8 +10,10 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from checkmate.job.schema import Switch
+from checkmate.output.log_lines import GatheredLog, StrangerLog
 from checkmate.wording import counted
 from controlplane import plan as planning
+from controlplane.endpoint.closures import closures_line
 from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.endpoint.frames import Segment, parse
 from controlplane.endpoint.waiting import WaitingSegments
@@ -44,28 +46,6 @@ class Reconciled:
     loaded: bool = False
 
 
-class Notes:
-    """A log of what arrives at the stub, limited to `most` lines per second and a count of the others."""
-
-    def __init__(self, most: int = 10) -> None:
-        self._most = most
-        self._second = 0.0
-        self._said = self._left_out = 0
-
-    def say(self, text: str) -> None:
-        """Log a line, or count it."""
-        now = time.monotonic()
-        if now - self._second >= 1:
-            if self._left_out:
-                LOG.info("%d more like these", self._left_out)
-            self._second, self._said, self._left_out = now, 0, 0
-        self._said += 1
-        if self._said <= self._most:
-            LOG.info("%s", text)
-        else:
-            self._left_out += 1
-
-
 class SwitchController:
     """Keeps one switch in the state that a network describes. All of it runs in one event loop."""
 
@@ -88,7 +68,8 @@ class SwitchController:
         self._lost = asyncio.Event()
         self._read = Holdings()
         self._loaded = False
-        self._notes = Notes()
+        self._notes = StrangerLog()
+        self._closures = {how: GatheredLog(logging.INFO, closures_line) for how in ("closed", "reset")}
 
     @property
     def held(self) -> Holdings | None:
@@ -101,7 +82,7 @@ class SwitchController:
         if self._checked is not None and self._checked[:2] == (network, held):
             return self._checked[2]
         plan = planning.plan_switch(network, self.switch.name, held)
-        found = planning.excesses(plan, self.switch.target, self.codec.table_sizes())
+        found = planning.excesses(plan, self.switch.target, planning.limits(self.switch.target))
         if found:
             raise TooMuch("\n".join(map(str, found)))
         self._checked = network, held.copy(), plan  # what is held changes as streams connect
@@ -159,6 +140,8 @@ class SwitchController:
 
     async def close(self) -> None:
         """End the session. The switch keeps its entries."""
+        for closures in self._closures.values():
+            closures.flush()
         self.session = None
         await self._opened.aclose()
 
@@ -285,6 +268,8 @@ class SwitchController:
             raise
         for port, found in answers:
             if found.note:
-                self._notes.say(f"switch {self.switch.name}: {found.note}")
+                self._notes.line(f"switch {self.switch.name}: {found.note}")
+            if found.closure is not None:
+                self._closures[found.closure.how].add(found.closure)
             if found.frame is not None:
                 await session.send_packet(port, found.frame)

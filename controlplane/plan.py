@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from checkmate.job.boundaries import Stream
 from checkmate.job.schema import Job
@@ -13,6 +14,7 @@ from controlplane import forwarding, guard, replication, streams, stub
 from controlplane.entities import Holdings
 from controlplane.network import Network
 from controlplane.streams import StreamKey
+from p4src import table_sizes
 
 GROUPS_MAX = {"bmv2": 4096, "softswitch": 4096} | dict.fromkeys(chips.TARGETS, chips.GROUPS_MAX)
 NODES_MAX = {"bmv2": 4096, "softswitch": 4096} | {
@@ -89,17 +91,17 @@ def plan(jobs: Sequence[Job]) -> dict[str, SwitchPlan]:
     return {name: plan_switch(network, name, Holdings()) for name in network.switches}
 
 
-def limits(target: str, table_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a switch's limit for each item of `SwitchPlan.usage`: tables by P4Info, PRE by target."""
+@cache
+def limits(target: str) -> Mapping[str, int]:
+    """Return a target's limit for each item of `SwitchPlan.usage`: tables by P4Info, PRE by target."""
     pre = {"multicast groups": GROUPS_MAX[target], "multicast nodes": NODES_MAX[target]}
-    return {**table_sizes, **pre}
+    return {**table_sizes(target), **pre}
 
 
-def excesses(plan: SwitchPlan, target: str, table_sizes: Mapping[str, int]) -> list[Excess]:
-    """Return the limits of the switch that a plan exceeds."""
-    held = limits(target, table_sizes)
+def excesses(plan: SwitchPlan, target: str, held: Mapping[str, int]) -> list[Excess]:
+    """Return those of the limits `held` that a plan exceeds."""
     return [
-        Excess(plan.switch, target, f"{what} entries" if what in table_sizes else what, used, held[what])
+        Excess(plan.switch, target, what if " " in what else f"{what} entries", used, held[what])
         for what, used in sorted(plan.usage().items())
         if used > held[what]
     ]

@@ -112,7 +112,10 @@ def main() -> int:
     parser.add_argument("target", nargs="?", choices=("bmv2", *tofino.ARCHITECTURES), default="bmv2")
     parser.add_argument("--check", action="store_true", help="only check whether the output is current")
     parser.add_argument(
-        "--cpu-port", type=_port, metavar="PORT", help="the controller's device port; see docs/tofino.md"
+        "--cpu-port",
+        type=_port,
+        metavar="PORT",
+        help="the controller's device port (checkmate docs tofino)",
     )
     options = parser.parse_args()
     if options.check:
@@ -136,8 +139,9 @@ def _port(text: str) -> int:
 def _check() -> int:
     stale = [target for target in TARGETS if not is_current(target)]
     for target in stale:
-        which = f" P4_TARGET={target}" if target in tofino.ARCHITECTURES else ""
-        sys.stderr.write(f"p4src has changed since it was compiled for {target}; run `make p4{which}`\n")
+        own = f" {target}" if target in tofino.ARCHITECTURES else ""
+        command = f"python -m p4src.compile{own}"
+        sys.stderr.write(f"p4src has changed since it was compiled for {target}; run `{command}`\n")
     return 1 if stale else 0
 
 

@@ -1,7 +1,7 @@
 """Report a Tofino's resources that the program uses, from the logs of the compiler.
 
 Usage:
-    python -m p4src.report tofino            a table, after `make p4 P4_TARGET=tofino`
+    python -m p4src.report tofino            a table, after `python -m p4src.compile tofino`
     python -m p4src.report tofino --json     the report as JSON
 """
 
@@ -108,7 +108,7 @@ def main() -> int:
         logs = Path(getattr(error, "filename", None) or tofino.output_folder(options.target))
         sys.stderr.write(
             f"{logs}: not the logs of a complete compilation ({error}); "
-            f"run `make p4 P4_TARGET={options.target}`\n"
+            f"run `python -m p4src.compile {options.target}`\n"
         )
         return 2
     if options.json:

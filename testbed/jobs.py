@@ -63,7 +63,7 @@ def job_data(
             "ranks": [
                 {
                     "rank": g * ranks + r,
-                    "mgmt": f"192.168.{number}.{g * ranks + r}",
+                    "mgmt": f"192.{168 + (g * ranks + r) // 256}.{number}.{(g * ranks + r) % 256}",
                     **host(0, g * ranks + r),
                 }
                 for r in range(ranks)

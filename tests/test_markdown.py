@@ -106,7 +106,7 @@ def _check_checkmate(words: list[str]) -> None:
         command, rest = found, rest[1:]
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     for word in rest:
-        if word in ("|", ">", ">>", "&", "&&", ";"):
+        if word in ("|", ">", ">>", "&", "&&", ";", "--"):
             break
         if word.startswith("--"):
             assert word.partition("=")[0] in known | {"--help", "--version"}, f"{word} in {' '.join(words)}"

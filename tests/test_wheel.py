@@ -1,25 +1,28 @@
-"""What pip installs is whole: a wheel in an environment of its own, outside of a checkout, runs a lab."""
+"""What pip installs is whole: wheel and source distribution, outside of a checkout, by role and in a lab."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
+import tarfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
+from checkmate.extras import LIBRARIES
+from testbed.jobs import job_data
+from tests.support import environments
+from tests.support.environments import ROOT
 from tests.support.labs.live import needs_clang, needs_root
-from topologies import state
+from topologies import picture, state
 from topologies.describe.job_files import JOB_FILE
 from topologies.describe.topology import CONTROLLER
-from topologies.kernel.namespaces import name_of
 
-ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PACKAGES = ("checkmate", "controlplane", "p4src", "softswitch", "topologies")
 CODE = (
     ".py",
@@ -35,70 +38,127 @@ CODE = (
     ".sha256",
     ".typed",
 )
+ENTRY = ("-m", "checkmate.cli.entry")
+TRIED = {
+    "trainer": ("-c", "import checkmate; checkmate.protect, checkmate.restore"),
+    "shadow": (*ENTRY, "shadow", "job.yaml", "--id", "0"),
+    "switch": ("-m", "softswitch", "--help"),
+    "plan": (*ENTRY, "cost", "--runs", "10", "--plot", "x.png"),
+}
+"""A use of each extra. The shadow node's address is not of this machine, so it ends with 1."""
+
+
+def tracked(*folders: str) -> list[str]:
+    command = ["git", "ls-files", *folders]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, cwd=folder, env=_clean())
-    (found,) = folder.glob("*.whl")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout of its own, because setuptools writes into what it builds."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def built(kind: str, source: Path, to: Path) -> Path:
+    """Build a "wheel" or "sdist" with this environment's setuptools; it needs no network."""
+    code = f"import sys; from setuptools.build_meta import build_{kind} as build; build(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", code, to], cwd=source, env=_clean(), check=True, capture_output=True
+    )
+    (found,) = to.iterdir()
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("wheel", checkout, tmp_path_factory.mktemp("wheel"))
+
+
 def test_a_wheel_has_all_files_of_the_packages(wheel: Path) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    wanted = {name for name in listed.stdout.split() if name.endswith(CODE)}
+    wanted = {name for name in tracked(*PACKAGES) if name.endswith(CODE)}
     examples = {name for name in wanted if name.startswith("softswitch/examples/")}
-    assert wanted - examples <= set(zipfile.ZipFile(wheel).namelist())
+    names = zipfile.ZipFile(wheel).namelist()
+    assert wanted - examples <= set(names)
+    assert {name.partition("/")[0] for name in names if "-0." not in name} == set(PACKAGES)
 
 
-@pytest.fixture
-def installed(wheel: Path, tmp_path: Path) -> Path:
-    """The commands of an environment with the wheel; its dependencies are this environment's."""
-    place = tmp_path / "environment"
-    venv.create(place, with_pip=False, symlinks=True)
-    here = sysconfig.get_paths()["purelib"]
-    there = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(place)}))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(there),
-        str(wheel),
-    ]
-    subprocess.run(command, check=True, cwd=tmp_path, env=_clean())
-    there.joinpath("dependencies.pth").write_text(
-        here
-    )  # its own .pth files, a checkout's for one, don't count
+def test_a_wheel_has_the_documentation(wheel: Path) -> None:
+    pages = {
+        name.partition("/share/doc/checkmate-training/")[2] for name in zipfile.ZipFile(wheel).namelist()
+    }
+    assert pages - {""} == {name.removeprefix("docs/") for name in tracked("docs") if name.endswith(".md")}
+
+
+def test_a_source_distribution_is_whole_and_makes_the_same_wheel(
+    wheel: Path, checkout: Path, tmp_path: Path
+) -> None:
+    for name in ("source", "unpacked", "again"):
+        (tmp_path / name).mkdir()
+    with tarfile.open(built("sdist", checkout, tmp_path / "source")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (folder,) = (tmp_path / "unpacked").iterdir()
+    there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    made = {"PKG-INFO", "setup.cfg"}
+    assert {name for name in there - made if ".egg-info/" not in name} == set(tracked())
+    again = built("wheel", folder, tmp_path / "again")
+    assert again.name == wheel.name
+    first, second = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
+    assert first.namelist() == second.namelist()
+    assert [name for name in first.namelist() if first.read(name) != second.read(name)] == []
+
+
+def installed(place: Path, wheel: Path, extra: str) -> Path:
+    """Make an environment with the wheel and the libraries of an extra; return its folder of commands."""
+    environments.make(place, [extra] if extra else [])
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
+    command = [*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(command, check=True, cwd=place, env=_clean())
     return place / "bin"
+
+
+@pytest.mark.parametrize("extra", ["", *LIBRARIES])
+def test_a_wheel_with_an_extra_does_what_its_role_does(wheel: Path, tmp_path: Path, extra: str) -> None:
+    """pip finds nothing missing, messages lead to documentation, and the hint for an extra is right."""
+    commands = installed(tmp_path / "environment", wheel, extra)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_data()))
+
+    def run(*command: str | Path) -> tuple[int, str]:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    python = commands / "python"
+    asked = f"checkmate-training[{extra}]" if extra else "checkmate-training"
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", asked)
+    status, said = run(*pip)
+    assert status == 0, said
+    assert "Successfully installed" not in said
+    assert run(commands / "checkmate", "keys", "job.yaml")[0] == 0
+    assert run(commands / "checkmate", "plan", "job.yaml")[0] == 0
+    assert run(commands / "checkmate", "docs", "job")[1].startswith("# The job file\n")
+    for name, words in TRIED.items():
+        status, said = run(python, *words)
+        hint = "pip install 'checkmate-training["
+        if not LIBRARIES[name] <= LIBRARIES.get(extra, frozenset()):
+            assert f"{hint}{name}]'" in said
+        else:
+            assert hint not in said
+            assert status == (1 if name == "shadow" else 0), said
 
 
 @needs_root
 @needs_clang
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_an_installed_wheel_makes_a_lab_and_installs_a_job(installed: Path, tmp_path: Path) -> None:
-    def run(*arguments: str, inside: Sequence[str] = ()) -> str:
-        command: list[str] = [*inside, str(installed / "python"), *arguments]
+def test_an_installed_wheel_makes_a_lab_and_trains_in_it(wheel: Path, tmp_path: Path) -> None:
+    commands = installed(tmp_path / "environment", wheel, "demo")
+
+    def run(*arguments: str) -> str:
+        command = [str(commands / "checkmate"), *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=_clean(), capture_output=True, text=True, check=False
         )
@@ -106,14 +166,14 @@ def test_an_installed_wheel_makes_a_lab_and_installs_a_job(installed: Path, tmp_
         return done.stdout
 
     name = f"w{os.getpid()}"
-    assert run("-c", "import checkmate; print(checkmate.__file__)").startswith(str(tmp_path))
-    run("-m", "checkmate.cli.entry", "lab", "up", "single_tor", "--name", name)
+    run("lab", "up", "single_tor", "--name", name)
     try:
-        controller = ("ip", "netns", "exec", name_of(name, CONTROLLER))
-        job = str(state.folder(name) / JOB_FILE)
-        assert "written" in run("-m", "checkmate.cli.entry", "run", "--once", job, inside=controller)
+        inside = ("lab", "exec", name, CONTROLLER, "--", "checkmate")
+        assert "written" in run(*inside, "run", "--once", str(state.folder(name) / JOB_FILE))
+        script = (picture.SCRIPT[-1], "--iterations", "3", "--layers", "1", "--width", "64", "--heads", "2")
+        assert "iteration 2: loss" in run("lab", "train", name, "--", "-m", *script)
     finally:
-        run("-m", "checkmate.cli.entry", "lab", "down", name)
+        run("lab", "down", name)
 
 
 def _clean() -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""Numbers in messages."""
+"""Numbers and suggestions in messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from checkmate.wording import counted, size
+from checkmate.wording import counted, did_you_mean, size
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,8 @@ def test_a_plural_of_its_own() -> None:
 )
 def test_sizes_have_three_digits(nbytes: float, text: str) -> None:
     assert size(nbytes) == text
+
+
+def test_a_mistyped_word_gets_the_nearest_known_one() -> None:
+    assert did_you_mean("rnak2", ["ctl", "rank1", "rank2"]) == "; did you mean rank2?"
+    assert did_you_mean("quite", ["ctl", "rank1"]) == ""

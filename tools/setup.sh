@@ -1,8 +1,21 @@
 #!/bin/sh
 # Makes .venv with everything that the demo and the tests need. Installs Debian packages when run as
-# root, else names the missing ones. Runs again only when the project's metadata has changed.
+# root, else names the missing ones. Runs again only when the project's metadata has changed, or $PYTHON.
 set -eu
 cd "$(dirname "$0")/.."
+
+# The interpreter that .venv is made with: the one named, else that of an existing .venv, else python3.
+[ -x .venv/bin/python ] && usual=.venv/bin/python || usual=python3
+python=${PYTHON:-$usual}
+then="then name it: PYTHON=python3.12 make setup"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || {
+    echo "error: $python does not run here; install Python 3.11 or newer, $then" >&2
+    exit 2
+}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: $python is Python $version, but 3.11 or newer is needed; install one, $then" >&2
+    exit 2
+}
 
 PATH=$PATH:/usr/sbin:/sbin
 need="" # Debian packages whose command or file isn't there
@@ -13,7 +26,7 @@ command -v sysctl >/dev/null || need="$need procps"   # the tests'
 [ -e /usr/include/bpf/bpf_helpers.h ] || need="$need libbpf-dev"
 [ -e /usr/include/linux/bpf.h ] || need="$need linux-libc-dev"
 ldconfig -p 2>/dev/null | grep -q 'libbpf\.so\.1' || /sbin/ldconfig -p | grep -q 'libbpf\.so\.1' || need="$need libbpf1"
-python3 -c 'import ensurepip, venv' 2>/dev/null || need="$need python3-venv"
+"$python" -c 'import ensurepip, venv' 2>/dev/null || need="$need python$version-venv"
 
 if [ -n "$need" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -29,12 +42,12 @@ if [ -n "$need" ]; then
     fi
 fi
 
-python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed" >&2; exit 2; }
 stamp=.venv/.ready
-wanted=$(cat pyproject.toml constraints.txt constraints-torch.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)
+wanted="$version $(cat pyproject.toml constraints.txt constraints-torch.txt checkmate/cli/shell.txt tools/setup.sh | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then exit 0; fi
-echo "making .venv (once; a minute or two)"
-[ -x .venv/bin/python ] || python3 -m venv .venv
+echo "making .venv with Python $version (once; a minute or two)"
+[ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] ||
+    "$python" -m venv --clear .venv
 pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
 # pip checks the hash of each file, or of none in one call. torch comes second, so that of what it needs only its CUDA
 # packages are left; it may be a local build. Nothing is built here but this project, with the setuptools just installed.

@@ -25,7 +25,7 @@ FROM_ROOT: Final = {
 PACKAGES: Final = ("checkmate", "controlplane", "softswitch", "topologies")
 TREE: Final = {
     "Tutorial": [f"tutorial/{page.stem}" for page in sorted((ROOT / "docs/tutorial").glob("*.md"))],
-    "Guides": ["training", "job", "cli", "checkpoint", "security", "lab", "tofino", "planning"],
+    "Guides": ["install", "training", "job", "cli", "checkpoint", "security", "lab", "tofino", "planning"],
     "Reference": ["api", "packages", "glossary", "design", "figures"],
     "Project": ["changelog", "contributing", "security-policy"],
 }

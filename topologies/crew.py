@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from controlplane.errors import AnotherPrimary
 from topologies.describe.topology import CONTROLLER, LabError
 from topologies.kernel import processes
 from topologies.lab import Lab
@@ -42,6 +43,8 @@ class Member:
     errors: Path
     launch: Callable[[], subprocess.Popen[bytes]]
     process: subprocess.Popen[bytes]
+    good: Collection[int] = (0,)
+    """Exit statuses that are not a failure."""
     _output_from: int = 0
     _errors_from: int = 0
 
@@ -102,11 +105,16 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         *,
         cpus: Collection[int] | None = None,
         environment: Mapping[str, str] | None = None,
+        good: Collection[int] = (0,),
     ) -> Member:
-        """Start a process in a node's namespace, on these CPUs only; its logs are `name.out` and `name`."""
+        """Start a process in a node's namespace, on these CPUs only; its logs are `name.out` and `name`.
+
+        Exit statuses other than `good` are failures.
+        """
         output, errors = self.lab.log(f"{name}.out"), self.lab.log(name)
         for file in (output, errors):
-            file.write_bytes(b"")
+            file.unlink(missing_ok=True)  # readers of an earlier process's log notice a new file
+            file.touch()
         temporary = self.lab.directory / TEMPORARY
         temporary.mkdir(exist_ok=True)
         given = {"TMPDIR": str(temporary), **(environment or {})}
@@ -115,7 +123,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
             with output.open("ab") as out, errors.open("ab") as err:
                 return self.lab.start(node, argv, stdout=out, stderr=err, cpus=cpus, environment=given)
 
-        member = Member(name, output, errors, launch, launch())
+        member = Member(name, output, errors, launch, launch(), good)
         self._members.append(member)
         return member
 
@@ -178,7 +186,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         except subprocess.TimeoutExpired:
             raise LabError(f"{member.name} doesn't end after SIGINT: {member.last_words()}") from None
         self._forget(member)
-        if member.process.returncode:
+        if member.process.returncode not in member.good:
             raise LabError(member.obituary())
 
     def _forget(self, member: Member) -> None:
@@ -186,7 +194,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
             self._members.remove(member)
 
     def _failed(self) -> list[Member]:
-        return [member for member in self._members if member.process.poll() not in (None, 0)]
+        return [member for member in self._members if member.process.poll() not in (None, *member.good)]
 
     def _check(self) -> None:
         """Raise `LabError` with the processes that failed, the likely cause first."""
@@ -222,7 +230,7 @@ def checkmate(crew: Crew, *arguments: str | Path) -> str:
 
 def status(crew: Crew) -> list[dict[str, Any]]:
     """Return each switch's status of the lab's job, by `checkmate status --json`."""
-    return list(json.loads(checkmate(crew, "status", "--json", crew.lab.job_file)).values())
+    return list(json.loads(checkmate(crew, "status", "--json", crew.lab.job_file))["switches"].values())
 
 
 def await_streams(crew: Crew, seconds: float = _CONNECT_SECONDS) -> None:
@@ -234,12 +242,21 @@ class LabController:
     """A `checkmate run` process in a lab, from its start until `stop`."""
 
     def __init__(
-        self, crew: Crew, arguments: Collection[str | Path] = (), cpus: Collection[int] | None = None
+        self,
+        crew: Crew,
+        arguments: Collection[str | Path] = (),
+        cpus: Collection[int] | None = None,
+        *,
+        unless_served: bool = False,
     ) -> None:
-        """Set the arguments of `checkmate run`; the default is the lab's job."""
+        """Set the arguments of `checkmate run`; the default is the lab's job.
+
+        With `unless_served` it may end because another controller serves the switches already.
+        """
         self.crew = crew
+        good = (0, AnotherPrimary.exit_code) if unless_served else (0,)
         argv = [*CHECKMATE, "run", *(arguments or ("--no-view", crew.lab.job_file))]
-        self.member: Member = crew.start("controller", CONTROLLER, argv, cpus=cpus)
+        self.member: Member = crew.start("controller", CONTROLLER, argv, cpus=cpus, good=good)
         self._await_serving()
 
     def kill(self) -> None:
@@ -256,16 +273,25 @@ class LabController:
         if self.member in self.crew:
             self.crew.stop(self.member, seconds=20)
 
+    def _needless(self) -> bool:
+        """Return whether it has ended because another controller serves, and may do so."""
+        status = self.member.process.poll()
+        return status == AnotherPrimary.exit_code and status in self.member.good
+
     def _await_serving(self) -> None:
-        self.crew.wait(lambda: "serving" in self.member.said(), "controller to serve", _START_SECONDS)
+        self.crew.wait(
+            lambda: "serving" in self.member.said() or self._needless(),
+            "controller to serve",
+            _START_SECONDS,
+        )
 
 
 @contextlib.contextmanager
 def serving(
-    crew: Crew, *arguments: str | Path, cpus: Collection[int] | None = None
+    crew: Crew, *arguments: str | Path, cpus: Collection[int] | None = None, unless_served: bool = False
 ) -> Iterator[LabController]:
     """Run `checkmate run` until the block ends, on the lab's job or with these arguments."""
-    controller = LabController(crew, arguments, cpus)
+    controller = LabController(crew, arguments, cpus, unless_served=unless_served)
     try:
         yield controller
     except BaseException:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import IO, Final
 from checkmate.job.files import read_job
 from checkmate.keys.access import INSECURE, keys_folder
 from checkmate.keys.making import make_keys
-from topologies import state, switches
+from topologies import state, switches, torchrun
 from topologies.describe import job_files
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CABLES, BadDescription, LabError, SwitchNode, Topology
@@ -81,6 +80,16 @@ class Lab:
         self._made = False
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
+    @classmethod
+    def attached(cls, name: str) -> Lab:
+        """Return a lab that is up, to start processes in it; raise `BadDescription` if there is none."""
+        record = state.read_record(state.check_name(name))
+        if record is None:
+            raise BadDescription(state.missing([name]))
+        lab = cls(state.read_topology(record), record.target, name=name)
+        lab._cgroup = record.cgroup
+        return lab
+
     @property
     def switches(self) -> tuple[SwitchNode, ...]:
         """The lab's switches."""
@@ -112,7 +121,7 @@ class Lab:
 
     def up(self) -> None:
         """Create the lab and start its switches; remove all of it on failure. The lab stays locked."""
-        require_root()
+        state.require_root()
         switches.check_target(self.target)
         try:
             self._lock.enter_context(state.locked(self.name))
@@ -165,28 +174,38 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         """Start a command in a node's namespace and cgroup, in a session of its own.
 
-        CHECKMATE_JOB in its environment is the lab's job file. It may use only `cpus` if they are specified.
-        Ctrl-C at the terminal does not reach it; `down` ends it.
+        Its environment is `environment()`, with the changes in `environment`. It may use only `cpus` if they
+        are specified. Ctrl-C at the terminal does not reach it; `down` ends it.
 
         Raises:
             BadDescription: This machine does not have such CPUs.
         """
         command = [str(part) for part in argv]
-        if self._cgroup is not None:
-            cgroup = Path(self._cgroup, node)
-            cgroup.mkdir(exist_ok=True)
+        if (cgroup := self.cgroup(node)) is not None:
             command = ["/bin/sh", "-c", _INTO_CGROUP, f"{cgroup}/cgroup.procs", *command]
-        ours = {**processes.environment(), "CHECKMATE_JOB": str(self.job_file)}
-        ours.pop(INSECURE, None)  # a lab has keys
         with namespaces.entered(self.namespace(node)), processes.pinned(cpus):
             return subprocess.Popen(
                 command,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env={**ours, **(environment or {})},
+                env={**self.environment(), **(environment or {})},
                 start_new_session=True,
             )
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of processes in the lab: ours, and what job and torchrun need there."""
+        ours = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
+        ours.pop(INSECURE, None)  # a lab has keys
+        return ours | {"CHECKMATE_JOB": str(self.job_file)}
+
+    def cgroup(self, node: str) -> Path | None:
+        """Return the cgroup of a node's processes, which exists; `None` without cgroup v2."""
+        if self._cgroup is None:
+            return None
+        found = Path(self._cgroup, node)
+        found.mkdir(exist_ok=True)
+        return found
 
     def stop_switch(self, name: str) -> None:
         """Kill a switch's process with SIGKILL: its entries are lost, its ports stay."""
@@ -237,7 +256,9 @@ class Lab:
     def _write_job(self) -> None:
         title = f"{self.topology.name}: {self.topology.title}"
         fabric = job_files.fabric(self.topology, self.target)
-        self.directory.joinpath(job_files.FABRIC_FILE).write_text(job_files.as_yaml(fabric, title))
+        topology = job_files.topology_data(self.topology)
+        for name, data in ((job_files.FABRIC_FILE, fabric), (job_files.TOPOLOGY_FILE, topology)):
+            self.directory.joinpath(name).write_text(job_files.as_yaml(data, title))
         self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
         job = read_job(self.job_file)
         make_keys([(job, keys_folder(job))], dt.datetime.now(dt.UTC))
@@ -271,17 +292,9 @@ class Lab:
             switches.deepen_queues(self.name, switch)
 
 
-def require_root() -> None:
-    """Raise `LabError` if namespaces cannot be created or cgroups are not visible."""
-    if os.geteuid() != 0:
-        raise LabError("labs need root, for network namespaces; run it with sudo")
-    if (inside := namespaces.own_name()) is not None:
-        raise LabError(f"this shell is in the namespace {inside}; leave it first, with exit")
-
-
 def down(name: str) -> bool:
     """Remove a lab, even one that another process left behind; return whether there was one."""
-    require_root()
+    state.require_root()
     state.check_name(name)
     if name not in state.existing() and not namespaces.of_lab(name):
         return False

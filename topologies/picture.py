@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.table import Table
+from rich.console import Console
 
+from checkmate.output.tables import FittedTable
 from topologies import torchrun
 from topologies.describe.topology import CONTROLLER, MGMT_NET, Host, SwitchNode, Topology
 from topologies.kernel.namespaces import name_of
-from topologies.tables import plain_table
 
 SHADOWS_SHOWN: Final = 5
 """Number of shadow nodes whose commands `lab up` prints; the others are alike."""
-SCRIPT: Final = ("-m", "examples.gpt.train", "--out", "out/gpt")
-"""The training script that it suggests."""
+SCRIPT: Final = ("-m", "checkmate.examples.gpt.train")
+"""The training script that it suggests, and that `lab train` starts."""
+
+
+_KILL: Final = f"sh -c 'pkill -9 -n --ns $$ --nslist net -f [c]{SCRIPT[-1][1:]}'"
+"""Kills the newest process of the script in the same namespace: the script itself, not its torchrun."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,15 @@ class _Cell:
 def picture(topology: Topology) -> str:
     """Return the topology in box-drawing characters: ranks above each switch, shadow nodes below."""
     return "\n\n".join(_block(topology, switch) for switch in topology.switches)
+
+
+def show(topology: Topology, console: Console) -> None:
+    """Print the picture, unless the terminal is too narrow for it."""
+    drawn = picture(topology)
+    width = max(map(len, drawn.splitlines()))
+    if width > console.width:
+        drawn = f"(a picture of this lab needs {width} columns)"
+    console.print(drawn, highlight=False, markup=False, soft_wrap=True)
 
 
 def _block(topology: Topology, switch: SwitchNode) -> str:
@@ -92,10 +106,10 @@ def _edge(cells: Sequence[_Cell], width: int, joint: str) -> str:
     return "".join(edge)
 
 
-def host_table(topology: Topology, lab: str) -> Table:
+def host_table(topology: Topology, lab: str) -> FittedTable:
     """Return one row for each NIC: namespace, address, switch port, management address."""
     columns = ("namespace", "interface", "address", "switch port", "mgmt")
-    table = plain_table(f"lab {lab}: {topology.title}", *columns)
+    table = FittedTable(f"lab {lab}: {topology.title}", *columns)
     for host in topology.hosts:
         for i, nic in enumerate(host.interfaces):
             named = name_of(lab, host.name) if i == 0 else ""
@@ -109,12 +123,13 @@ def host_table(topology: Topology, lab: str) -> Table:
 
 
 def next_steps(topology: Topology, lab: str, job_file: object) -> str:
-    """Return commands to try in a lab that is up, in this order."""
+    """Return commands to try in a lab that is up, in this order; they work in any directory."""
     here = Path(sys.executable).with_name("checkmate")
-    checkmate = str(here) if here.exists() else "checkmate"
-    inside = f"ip netns exec {name_of(lab, CONTROLLER)} {checkmate}"
+    checkmate = shlex.join([str(here)] if here.exists() else [sys.executable, "-m", "checkmate.cli.entry"])
+    inside, job = f"{checkmate} lab exec {lab}", shlex.quote(str(job_file))
+    control = f"{inside} {CONTROLLER} -- {checkmate}"
     shadows = [
-        f"  ip netns exec {name_of(lab, host.name)} {checkmate} shadow {job_file} --id {number}"
+        f"  {inside} {host.name} -- {checkmate} shadow {job} --id {number}"
         for number, host in enumerate(topology.shadow_nodes)
     ]
     if len(shadows) > SHADOWS_SHOWN:
@@ -122,14 +137,18 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
     return "\n".join(
         [
             f"job: {job_file}",
-            "next steps (run and each shadow occupy a terminal until Ctrl-C):",
-            f"  {inside} run {job_file}",
+            "next steps: train in the lab, with all that this needs, until Ctrl-C; then look at the logs",
+            f"  {checkmate} lab train {lab}",
+            f"  {checkmate} lab logs {lab} {topology.shadow_nodes[0].name}",
+            "or by hand (run and each shadow occupy a terminal until Ctrl-C):",
+            f"  {control} run {job}",
             *shadows,
-            f"  {torchrun.loop(topology, lab, job_file, SCRIPT)}",
-            f"  {inside} status {job_file}",
-            f"  {inside} consolidate {job_file} --out checkpoint/",
-            f"  {inside} remove {job_file}   # after run has stopped",
-            f"  ip netns exec {name_of(lab, topology.ranks[0].name)} bash",
+            f"  {torchrun.loop(topology, inside, SCRIPT)}",
+            f"  {inside} {topology.ranks[-1].name} -- {_KILL}   # training resumes",
+            f"  {control} status {job}",
+            f"  {control} consolidate {job} --out checkpoint/",
+            f"  {control} remove {job}   # after run has stopped",
+            f"  {inside} {topology.ranks[0].name}   # a shell on a host",
             f"  {checkmate} lab down {lab}",
         ]
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import TaskID
+
+from checkmate.output.consoles import folding, has_cursor, progress
 
 _SAID_EVERY = 10.0
 
@@ -20,15 +22,7 @@ class StepProgress:
         self._console = console
         self._text = ""
         self._began = self._said = 0.0
-        self._live = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._live = progress(console, folding("{task.fields[amount]}"))
         self._task: TaskID | None = None
 
     def __call__(self, text: str) -> None:
@@ -40,13 +34,11 @@ class StepProgress:
 
     def moved(self, done: int, total: int) -> None:
         """Report the step's progress in bytes."""
-        if self._task is not None:
-            amount = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes"
-            self._live.update(self._task, completed=done, total=total, amount=amount)
+        self.advanced(done, total, f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB at the shadow nodes")
 
     def advanced(self, done: int, total: int, amount: str) -> None:
         """Report the step's progress, described by `amount`."""
-        if not self._console.is_terminal and time.monotonic() - self._said > _SAID_EVERY:
+        if not has_cursor(self._console) and time.monotonic() - self._said > _SAID_EVERY:
             self._said = time.monotonic()
             self._console.print(f"  {amount}", highlight=False, markup=False)
         if self._task is not None:
@@ -55,7 +47,8 @@ class StepProgress:
     def _done(self) -> None:
         if self._task is not None:
             seconds = time.monotonic() - self._began
-            self._console.print(f"{self._text:<60} {seconds:6.1f} s", highlight=False, markup=False)
+            room = max(1, min(60, self._console.width - 10))
+            self._console.print(f"{self._text:<{room}} {seconds:6.1f} s", highlight=False, markup=False)
             self._live.remove_task(self._task)
             self._task = None
 

@@ -12,13 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from topologies.describe.job_files import JOB_FILE, Target
-from topologies.describe.topology import BadDescription, LabInUse
+from checkmate.wording import did_you_mean
+from topologies.describe.job_files import JOB_FILE, TOPOLOGY_FILE, Target
+from topologies.describe.topology import BadDescription, LabError, LabInUse, Topology, load
 from topologies.kernel import cgroups, namespaces
 
 RUN: Final = Path("/run/checkmate/labs")
@@ -34,6 +35,14 @@ class LabRecord:
     topology: str
     target: Target
     cgroup: str | None
+
+
+def require_root() -> None:
+    """Raise `LabError` if namespaces cannot be created or cgroups are not visible."""
+    if os.geteuid() != 0:
+        raise LabError("labs need root, for network namespaces; run it with sudo")
+    if (inside := namespaces.own_name()) is not None:
+        raise LabError(f"this shell is in the namespace {inside}; leave it first, with exit")
 
 
 def check_name(lab: str) -> str:
@@ -73,6 +82,18 @@ def read_record(lab: str) -> LabRecord | None:
         return LabRecord(**json.loads((folder(lab) / _RECORD).read_text()))
     except FileNotFoundError:
         return None
+
+
+def read_topology(record: LabRecord) -> Topology:
+    """Return the topology of a recorded lab."""
+    return replace(load(str(folder(record.lab) / TOPOLOGY_FILE)), name=record.topology)
+
+
+def missing(labs: Sequence[str]) -> str:
+    """Return an error message for labs that do not exist; it names those that do."""
+    up = existing()
+    hint = did_you_mean(labs[0], up)
+    return f"no lab {' or '.join(map(repr, labs))} is up (labs that are up: {', '.join(up) or 'none'}){hint}"
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from checkmate import extras
 from checkmate.job.schema import CPU_PORT
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
@@ -19,7 +20,7 @@ from topologies.kernel.processes import last_lines
 BMV2: Final = "simple_switch_grpc"
 QUEUE_DEPTH: Final = 16384
 """Packets in each of BMv2's egress queues. Its default of 64 overflows silently after replication."""
-_THRIFT_PORT: Final = 9090
+THRIFT_PORT: Final = 9090
 _START_SECONDS: Final = 30.0
 _IDL = Path(__file__).with_name("simple_switch.thrift")
 
@@ -53,7 +54,8 @@ def statistics_file(folder: Path, switch: SwitchNode) -> Path:
 
 
 def check_target(target: Target) -> None:
-    """Raise `LabError` if the target is not installed."""
+    """Raise `LabError` if the target is not installed, and `ExtraMissing` for a lab's own libraries."""
+    extras.check("a lab", "demo")
     if target == "bmv2" and shutil.which(BMV2) is None:
         raise LabError(
             f"--target bmv2 needs {BMV2} on PATH (see github.com/p4lang/behavioral-model); "
@@ -87,10 +89,8 @@ def _end_of(log: Path) -> str:
 
 def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> None:
     """Set the depth of all of BMv2's egress queues, over Thrift from within its namespace."""
-    try:
-        from thriftpy2.thrift import TException  # noqa: PLC0415 -- BMv2's labs alone need it
-    except ImportError:
-        raise LabError("labs on bmv2 need Thrift: pip install 'checkmate-training[switch]'") from None
+    from thriftpy2.thrift import TException  # noqa: PLC0415 -- BMv2's labs alone need it
+
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -120,6 +120,6 @@ def _set_queue_depths(namespace: str, depth: int) -> int:
     )
     with (
         entered(namespace),
-        client_context(service, "127.0.0.1", _THRIFT_PORT, proto_factory=protocol) as client,
+        client_context(service, "127.0.0.1", THRIFT_PORT, proto_factory=protocol) as client,
     ):
         return int(client.set_all_egress_queue_depths(depth))

@@ -14,22 +14,25 @@ from typing import Final
 
 from topologies.describe.topology import Host, Topology
 from topologies.kernel.links import MGMT_INTERFACE
-from topologies.kernel.namespaces import name_of
 
 PORT: Final = 29400
 RESTARTS: Final = 10
 """Restarts of a job: one crash may use up two, if some ranks come back before the others have noticed."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "GLOO_SOCKET_IFNAME": MGMT_INTERFACE,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-"""Environment of each of them. Hosts in namespaces share one name, so gloo needs the interface.
+"""Environment of processes in a lab. Hosts in namespaces share one name, so gloo needs the interface.
 
 Each start gets its own store. With torchrun's own store, if a second rank is killed 1.5 s after a first, the
 others find addresses of dead ranks: gloo cannot connect to them, each such start counts, and the job ends.
 """
+DEFAULTS: Final[Mapping[str, str]] = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""The same, unless the user's own environment has them. c10d would log that addresses have no host names."""
 
 
 def command(
@@ -61,10 +64,13 @@ def command(
     ]
 
 
-def loop(topology: Topology, lab: str, job_file: object, script: Sequence[str | Path]) -> str:
+def loop(topology: Topology, inside: str, script: Sequence[str | Path]) -> str:
     """Return one line of sh that starts every rank's torchrun and waits for them.
 
-    `script` is quoted; the shell variable `r` is the rank.
+    Args:
+        topology: The lab.
+        inside: The sh that runs a command on the host that follows: `checkmate lab exec LAB`.
+        script: The training script and its arguments, which are quoted; the shell variable `r` is the rank.
     """
     ranks = topology.ranks
     first = command(topology, ranks[0], script)
@@ -74,10 +80,5 @@ def loop(topology: Topology, lab: str, job_file: object, script: Sequence[str | 
         f"--rdzv-conf=is_host={int(True)}": "--rdzv-conf=is_host=$((r == 0))",
         f"--local-addr={ranks[0].mgmt}": f"--local-addr={base}.$((r + {last}))",
     }
-    environment = {**ENVIRONMENT, "CHECKMATE_JOB": str(job_file)}
-    started = [
-        *("ip", "netns", "exec", f"{name_of(lab, 'rank')}$r", "env"),
-        *(f"{key}={shlex.quote(value)}" for key, value in environment.items()),
-        *(replaced.get(word, word) for word in words),
-    ]
-    return f"for r in $(seq 0 {len(ranks) - 1}); do {' '.join(started)} & done; wait"
+    started = " ".join(replaced.get(word, word) for word in words)
+    return f"for r in $(seq 0 {len(ranks) - 1}); do {inside} rank$r -- {started} & done; wait"

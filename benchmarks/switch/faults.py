@@ -6,10 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.figures import Figure, Result, Skipped
 from benchmarks.switch.rings import controlled, quiet_warmup
+from checkmate.output.consoles import text_console
 from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
 from topologies.progress import StepProgress
@@ -55,7 +54,7 @@ def _run(topology: Topology, what: Load, loss: float = 0.0) -> tuple[Outcome, st
     with (
         Lab(topology, "softswitch", name="benchfaults", loss=loss) as lab,
         controlled(lab) as crew,
-        StepProgress(Console(stderr=True)) as steps,
+        StepProgress(text_console(stderr=True)) as steps,
     ):
         return Traffic(crew, what, steps).run(), lab.loss_by
 

@@ -3,8 +3,8 @@
 Two jobs in separate processes differ by several percent even if both do the same, because of their memory
 layout and other load on the machine. Here both are in one process, seconds apart. Checkmate's waiting threads
 also use processor time during the twin's iterations. That is measured separately and subtracted. The options
-are those of `examples.gpt.train`: --iterations is the number of timed iterations of each, and with an odd
---seed the twin is created first.
+are those of `checkmate.examples.gpt.train`: --iterations is the number of timed iterations of each, and with
+an odd --seed the twin is created first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
-from examples.gpt import text, train
-from examples.gpt.model import Gpt, Shape
+from checkmate.examples.gpt import text, train
+from checkmate.examples.gpt.model import Gpt, Shape
 from topologies.training.in_rank import Untagged
 from topologies.training.record import TimedBlock
 
@@ -36,7 +36,7 @@ _IDLE_SECONDS: Final = 5.0
 
 
 class Twin:
-    """A model with optimizer and data, as in `examples.gpt.train`."""
+    """A model with optimizer and data, as in `checkmate.examples.gpt.train`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(options.seed)

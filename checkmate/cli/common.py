@@ -12,25 +12,31 @@ from types import MappingProxyType
 from typing import Annotated, Final, ParamSpec, TypeVar
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.table import Table
 from rich.text import Text
 
+from checkmate.cli.completing import job_paths
+from checkmate.extras import needs_of
 from checkmate.job.files import JobError, JobFiles, JobSet, Located
-from checkmate.wording import counted
+from checkmate.output.consoles import has_cursor, text_console
+from checkmate.wording import JSON_VERSION, counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-out = Console(highlight=False, emoji=False)
-err = Console(stderr=True, highlight=False, emoji=False)
+out = text_console()
+err = text_console(stderr=True)
 
 JobArguments = Annotated[
-    list[Path], typer.Argument(help="Job files, or folders of them.", show_default=False)
+    list[Path],
+    typer.Argument(
+        help="Job files, or folders of them.", metavar="JOB", show_default=False, autocompletion=job_paths
+    ),
 ]
-JobArgument = Annotated[Path, typer.Argument(help="A job file.", show_default=False)]
+JobArgument = Annotated[
+    Path, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Use no keys: whoever reaches the job's addresses can read it.")
 ]
@@ -45,18 +51,11 @@ class UsageFault(Exception):
     """Keys that `--json` prints beside the error."""
 
 
-def folding_table(*columns: str) -> Table:
-    """Return a table with a line below its head only, whose long cells are folded."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def print_json(data: object) -> None:
-    """Print one JSON document on standard output."""
-    json.dump(data, sys.stdout, indent=2, default=str)
-    sys.stdout.write("\n")
+def print_json(data: Mapping[str, object], *, line: bool = False) -> None:
+    """Print one JSON document on standard output, on a line of its own if several follow each other."""
+    text = json.dumps({"version": JSON_VERSION, **data}, indent=None if line else 2, default=str)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def set_of(arguments: Sequence[Path]) -> JobSet:
@@ -72,23 +71,12 @@ def read_files(files: JobFiles) -> JobSet:
     return found
 
 
-def switch_extra() -> None:
-    """Raise `UsageFault` if the control plane's libraries are not installed."""
-    try:
-        import finsy  # noqa: F401, PLC0415
-    except ImportError:
-        raise UsageFault(
-            "this command uses P4Runtime, which needs: pip install 'checkmate-training[switch]'"
-        ) from None
-
-
 def print_error(
     message: str, exit_code: int, faults: Sequence[Located] = (), more: Mapping[str, object] | None = None
 ) -> None:
     """Print the error as `--json` does (docs/cli.md): on one line, because some commands stream lines."""
     found = [{"file": str(f.file), "line": f.line, "path": f.path, "message": f.message} for f in faults]
-    text = json.dumps({"error": message, "exit": exit_code, "faults": found, **(more or {})}, default=str)
-    sys.stdout.write(f"{text}\n")
+    print_json({"error": message, "exit": exit_code, "faults": found, **(more or {})}, line=True)
 
 
 def says_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -97,7 +85,8 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
     @wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            with needs_of(command.__module__.rpartition(".")[2]):
+                return command(*args, **kwargs)
         except Exception as error:
             faults = error.faults if isinstance(error, JobError) else ()
             code = 2 if faults else getattr(error, "exit_code", None)
@@ -116,6 +105,16 @@ def says_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
 """Local time, as in the switch's own log."""
+
+
+def view_console(wanted: bool | None) -> Console | None:
+    """Return the console of a live view, or `None` without one; by default there is one on a terminal.
+
+    It is the log's if that is on a terminal: two consoles on one terminal would overwrite each other.
+    """
+    if not (has_cursor(out) if wanted is None else wanted):
+        return None
+    return err if err.is_terminal else out
 
 
 def log_to_stderr() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import DownloadColumn, TimeElapsedColumn
 from rich.text import Text
 
 from checkmate.cli.common import AsJson, Insecure, JobArgument, UsageFault, err, out, print_json, says_errors
@@ -20,6 +19,7 @@ from checkmate.cli.shadow import stopping
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
+from checkmate.output.consoles import progress, waiting
 from checkmate.privileges import keep_only, to_read, to_write
 from checkmate.wording import counted
 from topologies.signals import unwinding
@@ -77,8 +77,9 @@ def consolidate(
         _check_free(to, kind)
     keys = [] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.READER)]
     keep_only(*to_read(keys), *to_write(to))
-    from checkmate.consolidate import follow  # noqa: PLC0415 - torch takes a second
-    from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
+    with waiting(err, "starting"):  # torch takes a second
+        from checkmate.consolidate import follow  # noqa: PLC0415
+        from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
     with unwinding():
         if every is None:
@@ -95,7 +96,7 @@ def consolidate(
                 every,
                 keep,
                 stopped,
-                (lambda saved: print(json.dumps(_data(saved)), flush=True)) if as_json else _say,
+                (lambda saved: print_json(_data(saved), line=True)) if as_json else _say,
                 _waiting,
                 lambda: err.print("[green]available:[/green] the checkpoint can be read again"),
             )
@@ -116,15 +117,9 @@ def _nodes(job: Job, insecure: bool) -> Iterator[SnapshotReader]:
     """Open a reader of the job's nodes that shows progress on a terminal."""
     from checkmate.consolidate.snapshot import SnapshotReader  # noqa: PLC0415
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(f"reading job {job.job}", total=None)
-        advance = partial(progress.advance, task)
+    with progress(err, DownloadColumn(), TimeElapsedColumn()) as bar:
+        task = bar.add_task(f"reading job {job.job}", total=None)
+        advance = partial(bar.advance, task)
         with SnapshotReader(job, advance, insecure=insecure) as nodes:
             yield nodes
 

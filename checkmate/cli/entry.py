@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from checkmate.output.plain_text import use_plain_streams
+
 
 def main() -> None:
     """Run the command line; exit with status 130 and no traceback if it is interrupted."""
+    use_plain_streams()
     try:
         from checkmate.cli.main import app  # noqa: PLC0415 - takes a second
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import AsJson, UsageFault, err, folding_table, out, print_json, says_errors
+from checkmate.cli import lab_inside
+from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.completing import lab_names, target_names, topology_names
+from checkmate.cli.helping import App
+from checkmate.output.consoles import waiting
+from checkmate.output.tables import FittedTable
+from checkmate.wording import counted
 from topologies import lab as labs
 from topologies import picture, state
 from topologies.describe import topology as describe
@@ -19,18 +27,23 @@ from topologies.signals import unwinding
 from topologies.traffic.demo import perform
 from topologies.traffic.orders import Load
 
-app = typer.Typer(
+app = App(
     help="Labs: hosts, links and switches in network namespaces of this machine. Needs root.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
 )
 
 Topology = Annotated[
     str,
-    typer.Argument(help=f"{', '.join(describe.names())}, or the path to a .yaml file.", show_default=False),
+    typer.Argument(
+        help=f"{', '.join(describe.names())}, or the path to a .yaml file.",
+        show_default=False,
+        autocompletion=topology_names,
+    ),
 ]
-Switches = Annotated[str, typer.Option("--target", help=f"Kind of switch: {' or '.join(TARGETS)}.")]
+Switches = Annotated[
+    str,
+    typer.Option("--target", help=f"Kind of switch: {' or '.join(TARGETS)}.", autocompletion=target_names),
+]
 Name = Annotated[
     str | None, typer.Option("--name", help="The lab's name.", show_default="the topology's name")
 ]
@@ -86,7 +99,7 @@ def up(
         lab.report_to(steps)
         lab.up()
     lab.release()
-    out.print(picture.picture(lab.topology), soft_wrap=True)
+    picture.show(lab.topology, out)
     out.print(picture.host_table(lab.topology, lab.name))
     if lab.loss_by:
         out.print(f"training links lose {share} of their frames ({lab.loss_by})")
@@ -99,9 +112,15 @@ def up(
 @says_errors
 def down(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Names of labs; or use --all.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Names of labs; or use --all.", metavar="LAB", show_default=False, autocompletion=lab_names
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Remove every lab of this machine.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Remove every lab of this machine; on a terminal, asks first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     if_up: Annotated[bool, typer.Option("--if-up", help="Do not fail if a lab does not exist.")] = False,
 ) -> None:
     """Stop all processes in labs and remove the labs, including remains of a killed `up` or `run`.
@@ -110,11 +129,15 @@ def down(
 
     Example: checkmate lab down single_tor
     """
-    labs.require_root()
+    state.require_root()
     kept = []
-    for name in _meant(names or [], every=every, if_up=if_up):
+    chosen = _meant(names or [], every=every, if_up=if_up)
+    if every and chosen and not yes and sys.stdin.isatty() and out.is_terminal:
+        _show(_standing())
+        typer.confirm(f"remove {counted(len(chosen), 'lab')} with all that runs there?", abort=True)
+    for name in chosen:
         try:
-            with err.status(f"removing {name}"):
+            with waiting(err, f"removing {name}"):
                 found = labs.down(name)
         except describe.LabInUse as error:
             kept.append(error)
@@ -126,14 +149,13 @@ def down(
 
 def _meant(names: list[str], *, every: bool, if_up: bool) -> list[str]:
     """Return the labs that `down` removes. Raise `UsageFault` if none are given or one does not exist."""
-    labs_up = f"labs that are up: {', '.join(state.existing()) or 'none'}"
     if bool(names) == every:
         choice = "either lab names or --all, not both" if every else "lab names or --all"
-        raise UsageFault(f"specify {choice}; {labs_up}")
+        raise UsageFault(f"specify {choice}; labs that are up: {', '.join(state.existing()) or 'none'}")
     up = state.existing()
     missing = [one for one in names if state.check_name(one) not in up and not namespaces.of_lab(one)]
     if missing and not if_up:
-        raise UsageFault(f"no lab {' or '.join(map(repr, missing))} is up; {labs_up}")
+        raise UsageFault(state.missing(missing))
     return names or state.existing()
 
 
@@ -167,7 +189,7 @@ def _standing() -> list[LabStanding]:
 
 
 def _show_labs() -> None:
-    shipped = folding_table("topology", "title")
+    shipped = FittedTable("", "topology", "title", folds=("title",))
     for name, title in _titles().items():
         shipped.add_row(name, title)
     out.print(shipped)
@@ -175,15 +197,19 @@ def _show_labs() -> None:
     if not labs:
         out.print("no lab is up")
         return
-    table = folding_table("lab", "topology", "target", "state")
-    for lab in labs:
-        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
-    out.print(table)
+    _show(labs)
     for lab in labs:  # outside the table, which would wrap lines that users copy
         out.print(f"job of {lab.name}: {lab.job_file}", soft_wrap=True)
     for lab in labs:
         if lab.up is False:
             out.print(f"to clear up: checkmate lab down {lab.name}", soft_wrap=True)
+
+
+def _show(labs: Collection[LabStanding]) -> None:
+    table = FittedTable("", "lab", "topology", "target", "state", folds=("topology",))
+    for lab in labs:
+        table.add_row(lab.name, lab.topology or "?", lab.target or "?", _state(lab))
+    out.print(table)
 
 
 def _state(lab: LabStanding) -> str:
@@ -215,3 +241,8 @@ def run(
     load = Load(nbytes=megabytes * 1_000_000, iterations=iterations)
     if not perform(_lab(topology, target, name, mtu, share, delay), load, as_json=as_json):
         raise typer.Exit(1)
+
+
+app.command("exec", context_settings=lab_inside.RAW)(lab_inside.execute)
+app.command()(lab_inside.logs)
+app.command(context_settings=lab_inside.RAW)(lab_inside.train)

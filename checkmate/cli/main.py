@@ -1,19 +1,23 @@
-"""The `checkmate` command. Commands load on demand: some hosts lack the switch commands' libraries."""
+"""The `checkmate` command. Commands load on demand, because a host has its role's libraries only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
 
-from checkmate.cli.common import AsJson, says_errors, switch_extra
+import checkmate
+from checkmate.cli.common import AsJson, says_errors
+from checkmate.cli.helping import App, Command, Group
+from checkmate.extras import ExtraMissing, needs_of
 
 COMMANDS: Final[Mapping[str, str]] = {
+    "init": "init",
     "validate": "validate",
+    "keys": "keys",
     "plan": "planning.plan",
     "run": "run",
     "status": "status",
@@ -21,16 +25,22 @@ COMMANDS: Final[Mapping[str, str]] = {
     "shell": "shell",
     "shadow": "shadow",
     "consolidate": "consolidate",
+    "reset": "reset",
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",
+    "schema": "schema",
+    "docs": "docs",
 }
 """The module of each command. It has a function of that name, or an `app` with subcommands."""
-_SWITCH_LIBRARIES: Final = ("finsy",)
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """The commands, in the order of their help."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: Command(name) for name in COMMANDS})  # to suggest one that was meant
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
@@ -44,40 +54,38 @@ class Commands(TyperGroup):
 @cache
 def _load(name: str) -> Any:
     try:
-        module = import_module(f"checkmate.cli.{COMMANDS[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _SWITCH_LIBRARIES:
-            raise
-        return _without_switch(name)
+        with needs_of(name):
+            module = import_module(f"checkmate.cli.{COMMANDS[name]}")
+    except ExtraMissing as missing:
+        return _refusing(name, missing)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone = App()
     alone.command(name)(getattr(module, name))
     return typer.main.get_command(alone)
 
 
-def _without_switch(name: str) -> Any:
+def _refusing(name: str, missing: ExtraMissing) -> Any:
     """Return a stand-in, which takes any arguments, for a command whose libraries are not installed."""
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone = App()
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @alone.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    @alone.command(name, help=f"Needs: {missing.remedy}", context_settings=anything)
     @says_errors
     def command(as_json: AsJson = False) -> None:
-        """Needs: pip install 'checkmate-training[switch]'"""
-        switch_extra()
+        raise missing
 
     return typer.main.get_command(alone)
 
 
-app = typer.Typer(
+app = App(
     name="checkmate",
     cls=Commands,
     help="Checkpoint data-parallel training after every iteration.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 
 
@@ -86,7 +94,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     if version:
-        typer.echo(f"checkmate {metadata.version('checkmate-training')}")
+        typer.echo(f"checkmate {checkmate.__version__}")
         raise typer.Exit
 
 

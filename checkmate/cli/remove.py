@@ -7,12 +7,13 @@ import asyncio
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
+    err,
     out,
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
+from checkmate.output.consoles import waiting
 from checkmate.wording import counted
 from controlplane.errors import AnotherPrimary
 from controlplane.remove import remove_jobs
@@ -26,16 +27,17 @@ def remove(jobs: JobArguments, as_json: AsJson = False) -> None:
 
     Example: checkmate remove jobs/gpt.yaml
     """
-    switch_extra()
     try:
-        reports = asyncio.run(remove_jobs(set_of(jobs).require()))
+        loaded = set_of(jobs).require()
+        with waiting(err, "removing"):
+            reports = asyncio.run(remove_jobs(loaded))
     except AnotherPrimary as error:
         raise AnotherPrimary(
             f"{error}. Stop that `checkmate run` and try again; or remove the job's file from the folder "
             "that it serves, and it removes the job itself"
         ) from None
     if as_json:
-        print_json({r.switch: {"updates": r.updates, "entities": r.held} for r in reports})
+        print_json({"switches": {r.switch: {"updates": r.updates, "entities": r.held} for r in reports}})
         return
     for report in reports:
         stay = counted(report.held, "entity stays", "entities stay")

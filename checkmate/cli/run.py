@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn
 
 from checkmate.cli.common import (
     Insecure,
@@ -22,12 +22,13 @@ from checkmate.cli.common import (
     out,
     read_files,
     says_errors,
-    switch_extra,
+    view_console,
 )
-from checkmate.cli.status import switch_tables
+from checkmate.cli.status import switch_lines, switch_tables
 from checkmate.job.files import JobFiles
 from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
+from checkmate.output.consoles import progress
 from checkmate.privileges import keep_only, to_read
 from checkmate.wording import counted
 from controlplane.errors import SwitchUnreachable
@@ -60,15 +61,13 @@ def run(
 
     Example: checkmate run jobs/
     """
-    switch_extra()
     files = JobFiles(jobs)
     found = read_files(files)
     first = found.require()  # bad input is refused before anything is started
     keep_only(*to_read(_read_later(found.files, first)))
-    live = out.is_terminal if view is None else view
     log_to_stderr()
     logging.getLogger("finsy").setLevel(logging.ERROR)
-    asyncio.run(_run(Fleet(insecure=insecure), files, first, once=once, load=load, live=live))
+    asyncio.run(_run(Fleet(insecure=insecure), files, first, once=once, load=load, live=view_console(view)))
 
 
 def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
@@ -82,7 +81,9 @@ def _read_later(files: Iterable[Path], jobs: Iterable[Job]) -> Iterator[Path]:
             yield from (pem for pem in named.values() if pem is not None)
 
 
-async def _run(fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool) -> None:
+async def _run(
+    fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: Console | None
+) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,39 +95,46 @@ async def _run(fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, lo
 
 
 async def _work(
-    fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: bool
+    fleet: Fleet, files: JobFiles, jobs: list[Job], *, once: bool, load: bool, live: Console | None
 ) -> None:
     await _apply(fleet, jobs, load)
     if once:
         return
     out.print("serving; stop with Ctrl-C")
-    works = [fleet.serve(), follow(files, fleet), *([_view(fleet)] if live else [])]
+    works = [fleet.serve(), follow(files, fleet), *([_view(fleet, live)] if live is not None else [])]
     await until_first(*works)
 
 
 async def _apply(fleet: Fleet, jobs: list[Job], load: bool) -> None:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with progress(err, MofNCompleteColumn()) as bar:
+        first = bar.add_task("connecting to the switches", total=None)
         rows = {}
 
-        def progress(switch: str, done: int, total: int) -> None:
+        def written(switch: str, done: int, total: int) -> None:
+            bar.update(first, visible=False)
             if switch not in rows:
                 rows[switch] = bar.add_task(f"writing to {switch}")
             bar.update(rows[switch], completed=done, total=total)
 
-        done = await fleet.start(jobs, replace=load, progress=progress)
+        done = await fleet.start(jobs, replace=load, progress=written)
     for report in done:
         loaded = "program loaded, " if report.loaded else ""
-        written = counted(report.updates, "update")
-        line = f"switch {report.switch}: {loaded}{written} written in {report.seconds:.2f} s"
+        updates = counted(report.updates, "update")
+        line = f"switch {report.switch}: {loaded}{updates} written in {report.seconds:.2f} s"
         out.print(line, markup=False)
 
 
-async def _view(fleet: Fleet) -> None:
-    with Live(Group(), console=out, refresh_per_second=4) as live:
+async def _view(fleet: Fleet, console: Console) -> None:
+    with Live(Group(), console=console, refresh_per_second=4) as live:
         while True:
-            live.update(Group(*[switch_tables(status) for status in await _read(fleet)]))
+            live.update(_picture(await _read(fleet)))
             await asyncio.sleep(VIEW_SECONDS)
+
+
+def _picture(found: Sequence[SwitchStatus]) -> Group:
+    """Return the live view: lines first, because a table may be longer than the terminal."""
+    lines = [f"switch {status.switch}: {line}" for status in found for line in switch_lines(status)]
+    return Group(*lines, "", *(table for status in found for table in switch_tables(status)))
 
 
 async def _read(fleet: Fleet) -> list[SwitchStatus]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,10 +12,21 @@ from typing import Annotated
 
 import typer
 
-from checkmate.cli.common import Insecure, JobArgument, UsageFault, log_to_stderr, out, says_errors
+from checkmate.cli.common import (
+    Insecure,
+    JobArgument,
+    UsageFault,
+    err,
+    log_to_stderr,
+    out,
+    print_json,
+    says_errors,
+    view_console,
+)
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job, split_address
 from checkmate.keys.roles import Role, role_folder
+from checkmate.output.consoles import waiting
 from checkmate.privileges import Capability, keep_only, to_listen, to_read
 
 
@@ -55,8 +65,9 @@ def shadow(
     log_to_stderr()
     keep_only(*_needed(loaded, node_id))
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC logs each failed handshake, without bounds
-    from checkmate.shadow.process import Serving  # noqa: PLC0415 - torch takes a second
-    from checkmate.shadow.view import follow  # noqa: PLC0415
+    with waiting(err, "starting"):  # torch takes a second
+        from checkmate.shadow.process import Serving  # noqa: PLC0415
+        from checkmate.shadow.view import follow, time_now  # noqa: PLC0415
 
     with (
         stopping() as stopped,
@@ -69,13 +80,13 @@ def shadow(
             insecure=insecure,
         ) as serving,
     ):
-        live = (out.is_terminal if view is None else view) and not as_json
-        if not as_json:
+        if as_json:
+            ready = {"time": time_now(), "ready": True, "job": loaded.job, "node": node_id}
+            print_json(ready, line=True)
+        else:
             out.print(f"ready: shadow node {node_id} of job {loaded.job}; stop with Ctrl-C", soft_wrap=True)
             sys.stdout.flush()
-        if as_json:
-            print(json.dumps({"ready": True, "job": loaded.job, "node": node_id}), flush=True)
-        follow(serving.node, stopped, out, live=live, as_json=as_json)
+        follow(serving.node, stopped, None if as_json else view_console(view), as_json=as_json)
 
 
 def _needed(job: Job, node_id: int) -> tuple[Capability, ...]:

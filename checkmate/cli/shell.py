@@ -17,8 +17,10 @@ from typing import Annotated
 import typer
 
 from checkmate.cli.common import UsageFault, err, says_errors
+from checkmate.cli.completing import job_paths
 from checkmate.job.files import read_job
 from checkmate.job.schema import Switch
+from checkmate.output.consoles import waiting
 
 ENVIRONMENT = Path(sys.prefix) / "p4runtime-shell"
 BACKUP, PRIMARY = 1, 101
@@ -29,7 +31,9 @@ REQUIREMENTS = Path(__file__).with_name("shell.txt")
 
 @says_errors
 def shell(
-    job: Annotated[Path | None, typer.Argument(help="A job file.", show_default=False)] = None,
+    job: Annotated[
+        Path | None, typer.Argument(help="A job file.", show_default=False, autocompletion=job_paths)
+    ] = None,
     switch: Annotated[str, typer.Option(help="Name of the switch; needed if the job has several.")] = "",
     primary: Annotated[
         bool, typer.Option("--primary", help="Become primary, to write; ends a `run` on that switch.")
@@ -101,7 +105,13 @@ def install_shell() -> None:
         and subprocess.run(probe, env=environment, capture_output=True, check=False).returncode == 0
     ):
         return
-    err.print("installing p4runtime-shell ...")
+    with waiting(err, "installing p4runtime-shell"):
+        result = _install(python)
+    if result.returncode:
+        raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")
+
+
+def _install(python: Path) -> subprocess.CompletedProcess[str]:
     venv.create(ENVIRONMENT, with_pip=True, clear=True)
     command: list[str | Path] = [
         python,
@@ -113,9 +123,7 @@ def install_shell() -> None:
         "--require-hashes",
     ]
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", REQUIREMENTS]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise UsageFault(f"p4runtime-shell can't be installed: {_reason(result.stderr)}")
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _reason(complaint: str) -> str:

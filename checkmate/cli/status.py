@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Group
-from rich.table import Table
+from rich.status import Status
+from rich.text import Text
 
 from checkmate.cli.common import (
     AsJson,
@@ -20,10 +21,11 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.job.schema import Job, Switch
-from checkmate.wording import counted, size
+from checkmate.output.consoles import waiting
+from checkmate.output.tables import FittedTable
+from checkmate.wording import JSON_VERSION, counted, size
 from controlplane.errors import SwitchUnreachable
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
@@ -60,13 +62,13 @@ def status(
 
     Example: checkmate status jobs/gpt.yaml --wait --json
     """
-    switch_extra()
     loaded = set_of(jobs).require()
-    found = asyncio.run(_status(loaded, timeout if wait else 0.0))
-    data = {status.switch: status.data() for status in found}
+    with waiting(err, "reading the switches") as shown:
+        found = asyncio.run(_status(loaded, timeout if wait else 0.0, shown))
+    data = {"version": JSON_VERSION, "switches": {status.switch: status.data() for status in found}}
     if not as_json:
         for one in found:
-            out.print(switch_tables(one))
+            out.print(Group(*switch_tables(one), *switch_lines(one)))
     missing = [stream for one in found for stream in one.streams if not stream.connected]
     if wait and missing:
         raise NotConnected(_missing_line(found, missing, timeout), data)
@@ -90,14 +92,14 @@ def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus]
     )
 
 
-async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
+async def _status(jobs: Sequence[Job], timeout: float, shown: Status) -> list[SwitchStatus]:
     network = Network(jobs)
     found = []
     deadline = time.monotonic() + timeout
     for switch in network.switches.values():
         while True:
             try:
-                found.append(await _one(network, switch, deadline))
+                found.append(await _one(network, switch, deadline, shown))
                 break
             except (SwitchUnreachable, NoProgram):
                 # `run` may still be starting
@@ -107,7 +109,7 @@ async def _status(jobs: Sequence[Job], timeout: float) -> list[SwitchStatus]:
     return found
 
 
-async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatus:
+async def _one(network: Network, switch: Switch, deadline: float, shown: Status) -> SwitchStatus:
     """Return a switch's status once all its streams are connected or the deadline has passed."""
     async with SwitchSession(switch, Codec.for_switch(switch), primary=False) as session:
         await session.check_pipeline()
@@ -115,20 +117,22 @@ async def _one(network: Network, switch: Switch, deadline: float) -> SwitchStatu
             one = await read_status(session, network)
             if time.monotonic() >= deadline or all(stream.connected for stream in one.streams):
                 return one
-            if err.is_terminal:
-                ready = sum(stream.connected for stream in one.streams)
-                every = counted(len(one.streams), "stream")
-                err.print(f"{switch.name}: {ready:,} of {every} connected", end="\r")
+            ready = sum(stream.connected for stream in one.streams)
+            shown.update(f"{switch.name}: {ready:,} of {counted(len(one.streams), 'stream')} connected")
             await asyncio.sleep(POLL_SECONDS)
 
 
 SIDES = ("first", "last")
 
 
-def switch_tables(status: SwitchStatus) -> Group:
-    """Return a table of a switch's streams for each job, and a line of counters of tagged traffic."""
+def switch_tables(status: SwitchStatus) -> list[FittedTable]:
+    """Return a table of a switch's streams for each job."""
     jobs = sorted({stream.job for stream in status.streams} - set(status.not_installed))
-    tables = [_job_table(status, job) for job in jobs]
+    return [_job_table(status, job) for job in jobs]
+
+
+def switch_lines(status: SwitchStatus) -> list[str]:
+    """Return lines about jobs that are not installed on a switch, and its counters of tagged traffic."""
     absent = [f"job {job} is not installed on switch {status.switch}" for job in status.not_installed]
     passed, losses = status.passed, status.losses
     line = (
@@ -137,16 +141,16 @@ def switch_tables(status: SwitchStatus) -> Group:
         f"marked but not replicated: {passed['without_tag'].packets:,} without a tag, "
         f"{passed['without_entry'].packets:,} without an entry; plain ACKs dropped: {status.acks_dropped:,}"
     )
-    return Group(*tables, *absent, line)
+    return [*absent, line]
 
 
-def _job_table(status: SwitchStatus, job: str) -> Table:
+def _job_table(status: SwitchStatus, job: str) -> FittedTable:
     title = f"switch {status.switch} ({status.target}), job {job}"
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
-    for column in ("group", "side", "ch", "shard", "node", "NIC", "connected"):
-        table.add_column(column, no_wrap=True)
-    for column in ("packets", "bytes", "lost"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns, numbers = (
+        ("group", "side", "ch", "shard", "node", "NIC", "connected"),
+        ("packets", "bytes", "lost"),
+    )
+    table = FittedTable(title, *columns, *numbers, numbers=numbers)
     for stream in sorted((s for s in status.streams if s.job == job), key=_order):
         table.add_row(
             str(stream.dp_group),
@@ -155,12 +159,18 @@ def _job_table(status: SwitchStatus, job: str) -> Table:
             f"{stream.shadow_id}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
             str(stream.shadow_node),
             stream.nic,
-            f"[green]yes[/green] ({stream.incarnation})" if stream.connected else "[yellow]no[/yellow]",
-            str(stream.packets),
+            _connected(stream),
+            f"{stream.packets:,}",
             size(stream.bytes),
-            f"[red]{stream.lost}[/red]" if stream.lost else "0",
+            Text(f"{stream.lost:,}", "red" if stream.lost else ""),
         )
     return table
+
+
+def _connected(stream: StreamStatus) -> Text:
+    if not stream.connected:
+        return Text("no", "yellow")
+    return Text.assemble(("yes", "green"), f" ({stream.incarnation})")
 
 
 def _order(stream: StreamStatus) -> tuple[object, ...]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import datetime as dt
 from types import MappingProxyType
-from typing import Annotated
 
-import typer
+from rich.text import Text
 
 from checkmate.cli.common import (
     AsJson,
     JobArguments,
-    UsageFault,
+    err,
     out,
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
-from checkmate.job.files import JobError, unreadable_tls
+from checkmate.job.files import JobError
+from checkmate.keys.checking import check_files
 from checkmate.wording import counted
 
 
@@ -32,41 +31,27 @@ class Invalid(JobError):
 def validate(
     jobs: JobArguments,
     as_json: AsJson = False,
-    init: Annotated[
-        bool, typer.Option("--init", help="Make the keys of valid jobs; complete and renew those there.")
-    ] = False,
-    keys: Annotated[
-        Path | None,
-        typer.Option("--keys", help="With --init: folder of keys.  [default: the job's, keys/]"),
-    ] = None,
 ) -> None:
     """Check job files: each by itself, against each other, and against the capacity of their switches.
 
-    Every fault is reported with its line, its path in the file and a correction. TLS files of switches
-    must be readable on this host. Exit status 2 if there is a fault.
-    With --init, for files without a fault: makes a certificate authority for each job, and a folder of keys
-    for each role, and prints where to copy each folder. Run again, it keeps what is there, and issues
-    certificates that are missing, end within 60 days, or lack a host of the job.
+    Every fault is reported with its line, its path in the file and a correction. Of keys and TLS files, those
+    that belong on this host are checked. Exit status 2 if there is a fault.
 
     Example: checkmate validate jobs/gpt.yaml
-
-    Example: checkmate validate --init jobs/gpt.yaml
     """
-    switch_extra()
-    from checkmate.cli import init_keys  # noqa: PLC0415
     from checkmate.cli.planning.plan import checked_plan  # noqa: PLC0415
 
-    if keys is not None and not init:
-        raise UsageFault("--keys needs --init")
     found = set_of(jobs)
+    files = check_files(found, dt.datetime.now(dt.UTC))
     try:
-        loaded, plans = checked_plan(found, unreadable_tls(found))
+        loaded, plans = checked_plan(found, files.faults)
     except JobError as error:
         raise Invalid(error.faults) from None
-    made = init_keys.make(loaded, keys) if init else []
+    for note in files.notes:
+        err.print(Text.assemble(("note:", "yellow"), f" {note}"), soft_wrap=True)
     if as_json:
-        more = {"keys": [init_keys.data(one) for one in made]} if init else {}
-        print_json({"valid": True, "faults": [], "jobs": [job.job for job in loaded], **more})
+        data = {"valid": True, "faults": [], "notes": files.notes, "jobs": [job.job for job in loaded]}
+        print_json(data)
         return
     for job in loaded:
         ranks = sum(len(group.ranks) for group in job.dp_groups)
@@ -79,5 +64,3 @@ def validate(
             (streams, "stream"),
         )
         out.print(f"{job.job}: valid; {', '.join(counted(*one) for one in has)}")
-    for one in made:
-        init_keys.show(one, out)

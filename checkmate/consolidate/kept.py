@@ -57,15 +57,20 @@ def _kept(path: Path) -> Kept | None:
     return Kept(int(match["generation"] or 0), int(match["iteration"]), path) if match else None
 
 
-def choices(place: Path) -> list[Path]:
+def choices(place: Path, discarded: int = 0) -> list[Path]:
     """Return the checkpoints to resume from: those in a folder, the newest first, or `place` itself.
 
-    Damaged ones are included, so that an older one is never used silently.
+    Damaged ones are included, so that an older one is never used silently. Those of a folder that are of a
+    run up to the generation `discarded` are not: `checkmate reset` has discarded it.
 
     Raises:
         DiskError: The folder can't be read.
     """
-    return [place] if is_checkpoint(place) else [kept.path for kept in listed(place)]
+    return (
+        [place]
+        if is_checkpoint(place)
+        else [kept.path for kept in listed(place) if kept.generation > discarded or not discarded]
+    )
 
 
 def greatest_generation(place: Path) -> int:

@@ -8,123 +8,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from ipaddress import IPv4Address
-from typing import Any, Final, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any, Final
 
 from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
 from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
-from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import tofino_faults
+from checkmate.job.validation import validated
 from checkmate.wire.tag import SHADOW_IDS_MAX
-from checkmate.wording import counted
-
-M = TypeVar("M", bound=BaseModel)
 
 PORTS_MOST: Final = 65535
-FAULTS_MOST: Final = 200
-"""Faults of a file's structure that are listed; the rest is counted."""
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
-_JOB_WORDS: Final = {"extra_forbidden": "unknown key; remove it, or see docs/job.md for valid keys"}
-_SHOWN: Final = 100
-"""Characters of a faulty value in a message."""
 
 _REPLACED: Final[Mapping[Path, str]] = {
-    ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate validate --init FILE`, and copy the "
-    "folders that it prints (docs/security.md)"
+    ("mgmt_tls",): "is replaced by keys: remove it, run `checkmate keys FILE`, and copy the "
+    "folders that it prints (`checkmate docs security`)"
 }
 """What has taken the place of keys of older job files."""
 
 
 def structure(raw: Any) -> tuple[Job | None, list[Fault]]:
     """Validate a job file's structure. Return the job, or all its faults."""
-    job, faults = validated(Job, raw, _JOB_WORDS)
+    job, faults = validated(Job, raw)
     return job, [Fault(fault.path, _REPLACED.get(fault.path, fault.message)) for fault in faults]
-
-
-def validated(model: type[M], raw: Any, words: Mapping[str, str]) -> tuple[M | None, list[Fault]]:
-    """Validate a file's structure. Return the model, or all faults; `words` has messages by error type."""
-    try:
-        return model.model_validate(raw), []
-    except ValidationError as error:
-        found = error.errors()
-        faulty = [e["loc"] for e in found]
-        told = [e for e in found if not _follows(e, faulty)]
-        listed = [
-            Fault(_location(e["loc"]), words.get(e["type"]) or _message(model, e)) for e in told[:FAULTS_MOST]
-        ]
-        if more := len(told) - len(listed):
-            listed.append(Fault((), f"has {counted(more, 'other fault')}; correct these first"))
-        return None, listed
-
-
-def _follows(error: Any, faulty: Sequence[tuple[str | int, ...]]) -> bool:
-    """Return whether an error is consequential: pydantic does not count faulty items of a list."""
-    loc = error["loc"]
-    return error["type"] == "too_short" and any(f[: len(loc)] == loc and len(f) > len(loc) for f in faulty)
-
-
-def _location(loc: tuple[str | int, ...]) -> Path:
-    """Return the path in the YAML, without pydantic's names of union members."""
-    return tuple(part for part in loc if isinstance(part, int) or "[" not in part)
-
-
-def _message(model: type[BaseModel], error: Any) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    match kind:
-        case "missing":
-            return "is missing"
-        case "too_short":
-            return f"needs at least {counted(context['min_length'], 'item')}, has {context['actual_length']}"
-        case "too_long":
-            return f"holds at most {counted(context['max_length'], 'item')}, has {context['actual_length']}"
-        case "string_pattern_mismatch" if context["pattern"] == chips.PORT_NAME:
-            return 'must be a front-panel name such as "1/0": connector, then lane'
-        case "string_pattern_mismatch":
-            return "must be a name of letters, digits, '_', '.' and '-', at most 63 long"
-        case "int_type" | "int_parsing" | "int_from_float":
-            return f"must be a whole number{_range(model, error['loc'])}, not {_shown(error)}"
-        case "literal_error":
-            return f"must be {context['expected']}, not {_shown(error)}"
-        case "value_error":
-            return str(context["error"])
-        case "tuple_type":
-            return "must be a list"
-        case "model_type" | "model_attributes_type":
-            return "must be a mapping of keys"
-        case _:
-            text = error["msg"].removeprefix("Input should be ")
-            return f"must be {text}, not {_shown(error)}" if text != error["msg"] else str(text)
-
-
-def _shown(error: Any) -> str:
-    text = repr(error["input"])
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _range(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """Return ` from 1 to 8` for a number at a path, or an empty text if its model has no bounds."""
-    schema = _json_schema(model)
-    at: dict[str, Any] = schema
-    for part in _location(loc):
-        if isinstance(part, int):
-            at = dict(enumerate(at.get("prefixItems", ()))).get(part) or at.get("items", {})
-        else:
-            at = at.get("properties", {}).get(part) or next(
-                iter(at.get("patternProperties", {}).values()), {}
-            )
-        at = at.get("anyOf", [at])[0]  # the type of an optional field
-        at = schema["$defs"][at["$ref"].rpartition("/")[2]] if "$ref" in at else at
-    least, below = at.get("minimum"), at.get("exclusiveMaximum")
-    most = at.get("maximum") if below is None else below - 1
-    return "" if least is None or most is None else f" from {least} to {most}"
-
-
-@cache
-def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema()
 
 
 def within_job(raw: Any) -> list[Fault]:
@@ -143,7 +49,6 @@ def within_job(raw: Any) -> list[Fault]:
         *_same_addresses(hosts),
         *_duplicates(hosts, "mac", "MAC address"),
         *_duplicates([*links, *ranks, *nics], "port", "switch port", ("switch", "port")),
-        *_duplicates(ranks, "mgmt", "mgmt address"),
         *_served_twice(nodes),
         *_unknown_switches([*ranks, *nics, *links], switches),
         *_unreachable(ranks, nics, _link_pairs(raw, links), switches),

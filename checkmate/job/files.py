@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,6 @@ __all__ = [
     "read_job",
     "read_jobs",
     "read_set",
-    "unreadable_tls",
 ]
 
 ReadYaml = Callable[[Path], Document]
@@ -129,21 +129,6 @@ def locate(file: Path, path: parts.Path) -> tuple[Path, int]:
     return found.file, found.line
 
 
-def unreadable_tls(found: JobSet) -> Iterator[Located]:
-    """Yield the TLS files of switches that can't be read on this host."""
-    for file, job in found.sound:
-        for number, switch in enumerate(job.fabric.switches):
-            named = {} if switch.tls is None else dict(switch.tls)
-            for key, pem in named.items():
-                try:
-                    if pem is not None:
-                        pem.read_bytes()
-                except OSError as error:
-                    path: parts.Path = ("fabric", "switches", number, "tls", key)
-                    message = f"{pem} cannot be read: {error.strerror}"
-                    yield Located(*locate(file, path), parts.show_path(path), message)
-
-
 def is_fabric(data: Any) -> bool:
     """Return whether a YAML file's data is a fabric's, which a job file names with its key `fabric`."""
     return isinstance(data, dict) and "switches" in data and not {"job", "dp_groups"} & data.keys()
@@ -210,7 +195,7 @@ def job_files(arguments: Iterable[Path], read: ReadYaml | None = None) -> list[P
     read = read or cache(yaml_lines.read_document)
     files: list[Path] = []
     for argument in arguments:
-        if argument.is_dir():
+        if _is_folder(argument):
             files += [file for file in _yaml_files(argument) if not _is_fabric(file, read)]
         else:
             files.append(argument)
@@ -243,7 +228,7 @@ class JobFiles:
 
     def _signature(self) -> Signature:
         """Return name, time and size of all files in the folders, and of those that were read."""
-        named = (_yaml_files(one) if one.is_dir() else [one] for one in self._arguments)
+        named = (_yaml_files(one) if _is_folder(one) else [one] for one in self._arguments)
         found: Signature = {}
         for file in {*self._read, *(file for files in named for file in files)}:
             try:
@@ -254,12 +239,24 @@ class JobFiles:
         return found
 
 
+def _is_folder(path: Path) -> bool:
+    """Return whether a path is a folder that can be listed. Reading another as a file reports it."""
+    try:
+        os.scandir(path).close()
+    except OSError:
+        return False
+    return True
+
+
 def _yaml_files(folder: Path) -> Iterator[Path]:
     try:
         found = sorted(folder.iterdir())
     except OSError:
         return  # removed meanwhile
-    yield from (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+    named = (file for file in found if file.suffix in SUFFIXES and not file.name.startswith("."))
+    yield from (
+        file for file in named if os.path.isfile(file) or not os.path.exists(file)
+    )  # a FIFO would block
 
 
 def _is_fabric(file: Path, read: ReadYaml) -> bool:

@@ -22,10 +22,14 @@ from pydantic import (
     model_validator,
 )
 
+from checkmate.job.host_names import host_name
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
+_MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
+"""Unicast addresses, for editors."""
+_DSCP_BITS: Final = (1, 2, 4, 8, 16, 32)
 _HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 CPU_PORT: Final = 510
@@ -71,7 +75,7 @@ def records_beside(mgmt: str) -> tuple[str, int]:
 
 
 def _dscp_bit(value: int) -> int:
-    if value not in (1, 2, 4, 8, 16, 32):
+    if value not in _DSCP_BITS:
         raise ValueError("must be one of the six bits of DSCP: 1, 2, 4, 8, 16 or 32")
     return value
 
@@ -90,9 +94,10 @@ def _device_port(value: object) -> object:
     return {"device_port": value} if isinstance(value, int) else value
 
 
-Mac = Annotated[str, BeforeValidator(_mac)]
+Mac = Annotated[str, BeforeValidator(_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
 Ip = Annotated[IPv4Address, BeforeValidator(_ip)]
-HostPort = Annotated[str, AfterValidator(_host_port)]
+HostName = Annotated[str, AfterValidator(host_name)]
+HostPort = Annotated[str, AfterValidator(_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})]
 Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
 PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
 Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
@@ -197,7 +202,9 @@ class Fabric(_Model):
 class TagSettings(_Model):
     """Settings for marking tagged segments."""
 
-    dscp_bit: Annotated[int, Field(strict=True), AfterValidator(_dscp_bit)] = wire.DEFAULT_DSCP_BIT
+    dscp_bit: Annotated[
+        int, Field(strict=True, json_schema_extra={"enum": [*_DSCP_BITS]}), AfterValidator(_dscp_bit)
+    ] = wire.DEFAULT_DSCP_BIT
     priority: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
     """IEEE 802.1Q priority of all training traffic if PFC is used; Tofino has no PFC for 0."""
 
@@ -219,7 +226,16 @@ class Rank(Host):
     """A training rank: `rank` is its number in the whole job."""
 
     rank: Annotated[int, Field(ge=0, strict=True)]
-    mgmt: Annotated[str, Field(min_length=1)]
+    mgmt: HostName | None = None
+
+    @property
+    def host(self) -> str:
+        return self.mgmt or str(self.ip)
+
+    @property
+    def named(self) -> str:
+        """Its name in messages."""
+        return f"rank {self.rank} ({self.host})"
 
 
 class DpGroup(_Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, Final
 
 import yaml
 
-from checkmate.job import faults
+from checkmate.job import faults, yaml_words
 from checkmate.job.faults import Fault, show_path
+from checkmate.wording import did_you_mean
 
 FILE_BYTES: Final = 2 << 20
 """The largest file: a job of about 15,000 ranks."""
@@ -67,13 +69,18 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         if isinstance(node, yaml.MappingNode):
             self.flatten_mapping(node)
-        seen: set[Any] = set()
+        seen: dict[str, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+                raise yaml.MarkedYAMLError(
+                    None,
+                    None,
+                    f"the key {key!r} is given twice, first in line {seen[key]}; remove one",
+                    key_node.start_mark,
+                )
             if isinstance(key, str):
-                seen.add(key)
+                seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
@@ -135,32 +142,47 @@ class Document:
 
 def read_document(file: Path, keys: str = "job: and fabric:") -> Document:
     """Parse a YAML file that is a mapping with keys such as `keys`. Raise `JobError` if it is not."""
+    text = _read(file)
     try:
-        data, lines = _parse(_read(file))
-    except OSError as error:
-        raise JobError([Located(file, 0, "(file)", f"cannot be read: {error.strerror}")]) from None
-    except UnicodeDecodeError:
-        raise JobError([Located(file, 0, "(file)", "is not valid UTF-8")]) from None
+        data, lines = _parse(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise JobError([Located(file, line, "(YAML)", f"{error.problem}")]) from None
-    except yaml.YAMLError as error:
-        raise JobError([Located(file, 1, "(YAML)", str(error).splitlines()[0])]) from None
+        raise JobError([Located(file, line, "(YAML)", yaml_words.in_words(error))]) from None
     except (ValueError, OverflowError) as error:  # the scanner's, for an escape such as "\\UFFFFFFFF"
         raise JobError([Located(file, 1, "(YAML)", f"has a value that cannot be read: {error}")]) from None
     if not isinstance(data, dict):
-        raise JobError([Located(file, 1, "(top level)", f"must be a mapping of keys such as {keys}")])
+        raise JobError([Located(file, 1, "(top level)", yaml_words.not_a_mapping(data, keys))])
     return Document(file, data, lines)
 
 
 def _read(file: Path) -> str:
     """Return a file's text. Raise `JobError` if it is too large, whatever the size that it reports."""
-    with file.open("rb") as opened:
-        content = opened.read(FILE_BYTES + 1)
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(FILE_BYTES + 1)
+    except OSError as error:
+        raise JobError([Located(file, 0, "(file)", _unreadable(file, error))]) from None
     if len(content) > FILE_BYTES:
         message = f"is larger than {FILE_BYTES >> 20} MiB, the most that a YAML file may have"
         raise JobError([Located(file, 0, "(file)", message)])
-    return content.decode()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = yaml_words.line_of(content, error.start)
+        raise JobError([Located(file, line, "(file)", yaml_words.undecodable(content, error))]) from None
+    if found := yaml_words.control_character(text):
+        raise JobError([Located(file, found[0], "(YAML)", found[1])])
+    return text
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    if isinstance(error, IsADirectoryError):
+        return "is a folder; give the path of a file in it"
+    try:
+        there = os.listdir(file.parent) if isinstance(error, FileNotFoundError) else []
+    except OSError:
+        there = []
+    return f"cannot be read: {error.strerror}{did_you_mean(file.name, there)}"
 
 
 def _parse(text: str) -> tuple[Any, dict[faults.Path, int]]:

@@ -68,5 +68,5 @@ def keys_folder(job: Job) -> Path:
 def _warn_once() -> None:
     log.warning(
         "without keys: whoever reaches this job's addresses can read and change its checkpoint; "
-        "`checkmate validate --init` makes keys"
+        "`checkmate keys` makes keys"
     )

@@ -25,6 +25,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "Copy": _TRAINER,
         "Parts": _SHADOW,
         "Settle": _TRAINER,
+        "Reset": _TRAINER,
         "Begin": _TRAINER,
         "Seed": _TRAINER,
         "Reserve": _READERS,

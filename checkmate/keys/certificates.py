@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -69,6 +70,14 @@ def usage_fault(certificate: x509.Certificate, role: Role) -> str:
         wanted.append((ExtendedKeyUsageOID.SERVER_AUTH, "serverAuth"))
     lacks = [name for oid, name in wanted if oid not in usage]
     return f"lacks the extended key usage {' and '.join(lacks)}" if lacks else ""
+
+
+def time_fault(certificate: x509.Certificate, now: dt.datetime) -> str:
+    """Return what is wrong with a certificate's dates, as the end of a sentence, or ""."""
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now < begin:
+        return f"is not valid before {begin:%Y-%m-%d %H:%M} UTC; check the clock of this host"
+    return f"has expired on {end:%Y-%m-%d}" if now > end else ""
 
 
 def is_signed(chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]) -> bool:

@@ -26,12 +26,11 @@ _MOST_BYTES: Final = 1 << 20
 _NO_LOCKS: Final = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def read_private(file: Path) -> bytes | None:
-    """Return a file's content, or `None` if it does not exist.
+def read_private(file: Path, forbidden: int = 0o077) -> bytes | None:
+    """Return a file's content, or `None` if it does not exist. `forbidden`: bits that its mode may not have.
 
     Raises:
-        KeysError: It can't be read, is not a file, is larger than 1 MiB, or others than its owner have any
-            access to it.
+        KeysError: It can't be read, is not a file, is larger than 1 MiB, or others have access to it.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block
@@ -40,7 +39,7 @@ def read_private(file: Path) -> bytes | None:
     except OSError as error:
         raise KeysError(f"can't read {file}: {error.strerror}") from None
     try:
-        _check_private(file, os.fstat(descriptor))
+        _check_private(file, os.fstat(descriptor), forbidden)
         return os.read(descriptor, _MOST_BYTES)
     except OSError as error:
         raise KeysError(f"can't read {file}: {error.strerror}") from None
@@ -48,10 +47,10 @@ def read_private(file: Path) -> bytes | None:
         os.close(descriptor)
 
 
-def _check_private(file: Path, found: os.stat_result) -> None:
+def _check_private(file: Path, found: os.stat_result, forbidden: int) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise KeysError(f"can't read {file}: it is not a file")
-    if found.st_mode & 0o077:
+    if found.st_mode & forbidden:
         raise KeysError(
             f"{file} has mode {stat.S_IMODE(found.st_mode):04o}, so others than its owner have access; "
             f"correct it with: chmod 600 {file}"

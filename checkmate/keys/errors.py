@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from checkmate.errors import CheckmateError
 
-class KeysError(RuntimeError):
+
+class KeysError(CheckmateError, RuntimeError):
     """Keys that can't be used or made; the message explains how to correct it."""
 
     exit_code = 2

@@ -14,7 +14,7 @@ from checkmate.keys.errors import KeysError, Malformed
 from checkmate.keys.roles import CA_FILE, CERT_FILE, KEY_FILE, SECRETS, URI_SCHEME, Role, Secret, role_uri
 from checkmate.keys.secret_files import parse_secret
 
-_AGAIN = "run `checkmate validate --init FILE` again, with the job's file, and copy the folder again"
+_AGAIN = "run `checkmate keys FILE` again, with the job's file, and copy the folder again"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_keys(
     """
     if not folder.is_dir():
         raise KeysError(
-            f"{folder} is not a folder of keys of role {role}: run `checkmate validate --init FILE` with the "
+            f"{folder} is not a folder of keys of role {role}: run `checkmate keys FILE` with the "
             f"file of job {job}, and copy the folder keys/{job}/{role} that it makes to {folder} here"
         )
     disk.check_folder(folder)
@@ -69,16 +69,17 @@ def read_keys(
     chain = _parsed(folder / CERT_FILE, cert)
     leaf, file = chain[0], folder / CERT_FILE
     _check_role(file, leaf, job, role)
-    _check_time(file, leaf, now or dt.datetime.now(dt.UTC))
+    if fault := certificates.time_fault(leaf, now or dt.datetime.now(dt.UTC)):
+        raise KeysError(f"{file} {fault}" + (f"; {_AGAIN}" if "expired" in fault else ""))
     if fault := certificates.usage_fault(leaf, role):
         raise KeysError(
-            f"{file} {fault}, which role {role} needs; docs/security.md lists what it must contain"
+            f"{file} {fault}, which role {role} needs; `checkmate docs security` lists what it must contain"
         )
     _check_key(folder, leaf, key)
     if not certificates.is_signed(chain, _parsed(folder / CA_FILE, ca)):
         raise KeysError(f"{file} is not signed by {folder / CA_FILE}; copy the folder again, as a whole")
     if missing := certificates.missing_hosts(leaf, hosts):
-        raise KeysError(f"{file} does not name this host, {' and '.join(missing)}; {_AGAIN}")
+        raise KeysError(f"{file} does not name the host {' and '.join(missing)}; {_AGAIN}")
     return RoleKeys(folder, job, role, leaf.not_valid_after_utc, ca, cert, key, secrets)
 
 
@@ -112,16 +113,6 @@ def _check_role(file: Path, certificate: x509.Certificate, job: str, role: Role)
             f"{file} is not of role {role} of job {job}: it has {has}, not {wanted}; "
             f"copy the folder keys/{job}/{role} here"
         )
-
-
-def _check_time(file: Path, certificate: x509.Certificate, now: dt.datetime) -> None:
-    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now < begin:
-        raise KeysError(
-            f"{file} is not valid before {begin:%Y-%m-%d %H:%M} UTC; check the clock of this host"
-        )
-    if now > end:
-        raise KeysError(f"{file} has expired on {end:%Y-%m-%d}; {_AGAIN}")
 
 
 def _check_key(folder: Path, certificate: x509.Certificate, pem: bytes) -> None:

@@ -79,7 +79,12 @@ def plan_keys(job: Job, folder: Path, now: dt.datetime) -> JobKeys:
         KeysError: A file that is there is not as it should be, or the authority is missing.
         OSError: The folder can't be listed.
     """
-    authority = _read_authority(job, folder, now) if (folder / AUTHORITY).exists() else None
+    authority = read_authority(job, folder) if (folder / AUTHORITY).exists() else None
+    if authority is not None and authority.expires - now <= RENEWED_BEFORE:
+        raise KeysError(
+            f"{folder / AUTHORITY / CA_FILE} ends on {authority.expires:%Y-%m-%d}: once the job has ended, "
+            f"remove {folder}, run this command again, and copy all folders again"
+        )
     made: dict[str, bytes] = {}
     kept: tuple[str, ...] = (CA_FILE, CA_KEY_FILE)
     if authority is None:
@@ -156,10 +161,11 @@ def _check_empty(folder: Path) -> None:
             f"put {AUTHORITY}/ back; or remove {folder}, run this command again, and copy all folders again"
         )
     if folder.exists() and any(folder.iterdir()):
-        raise KeysError(f"{folder} has other files, but no keys; move them away, or choose another --keys")
+        raise KeysError(f"{folder} has other files, but no keys; move them away, or choose another --out")
 
 
-def _read_authority(job: Job, folder: Path, now: dt.datetime) -> Authority:
+def read_authority(job: Job, folder: Path) -> Authority:
+    """Return the authority in a job's folder of keys. Raise `KeysError` if it can't be used."""
     ca_file, key_file = folder / AUTHORITY / CA_FILE, folder / AUTHORITY / CA_KEY_FILE
     pem, key_content = (disk.read_private(file) for file in (ca_file, key_file))
     for file, content in ((ca_file, pem), (key_file, key_content)):
@@ -172,11 +178,6 @@ def _read_authority(job: Job, folder: Path, now: dt.datetime) -> Authority:
     authority = Authority(certificate, key)
     if authority.job != job.job:
         raise KeysError(f"{ca_file} is of job {authority.job!r}, not of job {job.job}; {_RESTORE}")
-    if authority.expires - now <= RENEWED_BEFORE:
-        raise KeysError(
-            f"{ca_file} ends on {authority.expires:%Y-%m-%d}: once the job has ended, "
-            f"remove {folder}, run this command again, and copy all folders again"
-        )
     return authority
 
 

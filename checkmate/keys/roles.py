@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -44,8 +43,6 @@ KEY_FILE: Final = "key.pem"
 
 URI_SCHEME: Final = "checkmate:"
 
-_HOST_AND_PORT: Final = re.compile(r"[^:]+:\d+|\[[^]]*\]:\d+")
-
 
 def role_uri(job: str, role: Role) -> str:
     """Return the URI that a role's certificate has as a subject alternative name."""
@@ -67,8 +64,7 @@ def hosts_of(job: Job, role: Role) -> tuple[str, ...]:
     """Return the hosts that need a role's keys, each once; none if the job does not name them."""
     match role:
         case Role.TRAINER:
-            ranks = [rank.mgmt for group in job.dp_groups for rank in group.ranks]
-            found = [split_address(at)[0] if _HOST_AND_PORT.fullmatch(at) else at.strip("[]") for at in ranks]
+            found = [rank.host for group in job.dp_groups for rank in group.ranks]
         case Role.SHADOW:
             found = [split_address(node.mgmt)[0] for node in job.shadow_nodes]
         case _:

@@ -151,14 +151,31 @@ def why_lacking(job: Job, without: Standings, trouble: Trouble) -> Lacking:
     return lacking(job, troubles, wrong)
 
 
-def standings(job: Job, answers: Answers) -> dict[Shard, list[Standing]]:
-    """Return the nodes' standings, by shard."""
-    holds = {
-        (node, (hold.shard.group, hold.shard.shard)): hold
+def discarded(answers: Answers) -> int:
+    """Return the greatest generation that `checkmate reset` has discarded on any node; 0 if none."""
+    return max((one.discarded for one in answers.values() if isinstance(one, pb.NodeStatus)), default=0)
+
+
+def greatest_generation(answers: Answers) -> int:
+    """Return the greatest generation that any node knows; 0 if none."""
+    return max((one.generation for one in answers.values() if isinstance(one, pb.NodeStatus)), default=0)
+
+
+def counted_holds(answers: Answers) -> list[tuple[int, pb.HoldStatus]]:
+    """Return all holds with their nodes, without those of discarded runs, which a node that was away has."""
+    least = discarded(answers)
+    return [
+        (node, hold)
         for node, answer in answers.items()
         if isinstance(answer, pb.NodeStatus)
         for hold in answer.holds
-    }
+        if not least or hold.generation > least
+    ]
+
+
+def standings(job: Job, answers: Answers) -> dict[Shard, list[Standing]]:
+    """Return the nodes' standings, by shard."""
+    holds = {(node, (hold.shard.group, hold.shard.shard)): hold for node, hold in counted_holds(answers)}
     return {
         shard: [
             Standing(node, holds.get((node, shard)), _why_none(answers.get(node, _NO_ANSWER)))

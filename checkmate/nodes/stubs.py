@@ -17,7 +17,7 @@ from checkmate.keys.contexts import client_context
 from checkmate.keys.folder import RoleKeys
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.channels import open_channel
-from checkmate.rpc.protocol import mismatch
+from checkmate.rpc.protocol import PROTOCOL, mismatch
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 
 Q = TypeVar("Q")
@@ -96,6 +96,11 @@ class Stubs(AbstractContextManager["Stubs"]):
             except grpc.RpcError as error:
                 found[node] = reason(error)
         return found
+
+    def reset(self, nodes: Iterable[int], generation: int) -> dict[int, pb.NodeStatus | str]:
+        """Have nodes discard all runs up to a generation. Return their answers like `ask`."""
+        request = pb.ResetRequest(job=self.job.job, generation=generation, protocol=PROTOCOL)
+        return self.ask(nodes, lambda stub: stub.Reset, request)
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:

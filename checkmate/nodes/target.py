@@ -25,6 +25,7 @@ from checkmate.nodes.standing import (
     why_lacking,
 )
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.wording import at_iteration
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class _Reach:
 
 def next_incarnation(answers: Iterable[pb.NodeStatus], clock: float) -> int:
     """Return the incarnation after the newest that any node has seen, or the clock's seconds mod 256."""
-    last = newest_incarnation(answer.incarnation for answer in answers if not answer.holds_nothing)
+    seen = [one.incarnation for one in answers if one.discarded or not one.holds_nothing]
+    last = newest_incarnation(seen)
     return int(clock if last is None else last + 1) % INCARNATIONS
 
 
@@ -167,7 +169,8 @@ def _trouble(standing: Standing, beginning: Beginning, stepped: int) -> str:
 
 
 def _progress(hold: pb.HoldStatus) -> str:
-    return f"has stepped iteration {hold.stepped} and has {hold.in_full} in full"
+    stepped = f"has stepped iteration {hold.stepped}" if hold.stepped >= 0 else "has stepped nothing"
+    return f"{stepped} and has {hold.in_full if hold.in_full >= 0 else 'nothing'} in full"
 
 
 def find_settled(job: Job, target: Target, answers: Answers) -> dict[Shard, list[int]]:
@@ -254,4 +257,4 @@ def _why_not(standing: Standing, beginning: Beginning) -> str:
     found = stranger(hold, beginning) or unfit(hold)
     if found or hold.offered or (hold.live and hold.lacks_buffers):
         return found
-    return hold.trouble or f"is not live yet, at iteration {hold.stepped}"
+    return hold.trouble or f"is not live yet, {at_iteration(hold.stepped)}"

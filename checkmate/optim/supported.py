@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from checkmate.errors import CheckmateError
 from checkmate.optim.options import OptionsError, apply_options, options_of, parse_options
 from checkmate.rpc import shadow_pb2 as pb
 
@@ -66,7 +67,7 @@ _EXOTIC: Final = {
 }
 
 
-class UnsupportedOptimizer(ValueError):
+class UnsupportedOptimizer(CheckmateError, ValueError):
     """A shadow node cannot repeat an optimizer's steps; the message has the reason and an alternative."""
 
 

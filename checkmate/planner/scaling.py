@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from checkmate.planner.demand import layout_of
 from checkmate.planner.models.named import Model
 from checkmate.wire.tag import SHADOW_IDS_MAX
+from checkmate.wording import counted
 
 NOISE: Final = 1.1
 """Smaller slowdowns are not reported."""
@@ -185,13 +186,14 @@ def _wrong(found: Profile) -> str:
         return "no steps"
     for nics, rate in found.receive_bytes_per_s.items():
         if nics < 1 or not _measurable(rate):
-            return f"receive_bytes_per_s of {nics} NICs: {rate:g}"
+            return f"receive_bytes_per_s of {counted(nics, 'NIC')}: {rate:g}"
     for step in found.steps:
         if step.elements < 1 or not step.seconds:
-            return f"step of {step.model}: {step.elements} elements, {len(step.seconds)} times"
+            elements, times = counted(step.elements, "element"), counted(len(step.seconds), "time")
+            return f"step of {step.model}: {elements}, {times}"
         for threads, took in step.seconds.items():
             if threads < 1 or not _measurable(took):
-                return f"step of {step.model}: {took:g} seconds with {threads} threads"
+                return f"step of {step.model}: {took:g} seconds with {counted(threads, 'thread')}"
     return ""
 
 

@@ -19,6 +19,7 @@ from checkmate.keys.macs import MAC_BYTES, RingProof, RingSide, new_nonce
 from checkmate.ring import greetings
 from checkmate.ring.greetings import Greeting
 from checkmate.wire import tcp
+from checkmate.wording import counted
 
 GREETING_SECONDS: Final = 2.0
 """How long a connection may take for its greeting and its proof."""
@@ -97,7 +98,7 @@ class Acceptor(contextlib.AbstractContextManager["Acceptor"]):
         while open_channels and not self._ended.is_set():
             now = time.monotonic()
             for late in [arrival for arrival in self._arrivals if arrival.until <= now]:
-                got = f"only {len(late.received)} bytes" if late.received else "nothing"
+                got = f"only {counted(len(late.received), 'byte')}" if late.received else "nothing"
                 self._drop(late, f"{self._peer_ip} connected, but sent {got} in {GREETING_SECONDS:g} s")
             soonest = min((arrival.until - now for arrival in self._arrivals), default=_LOOK_SECONDS)
             for event, _ in self._selector.select(min(soonest, _LOOK_SECONDS)):

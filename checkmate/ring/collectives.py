@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from checkmate.ring.connections import Ring, RingError
+from checkmate.ring.connections import Ring
 from checkmate.ring.engine import Engine, OnTagged, Watermark
+from checkmate.ring.place import RingError
 from checkmate.ring.steps import SLICE_BYTES, Position, RingSteps, allgather_steps, allreduce_steps
 from checkmate.tagger import TaggedSocket
 from checkmate.wire.schedule import Bucket, side_of

@@ -14,63 +14,19 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from checkmate.keys.macs import NONCE_BYTES, RingProof, RingSide, new_nonce
-from checkmate.keys.secret_files import SECRET_BYTES
 from checkmate.ring import greetings
 from checkmate.ring.accepting import Acceptor
-from checkmate.ring.greetings import Greeting
+from checkmate.ring.place import RingError, RingPlace, RingTimeout
 from checkmate.tagger import TaggedSocket, Tagger
-from checkmate.wire import tag, tcp
-
-DEFAULT_PORT = 47000
-"""Port of channel 0; channel c uses this plus c."""
-
-PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()
-"""The key of rings that are not a job's, in labs and measurements. Everybody has it."""
+from checkmate.wire import tcp
 
 _RETRY_SECONDS = 0.05
 _BACKLOG = 1024
 _ANSWER_SECONDS = 5.0  # for the answer to a greeting; then the connection is made again
 _TOKEN = b"\x01"
 _BUFFER_BYTES = 4 << 20  # a few slices: the next one is copied while the last is being sent
-
-
-class RingError(RuntimeError):
-    """The ring can't be connected, or is broken."""
-
-
-@dataclass(frozen=True)
-class RingPlace:
-    """A rank's place in its ring, for `connect_ring`."""
-
-    rank: int
-    ips: Sequence[str]
-    """One address per rank, in ring order."""
-    channels: int
-    port: int = DEFAULT_PORT
-    incarnation: int = 0
-    dscp_bit: int = tag.DEFAULT_DSCP_BIT
-    fingerprint: bytes = bytes(16)
-    """A hash (16 bytes) of everything that ranks must have in common, such as the buckets."""
-    key: bytes = field(default=PUBLIC_KEY, repr=False)
-    """The secret, 32 bytes, that only the ring's ranks have."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks in the ring."""
-        return len(self.ips)
-
-    @property
-    def previous(self) -> int:
-        """The rank that connects to this one."""
-        return (self.rank - 1) % self.ranks
-
-    def greeting(self, rank: int, channel: int) -> Greeting:
-        """Return what `rank` sends first on `channel`."""
-        return Greeting(self.ranks, rank, channel, self.incarnation, self.fingerprint)
 
 
 class PlainSocket:
@@ -115,12 +71,12 @@ class Ring(contextlib.AbstractContextManager["Ring"]):
                 token = self.receivers[0].recv(1)
                 if token != _TOKEN:
                     raise RingError(
-                        f"rank {self.place.rank}: the previous rank left, or is not at the barrier"
+                        f"{self.place.own_name}: the previous rank left, or is not at the barrier"
                     )
                 if self.place.rank:
                     self.senders[0].send_chunk(_TOKEN)
         except OSError as error:
-            raise RingError(f"rank {self.place.rank}: barrier: {error}") from error
+            raise RingError(f"{self.place.own_name}: barrier: {error}") from error
 
     def drain(self, timeout: float) -> None:
         """Wait until the next rank has acknowledged all; raise `TimeoutError` after `timeout` seconds."""
@@ -184,14 +140,14 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
                 senders.append(_connect(place, channel, tagger, deadline))
             except RingError as error:
                 seen = acceptor.seen(channel)
-                raise RingError(f"{error}{seen and f'; meanwhile {seen}'}") from error
+                raise type(error)(f"{error}{seen and f'; meanwhile {seen}'}") from error
             undo.callback(senders[-1].socket.close)
         receivers = []
         for channel in channels:
             found = acceptor.wait(channel, deadline)
             if isinstance(found, str):
-                what = f"rank {place.rank} timed out waiting for rank {place.previous} on channel {channel}"
-                raise RingError(f"{what}: {found}")
+                who = f"{place.own_name} timed out waiting for {place.name(place.previous)}"
+                raise RingTimeout(f"{who} on channel {channel}: {found}")
             receivers.append(found)
             undo.callback(found.close)
         undo.pop_all()
@@ -209,7 +165,7 @@ def _listen(place: RingPlace, channel: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise RingError(
-            f"rank {place.rank} can't listen on {address[0]}:{address[1]}: {error.strerror}"
+            f"{place.own_name} can't listen on {address[0]}:{address[1]}: {error.strerror}"
         ) from error
     return listener
 
@@ -240,8 +196,8 @@ def _connect(
             sock.close()
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 where = f"{address[0]}:{address[1]}"
-                raise RingError(
-                    f"rank {place.rank} can't {doing} rank {peer} on {where}: {error.strerror or error}"
+                raise RingTimeout(
+                    f"{place.own_name} can't {doing} {place.name(peer)} on {where}: {error.strerror or error}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
         except BaseException:

@@ -12,9 +12,11 @@ from functools import partial
 
 import torch
 
-from checkmate.ring.connections import Ring, RingError, receive_into
+from checkmate.ring.connections import Ring, receive_into
+from checkmate.ring.place import RingError
 from checkmate.ring.steps import Arrival, Position, RingSteps
 from checkmate.wire.schedule import Bucket
+from checkmate.wording import counted
 
 OnTagged = Callable[[int, int, memoryview], None]
 """Called with (channel, shadow id, bytes) before tagged bytes are sent, in the channel's own thread."""
@@ -93,9 +95,9 @@ class Engine:
         """End the threads. If buckets are in progress, this breaks the ring."""
         with self._lock:
             left = self._submitted.value - self._done
-        closed = f"rank {self._ring.place.rank}: closed"
+        closed = f"{self._ring.place.own_name}: closed"
         if left:
-            self._fail(RingError(f"{closed} with {left} buckets in progress"))
+            self._fail(RingError(f"{closed} with {counted(left, 'bucket')} in progress"))
         self._error = self._error or RingError(closed)
         self._end()
         for thread in self._threads:
@@ -118,7 +120,7 @@ class Engine:
         except RingError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - otherwise others would wait for this thread for ever
-            what = f"rank {self._ring.place.rank}, channel {channel}: {type(error).__name__}: {error}"
+            what = f"{self._ring.place.own_name}, channel {channel}: {type(error).__name__}: {error}"
             broken = RingError(what)
             broken.__cause__ = error
             self._fail(broken)
@@ -209,9 +211,8 @@ class Engine:
     def _broken(self, channel: int, way: str, offset: int, error: OSError) -> RingError:
         place = self._ring.place
         peer = (place.rank + offset) % place.ranks
-        return RingError(
-            f"rank {place.rank}, channel {channel}, {way} rank {peer}: {error.strerror or error}"
-        )
+        who = f"{place.own_name}, channel {channel}, {way} {place.name(peer)}"
+        return RingError(f"{who}: {error.strerror or error}")
 
 
 class Watermark:

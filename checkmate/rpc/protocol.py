@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL: Final = 1
-"""The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older."""
+PROTOCOL: Final = 2
+"""The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
+
+Version 1 had no `Reset`.
+"""
 
 
 def mismatch(theirs: int, them: str, us: str) -> str:

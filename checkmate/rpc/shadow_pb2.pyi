@@ -502,6 +502,29 @@ class SettleRequest(google.protobuf.message.Message):
 Global___SettleRequest: typing_extensions.TypeAlias = SettleRequest
 
 @typing.final
+class ResetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    generation: builtins.int
+    """the greatest that any node knows"""
+    protocol: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        generation: builtins.int = ...,
+        protocol: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["generation", b"generation", "job", b"job", "protocol", b"protocol"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ResetRequest: typing_extensions.TypeAlias = ResetRequest
+
+@typing.final
 class HoldStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -615,6 +638,8 @@ class NodeStatus(google.protobuf.message.Message):
     DRAINED_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    DISCARDED_FIELD_NUMBER: builtins.int
+    TRAINERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     node: builtins.int
     holds_nothing: builtins.bool
@@ -637,6 +662,10 @@ class NodeStatus(google.protobuf.message.Message):
     generation: builtins.int
     """the greatest of the job that it knows"""
     protocol: builtins.int
+    discarded: builtins.int
+    """runs up to this generation were discarded by Reset, on this node and on all others"""
+    trainers: builtins.int
+    """connections for step records"""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HoldStatus]: ...
     @property
@@ -672,8 +701,10 @@ class NodeStatus(google.protobuf.message.Message):
         drained: builtins.bool = ...,
         generation: builtins.int = ...,
         protocol: builtins.int = ...,
+        discarded: builtins.int = ...,
+        trainers: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["behind", b"behind", "capability", b"capability", "discarded", b"discarded", "drained", b"drained", "fenced", b"fenced", "generation", b"generation", "holds", b"holds", "holds_nothing", b"holds_nothing", "incarnation", b"incarnation", "job", b"job", "memory_bytes", b"memory_bytes", "nics", b"nics", "node", b"node", "parts", b"parts", "protocol", b"protocol", "pull_seconds", b"pull_seconds", "step_seconds", b"step_seconds", "torch", b"torch", "trainers", b"trainers", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus

@@ -59,6 +59,11 @@ class ShadowStub(object):
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.SettleRequest.SerializeToString,
                 response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/checkmate.v1.Shadow/Reset',
+                request_serializer=checkmate_dot_rpc_dot_shadow__pb2.ResetRequest.SerializeToString,
+                response_deserializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
+                _registered_method=True)
         self.Begin = channel.unary_unary(
                 '/checkmate.v1.Shadow/Begin',
                 request_serializer=checkmate_dot_rpc_dot_shadow__pb2.BeginRequest.SerializeToString,
@@ -124,6 +129,13 @@ class ShadowServicer(object):
 
     def Settle(self, request, context):
         """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reset(self, request, context):
+        """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +209,11 @@ def add_ShadowServicer_to_server(servicer, server):
             'Settle': grpc.unary_unary_rpc_method_handler(
                     servicer.Settle,
                     request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.SettleRequest.FromString,
+                    response_serializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.SerializeToString,
+            ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=checkmate_dot_rpc_dot_shadow__pb2.ResetRequest.FromString,
                     response_serializer=checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.SerializeToString,
             ),
             'Begin': grpc.unary_unary_rpc_method_handler(
@@ -364,6 +381,33 @@ class Shadow(object):
             target,
             '/checkmate.v1.Shadow/Settle',
             checkmate_dot_rpc_dot_shadow__pb2.SettleRequest.SerializeToString,
+            checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/checkmate.v1.Shadow/Reset',
+            checkmate_dot_rpc_dot_shadow__pb2.ResetRequest.SerializeToString,
             checkmate_dot_rpc_dot_shadow__pb2.NodeStatus.FromString,
             options,
             channel_credentials,

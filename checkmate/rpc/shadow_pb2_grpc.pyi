@@ -37,6 +37,8 @@ class ShadowStub:
     """Parts of step records, for another node, of a start of training that has been fenced or drained."""
     Settle: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.SettleRequest, checkmate.rpc.shadow_pb2.NodeStatus]
     """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped."""
+    Reset: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ResetRequest, checkmate.rpc.shadow_pb2.NodeStatus]
+    """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again."""
     Begin: grpc.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.BeginRequest, checkmate.rpc.shadow_pb2.BeginReply]
     """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
     Returns at once; `Status` reports when streams are connected and holds are seeded.
@@ -64,6 +66,8 @@ class ShadowAsyncStub(ShadowStub):
     """Parts of step records, for another node, of a start of training that has been fenced or drained."""
     Settle: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.SettleRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
     """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped."""
+    Reset: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.ResetRequest, checkmate.rpc.shadow_pb2.NodeStatus]  # type: ignore[assignment]
+    """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again."""
     Begin: grpc.aio.UnaryUnaryMultiCallable[checkmate.rpc.shadow_pb2.BeginRequest, checkmate.rpc.shadow_pb2.BeginReply]  # type: ignore[assignment]
     """A DP group starts, or a node rejoins it: incarnation, layout, first iteration, keep or seed.
     Returns at once; `Status` reports when streams are connected and holds are seeded.
@@ -118,6 +122,14 @@ class ShadowServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[checkmate.rpc.shadow_pb2.NodeStatus, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.NodeStatus]]:
         """Restart, step 2: step up to the target, then drop streams and gradients. Holds that cannot step to it are dropped."""
+
+    @abc.abstractmethod
+    def Reset(
+        self,
+        request: checkmate.rpc.shadow_pb2.ResetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[checkmate.rpc.shadow_pb2.NodeStatus, collections.abc.Awaitable[checkmate.rpc.shadow_pb2.NodeStatus]]:
+        """Discard all runs up to a generation, for good: their state counts as absent, and they cannot begin again."""
 
     @abc.abstractmethod
     def Begin(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -20,13 +18,9 @@ from checkmate.keys.callers import STEP_RECORDS, CallerRefused, caller_role, che
 from checkmate.keys.contexts import host_of_call, server_context, uris_of_call, uris_of_socket
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role, node_hosts
+from checkmate.output.log_lines import StrangerLog
 from checkmate.rpc.channels import HANDSHAKE_SECONDS
 
-log = logging.getLogger("checkmate")
-
-LINE_MOST: Final = 300
-"""Characters of a log line about a stranger."""
-_LINES_AT_ONCE: Final = 10
 _RESOLVED_SECONDS: Final = 10.0
 _SERVICE: Final = "/checkmate.v1.Shadow"
 
@@ -37,27 +31,6 @@ _KINDS: Final = {
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
 """Attribute and maker of a handler, by whether request and response are streams."""
-
-
-class StrangerLog:
-    """Log lines that strangers cause: a few at once, then at most one a second, each of bounded length."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._full = 0.0  # when as many lines as at the beginning may be logged again
-        self._left_out = 0
-
-    def line(self, text: str) -> None:
-        """Log a line, or count it for the next one."""
-        with self._lock:
-            now = time.monotonic()
-            if self._full > now + _LINES_AT_ONCE - 1:
-                self._left_out += 1
-                return
-            self._full, left_out = max(self._full, now) + 1.0, self._left_out
-            self._left_out = 0
-        more = f" (and {left_out} more since the last such line)" if left_out else ""
-        log.info("%s%s", text[:LINE_MOST], more)
 
 
 class Addresses:

@@ -23,13 +23,15 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from checkmate.keys.callers import CallerRefused
+from checkmate.output.log_lines import StrangerLog
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.frames import GREETING, FrameError, OtherProtocol, Unpacker, pack
-from checkmate.shadow.admission import RecordsGate, StrangerLog
+from checkmate.shadow.admission import RecordsGate
 from checkmate.shadow.logic.group import CallRefused
 from checkmate.shadow.receive.inlet import waiting
 from checkmate.state import StateError
 from checkmate.wire import tcp
+from checkmate.wording import counted
 
 log = logging.getLogger("checkmate")
 
@@ -108,6 +110,10 @@ class Inbox:
         """Return the number of bytes that wait to be read."""
         return sum(waiting(connection.sock) for connection in list(self._served) if connection.admitted)
 
+    def trainers(self) -> int:
+        """Return the number of connections that have greeted."""
+        return sum(one.greeted and not one.closing for one in list(self._served))
+
     def _accept_forever(self) -> None:
         while not self._stopping.is_set():
             self._accept()
@@ -146,11 +152,15 @@ class Inbox:
         if len(new) >= NEWCOMERS:  # the oldest of the host that has most of them
             ((host, _),) = Counter(one.host for one in new).most_common(1)
             next(one for one in new if one.host == host).hang_up()
-            self._strangers.line(f"step records: {len(new)} connections without a greeting, most from {host}")
+            self._strangers.line(
+                f"step records: {counted(len(new), 'connection')} without a greeting, most from {host}"
+            )
         if len(old) > self._most:
             quietest = min(old, key=lambda one: one.heard)
             quietest.hang_up()
-            self._strangers.line(f"step records: {len(old)} connections; closed one from {quietest.host}")
+            self._strangers.line(
+                f"step records: {counted(len(old), 'connection')}; closed one from {quietest.host}"
+            )
         return len(served) < 2 * (NEWCOMERS + self._most)  # threads that end count, too
 
     def _serve(self, connection: _Connection) -> None:

@@ -18,6 +18,7 @@ import torch
 from checkmate.job.schema import Job
 from checkmate.keys.access import Access
 from checkmate.keys.roles import Secret
+from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks, memory
 from checkmate.shadow.hold import Hold
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
@@ -96,8 +97,11 @@ class Node:
         self.stopping = False
         self.also_unread: list[Callable[[], int]] = []
         """Functions that count bytes waiting for other readers."""
+        self.trainers: Callable[[], int] = lambda: 0
+        """Returns the number of connections for step records."""
         self._stepping = False
         self._torch_threads = threads
+        self._breaks = GatheredLog(logging.WARNING, first_and_count)
         self.readers = [Reader(f"nic {ip}", self.touch, self._broken) for ip in self.nics]
         self._connector = Connector(
             self.readers, self.nics, receive_buffer, access.secret(Secret.HELLO), self.touch
@@ -190,6 +194,7 @@ class Node:
             self.stopping = True
             self.changed.notify_all()
         self._connector.stop()
+        self._breaks.flush()
         for hold in self.holds():
             hold.close()
         for thread in self._threads:
@@ -233,7 +238,7 @@ class Node:
 
     def _broken(self, inlet: Inlet) -> None:
         """Reconnect a stream at its position; data sent in the meantime shows as a gap."""
-        log.warning("%s: %s; reconnecting", inlet.plan, inlet.broken)
+        self._breaks.add(f"{inlet.plan}: {inlet.broken}; reconnecting")
         with self.changed:
             group = self.state.groups.get(inlet.plan.group)
             if group is not None and not inlet.closed:

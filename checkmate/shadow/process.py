@@ -76,6 +76,7 @@ class Serving:
             most = 2 * sum(len(group.ranks) for group in job.dp_groups) + _SPARE_CONNECTIONS
             self._inbox = Inbox(listener, partial(record, self.node), gate, most)
             self.node.also_unread.append(self._inbox.unread)
+            self.node.trainers = self._inbox.trainers
             self._peers = Peers(self.node)
             self._copier = Copier(self.node)
             self._server = Server(self.node, self._peers)

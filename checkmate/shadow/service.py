@@ -38,7 +38,7 @@ _NAME: Final = "checkmate.v1.Shadow"
 _HEALTH: Final = "grpc.health.v1.Health"
 _RECOVERY: Final = (
     *("Status", "Fence", "Copy", "Parts", "Settle", "Begin", "Commit", "Check"),
-    *("Reserve", "Release"),
+    *("Reserve", "Release", "Reset"),
 )
 """Methods with workers of their own, so that transfers of state cannot delay them."""
 _SPARE: Final = 16
@@ -74,6 +74,9 @@ class ShadowService(rpc.ShadowServicer):
             context,
             lambda: fence.settle(self._node, request, context.is_active),
         )
+
+    def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        return self._answer(context, lambda: fence.reset(self._node, request))
 
     def Begin(self, request: pb.BeginRequest, context: grpc.ServicerContext) -> pb.BeginReply:
         return self._answer(

@@ -7,18 +7,19 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from typing import Any
 
 from google.protobuf.message import Message
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from checkmate.output.tables import FittedTable
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import node_status
 from checkmate.shadow.node import Node
-from checkmate.wording import counted, size
+from checkmate.wording import JSON_VERSION, counted, size
 
 SECONDS = 1.0
 
@@ -41,24 +42,30 @@ class Watch:
         return status, rates
 
 
-def follow(node: Node, stopped: threading.Event, console: Console, *, live: bool, as_json: bool) -> None:
-    """Show a node until `stopped`: a live view, a line of JSON each second, or nothing."""
+def follow(node: Node, stopped: threading.Event, console: Console | None, *, as_json: bool) -> None:
+    """Show a node until `stopped`: a live view on `console`, a line of JSON each second, or nothing."""
     watch = Watch(node)
     shown = Live(Group(), console=console, refresh_per_second=4)
-    with shown if live else nullcontext():
+    with shown if console else nullcontext():
         while not stopped.wait(SECONDS):  # returns regularly, so that Python can run signal handlers
-            if live:
+            if console:
                 shown.update(picture(*watch.see()))
             elif as_json:
                 print(json.dumps(data(*watch.see())), flush=True)
 
 
+def time_now() -> str:
+    """Return the time of a line: UTC, ISO 8601, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def data(status: pb.NodeStatus, rates: Mapping[str, float]) -> dict[str, object]:
-    """Return what `--json` prints: the fields of the status, and rates."""
+    """Return what `--json` prints: the time, the fields of the status, and rates."""
     said = plain(status)
     for hold, of in zip(said["holds"], status.holds, strict=True):
         hold["lag"] = lag(of)
-    return {**said, "bytes_per_second": {ip: round(rate) for ip, rate in rates.items()}}
+    rounded = {ip: round(rate) for ip, rate in rates.items()}
+    return {"version": JSON_VERSION, "time": time_now(), **said, "bytes_per_second": rounded}
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -82,18 +89,16 @@ def lag(hold: pb.HoldStatus) -> int:
 
 
 def picture(status: pb.NodeStatus, rates: Mapping[str, float]) -> Group:
-    """Return a table of holds, and lines about the node."""
-    table = Table(title=f"shadow node {status.node}, job {status.job}", title_justify="left")
-    for column in ("group", "shard", "state"):
-        table.add_column(column, no_wrap=True)
-    for column in ("iteration", "behind", "streams", "received"):
-        table.add_column(column, justify="right", no_wrap=True)
+    """Return a table of holds, if there are any yet, and lines about the node."""
+    title = f"shadow node {status.node}, job {status.job}"
+    numbers = ("iteration", "behind", "streams", "received")
+    table = FittedTable(title, "group", "shard", "state", *numbers, numbers=numbers)
     for hold in status.holds:
         table.add_row(
             str(hold.shard.group),
             str(hold.shard.shard),
             state_of(hold, status.fenced),
-            str(hold.stepped) if hold.seeded else "-",
+            str(hold.stepped) if hold.seeded and hold.stepped >= 0 else "-",
             _behind(hold),
             f"{hold.connected} of {hold.streams}",
             size(hold.bytes),
@@ -107,20 +112,19 @@ def picture(status: pb.NodeStatus, rates: Mapping[str, float]) -> Group:
     ]
     lines = [Text(f"{nics}; {times}; memory {size(status.memory_bytes)}")]
     # Not as markup, because names of parameters may look like it.
-    return Group(table, *lines, *(Text(trouble, "yellow") for trouble in troubles))
+    shown = table if status.holds else f"{title}: waiting for training"
+    return Group(shown, *lines, *(Text(trouble, "yellow") for trouble in troubles))
 
 
-def state_of(hold: pb.HoldStatus, fenced: bool) -> str:
+def state_of(hold: pb.HoldStatus, fenced: bool) -> Text:
     """Return one word for the state of a hold."""
     if hold.doubtful:
-        return "[red]doubtful[/red]"
+        return Text("doubtful", "red")
     if fenced:
-        return "[yellow]fenced[/yellow]"
-    if hold.live:
-        return "[green]live[/green]"
-    return "[yellow]joining[/yellow]"
+        return Text("fenced", "yellow")
+    return Text("live", "green") if hold.live else Text("joining", "yellow")
 
 
-def _behind(hold: pb.HoldStatus) -> str:
+def _behind(hold: pb.HoldStatus) -> Text:
     behind = lag(hold)
-    return f"[yellow]{behind}[/yellow]" if behind > 2 else str(behind)
+    return Text(str(behind), "yellow" if behind > 2 else "")

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from google.protobuf.message import DecodeError
 
+from checkmate.errors import CheckmateError
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Parameter
 
@@ -34,7 +35,7 @@ Values = tuple[torch.Tensor, dict[str, object]]
 """A parameter and its optimizer state."""
 
 
-class StateError(ValueError):
+class StateError(CheckmateError, ValueError):
     """State cannot be converted, or received data is invalid."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from checkmate.errors import CheckmateError
 
-class TaggerError(RuntimeError):
+
+class TaggerError(CheckmateError, RuntimeError):
     """The tagger was used incorrectly."""
 
 

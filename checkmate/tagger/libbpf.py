@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkmate.privileges import Capability, effective
+from checkmate.privileges import Capability, effective, given_up
 from checkmate.tagger.errors import TaggerUnavailable
 
 SOURCE = Path(__file__).with_name("tagger.c")
@@ -66,8 +66,14 @@ def _compile(target: Path) -> None:
 
 _LIBRARY = "libbpf.so.1"
 _WARN = 0
-_NEEDED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
+NEEDED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
 """Without PERFMON, the verifier refuses the program."""
+_SETS = "+bpf,+perfmon,+net_admin"
+_REMEDY = (
+    f"start the script, or torchrun, by setpriv --inh-caps={_SETS} --ambient-caps={_SETS} "
+    "(docs/security.md#trainers-without-root), or as root"
+)
+_GONE = "this process gave them up after it had protected a model: without root, protect once in a process"
 _PRINT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 _POINTERS = (
     "bpf_object__open_file",
@@ -183,8 +189,8 @@ class BpfObject:
         self.close()
         if error in (errno.EPERM, errno.EACCES) or _lacking():
             lacks = f": {', '.join(_lacking())} missing" if _lacking() else ""
-            needed = "run as root, or with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN"
-            return TaggerUnavailable(f"no permission to {what} an eBPF program{lacks}", needed)
+            remedy = _GONE if given_up() else _REMEDY
+            return TaggerUnavailable(f"no permission to {what} an eBPF program{lacks}", remedy)
         if error == errno.ENOSYS:
             return TaggerUnavailable("this kernel has no eBPF", "use one with CONFIG_BPF_SYSCALL=y")
         reason = self._warnings[-1] if self._warnings else os.strerror(error)
@@ -197,5 +203,5 @@ class BpfObject:
 def _lacking() -> list[str]:
     """Return the needed capabilities that this process lacks; CAP_SYS_ADMIN includes BPF and PERFMON."""
     held = effective()
-    either = {Capability.NET_ADMIN} if Capability.SYS_ADMIN in held else set(_NEEDED)
-    return [f"CAP_{one.name}" for one in _NEEDED if one in either - held]
+    either = {Capability.NET_ADMIN} if Capability.SYS_ADMIN in held else set(NEEDED)
+    return [f"CAP_{one.name}" for one in NEEDED if one in either - held]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import socket
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from checkmate.privileges import Capability, give_up
 from checkmate.tagger import cgroups
 from checkmate.tagger.errors import TaggerError, TaggerUnavailable
-from checkmate.tagger.libbpf import BpfObject, object_file
+from checkmate.tagger.libbpf import NEEDED, BpfObject, object_file
 
 PROGRAM = "checkmate_tagger"
 RANGES = 256
@@ -98,6 +100,13 @@ class Tagger(AbstractContextManager["Tagger"]):
             counts[name] = value.value
         return counts
 
+    @staticmethod
+    def give_up_capabilities() -> None:
+        """Give up, in this thread, what `attach` needs, unless the user is root."""
+        if os.geteuid():
+            later = set() if _kernel() >= (5, 19) else {Capability.BPF}  # to announce ranges
+            give_up(*(one for one in NEEDED if one not in later))
+
     def store(self, sock: socket.socket, state: SocketState) -> None:
         """Pass a socket's complete state to the kernel, atomically."""
         self._loaded.update(self._sockets, ctypes.c_int(sock.fileno()), state)
@@ -120,3 +129,9 @@ class Tagger(AbstractContextManager["Tagger"]):
         if self._object is None:
             raise TaggerError("the tagger is closed")
         return self._object
+
+
+def _kernel() -> tuple[int, int]:
+    """Return the kernel's version, its first two numbers."""
+    major, minor, *_ = os.uname().release.split(".")
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)))

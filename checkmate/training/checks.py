@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +17,25 @@ from checkmate.training.record.buffers import kept_beside
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.step_checks import check_even
 from checkmate.wording import counted
+
+
+class Scheduler(Protocol):
+    """Any learning rate scheduler, such as torch's."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Scaler(Protocol):
+    """Any gradient scaler, such as torch's GradScaler."""
+
+    def unscale_(self, optimizer: Any, /) -> Any: ...
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
 
 _SCHEDULER: Final = ("step", "state_dict", "load_state_dict")
 _SCALER: Final = ("unscale_", "step", "update", "state_dict", "load_state_dict")

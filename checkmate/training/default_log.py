@@ -1,4 +1,4 @@
-"""What `restore` and `protect` did, on standard error of rank 0, unless the script has set up logging."""
+"""What `restore` and `protect` did, on standard error of some ranks, unless the script has set up logging."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _LOG: Final = logging.getLogger("checkmate")
 _FORMAT: Final = "%(asctime)s checkmate: %(message)s"
 
 
-def show_log(rank: int) -> None:
-    """Give the logger `checkmate` a handler on global rank 0 if neither it nor the root logger has one.
+def show_log() -> None:
+    """Give the logger `checkmate` a handler if neither it nor the root logger has one.
 
     The handler is silent once the script gives the root logger one. A level that the script has set stays.
     """
-    if rank or _LOG.hasHandlers():
+    if _LOG.hasHandlers():
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))

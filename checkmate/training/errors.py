@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from checkmate.errors import CheckmateError
 
-class RefusedError(RuntimeError):
+
+class RefusedError(CheckmateError, RuntimeError):
     """A script does something that shadow nodes can't repeat. The message suggests an alternative."""

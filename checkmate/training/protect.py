@@ -20,7 +20,14 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
-from checkmate.training.checks import check_all_stepped, check_ddp, check_kept, check_script
+from checkmate.training.checks import (
+    Scaler,
+    Scheduler,
+    check_all_stepped,
+    check_ddp,
+    check_kept,
+    check_script,
+)
 from checkmate.training.default_log import show_log
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.hook import GradientHook
@@ -50,8 +57,8 @@ def protect(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     *,
-    scheduler: Any = None,
-    scaler: Any = None,
+    scheduler: Scheduler | None = None,
+    scaler: Scaler | None = None,
     extra: Callable[[], Any] | None = None,
     wait: float = WAIT,
 ) -> Protection:
@@ -88,7 +95,8 @@ def protect(
     """
     deadline = time.monotonic() + wait
     place = join(ddp)
-    show_log(place.rank)
+    if place.rank == 0 or place.first:
+        show_log()
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler, extra)
     check_ddp(ddp)

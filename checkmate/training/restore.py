@@ -12,16 +12,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.consolidate.disk import DiskError
+from checkmate.errors import CheckmateError
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
-from checkmate.training.checks import check_script
+from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
 from checkmate.training.record.capture import Watched
-from checkmate.training.start import disk, exchange, fence, membership
+from checkmate.training.start import disk, exchange, fence, membership, plans
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import FetchError, fetch
 from checkmate.training.start.install import (
     InstallError,
@@ -33,18 +33,23 @@ from checkmate.training.start.install import (
     part_of,
 )
 from checkmate.training.start.membership import Membership, ModelStanding, Start
+from checkmate.training.start.plans import RestartPlan
 
 A = TypeVar("A", RestartPlan, disk.OnDisk)
 
 _log: Final = logging.getLogger("checkmate")
 
 TIMEOUT: Final = 60.0
+_RESET: Final = (
+    "`checkmate reset` has discarded what was trained: training begins with iteration 0, and checkpoints on "
+    "disk from before it are not used"
+)
 FRESH_SECONDS: Final = 10.0
 """How long a start that needs no state from the nodes waits for them to be fenced."""
-_FRESH: Final = "fresh=True starts from iteration 0"
+_ANEW: Final = "`checkmate reset JOB` has the next start begin with iteration 0"
 
 
-class RestoreError(RuntimeError):
+class RestoreError(CheckmateError, RuntimeError):
     """No complete state is available to resume from. The message names the shards and nodes concerned."""
 
 
@@ -61,9 +66,8 @@ def restore(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     *,
-    scheduler: Any = None,
-    scaler: Any = None,
-    fresh: bool = False,
+    scheduler: Scheduler | None = None,
+    scaler: Scaler | None = None,
     timeout: float = TIMEOUT,
     checkpoints: str | Path | None = None,
 ) -> Restored:
@@ -79,7 +83,6 @@ def restore(
         optimizer: The optimizer, constructed as before.
         scheduler: The learning rate scheduler, if the script has one.
         scaler: The GradScaler, if the script has one.
-        fresh: Begin with iteration 0 and discard the state of the shadow nodes.
         timeout: How many seconds to wait for a complete iteration on the shadow nodes.
         checkpoints: A folder of checkpoints, or one checkpoint; by default $CHECKMATE_CHECKPOINTS. If the
             newest checkpoint can't be read, an older one is used only if it is named here.
@@ -95,12 +98,13 @@ def restore(
         RefusedError: `scheduler` or `scaler` is something else.
     """
     place = membership.join(ddp)
-    show_log(place.rank)
+    if place.rank == 0 or place.first:
+        show_log()
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)
     with Stubs(place.job, place.keys()) as stubs:
-        start, extra = _begin(place, watched, stubs, timeout, fresh, checkpoints)
+        start, extra = _begin(place, watched, stubs, timeout, checkpoints)
     standing.start = start
     return Restored(start.next_iteration, extra)
 
@@ -110,43 +114,45 @@ def _begin(
     watched: Watched,
     stubs: Stubs,
     timeout: float,
-    fresh: bool,
     checkpoints: str | Path | None,
 ) -> tuple[Start, Any]:
-    if fresh:
-        plan = plan_fresh(place, stubs, min(timeout, FRESH_SECONDS), checkpoints)
-        _log_once(place, "fresh=True: training begins with iteration 0")
+    def make() -> RestartPlan:
+        return fence.plan_restore(place.job, stubs, timeout, lambda: disk.look(checkpoints).generation)
+
+    plan = _agree(place, RestartPlan, make)
+    if plan.kind == "reset":
+        _log_once(place, _RESET)
         return Start(plan), None
-    plan = _agree(place, RestartPlan, lambda: fence.plan_restore(place.job, stubs, timeout))
     if plan.kind == "nodes":
         start = Start(plan, plan.iteration + 1, keep=True)
         extra, trouble = _together(place, lambda: _from_nodes(place, watched, stubs, start, timeout))
         if not trouble:
             _log_once(place, f"resumed from the shadow nodes: iteration {start.next_iteration} comes next")
+            if plan.iteration >= 0 and part_of(start.record, 0).step.last:
+                _log_once(place, f"training had ended with iteration {plan.iteration}: {_ANEW}")
             return start, extra
         trouble = f"iteration {plan.iteration} can't be restored from the shadow nodes: {trouble}"
-        anew = partial(fence.plan_new_run, plan.incarnation, trouble, plan.generation_seen)
-        plan = _agree(place, RestartPlan, anew)
-    found = _agree(place, disk.OnDisk, lambda: disk.look(checkpoints))
-    plan = fence.after_disk(plan, found.generation)
+        seen = (plan.generation_seen, plan.discarded)
+        plan = _agree(place, RestartPlan, partial(plans.plan_new_run, plan.incarnation, trouble, *seen))
+    discarded = plan.discarded
+    found = _agree(place, disk.OnDisk, lambda: disk.look(checkpoints, discarded))
+    plan = plans.after_disk(plan, found.generation)
     if found.paths:
         if plan.trouble:
             _log_once(place, plan.trouble)
         return _from_disk(place, watched, plan, found)
     if plan.kind == "none":
-        raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; {_FRESH}")
+        raise RestoreError(f"{plan.trouble}; {disk.nothing(checkpoints)}; {_ANEW}")
     _log_once(place, "the shadow nodes hold nothing: training begins with iteration 0")
     return Start(plan), None
 
 
-def plan_fresh(
-    place: Membership, stubs: Stubs, timeout: float, checkpoints: str | Path | None = None
-) -> RestartPlan:
-    """Plan, on all ranks together, a start from iteration 0. `checkpoints`: see `restore`."""
+def plan_fresh(place: Membership, stubs: Stubs, timeout: float) -> RestartPlan:
+    """Plan, on all ranks together, a start from iteration 0, for scripts that do not call `restore`."""
 
     def make() -> RestartPlan:
-        generation = disk.look(checkpoints).generation
-        return fence.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
+        generation = disk.look(None).generation
+        return plans.after_disk(fence.plan_fresh(place.job, stubs, timeout), generation)
 
     return _agree(place, RestartPlan, make)
 
@@ -163,8 +169,8 @@ def _agree(place: Membership, kind: type[A], make: Callable[[], A]) -> A:
         try:
             message = {"made": make().message()}
         except Exception as error:  # noqa: BLE001 - others would wait for ever
-            message = {"trouble": exchange.shortened(f"rank 0: {type(error).__name__}: {error}")}
-    told = exchange.broadcast(message, 0)
+            message = {"trouble": exchange.shortened(f"{place.name}: {type(error).__name__}: {error}")}
+    told = exchange.broadcast(message, 0, named=place.named)
     if not isinstance(told, dict) or told.keys() not in ({"made"}, {"trouble"}):
         raise ExchangeError("rank 0 sent neither a plan nor an error")
     if "trouble" in told:
@@ -181,11 +187,11 @@ def _together(place: Membership, do: Callable[[], Any]) -> tuple[Any, str]:
     try:
         result = do()
     except (FetchError, InstallError, DiskError, StateError, ValueError) as error:
-        trouble = f"rank {place.rank}: {error}"
+        trouble = f"{place.name}: {error}"
     except Exception as error:  # noqa: BLE001 - a script's load_state_dict; the others would wait for ever
         _log.exception("rank %d can't install the state", place.rank)
-        trouble = f"rank {place.rank}: {type(error).__name__}: {error}"
-    troubles = exchange.gather(trouble and exchange.shortened(trouble))
+        trouble = f"{place.name}: {type(error).__name__}: {error}"
+    troubles = exchange.gather(trouble and exchange.shortened(trouble), named=place.named)
     return result, "; ".join(str(one) for one in troubles if one)
 
 
@@ -197,7 +203,7 @@ def _from_disk(
     resumed, trouble = _together(place, lambda: disk.resume(path, place, watched))
     if trouble:
         instead = f"checkpoints={str(older[0])!r} selects the one before it" if older else ""
-        raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _FRESH])))
+        raise RestoreError("; ".join(filter(None, [plan.trouble, trouble, instead, _ANEW])))
     record, extra = resumed
     _log_once(place, f"resumed from {path}: iteration {record.iteration + 1} comes next")
     if older:

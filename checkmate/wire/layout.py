@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from checkmate.errors import CheckmateError
 from checkmate.wire.schedule import Bucket
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
@@ -27,7 +28,7 @@ ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Supported types of gradients, by their name in torch, and bytes per element."""
 
 
-class LayoutError(ValueError):
+class LayoutError(CheckmateError, ValueError):
     """Parameters have no valid layout."""
 
 

@@ -15,6 +15,7 @@ from checkmate.keys.macs import is_hello_authentic
 from checkmate.wire import tag
 from controlplane import streams
 from controlplane.endpoint import frames
+from controlplane.endpoint.closures import Closure
 from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.entities import TableEntry
 from controlplane.network import Network
@@ -22,9 +23,6 @@ from controlplane.streams import Admission, StreamConnection, StreamKey, StreamR
 
 CLOCK_WINDOW = 60_000_000
 """Microseconds by which a node's clock may differ from the controller's."""
-
-_LEFT = "the node was stopped, training starts again, or the node joins again after a gap"
-_DEAD = "the node died, or its connection broke"
 
 
 class Connected:
@@ -109,12 +107,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply frame, sent once `admission` is written and `drop` is removed; `note` is for the log."""
+    """A reply frame, sent once `admission` is written and `drop` is removed.
+
+    `note` and `closure` are for the log.
+    """
 
     frame: bytes | None = None
     admission: Admission | None = None
     drop: TableEntry | None = None
     note: str = ""
+    closure: Closure | None = None
 
 
 def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
@@ -132,13 +134,12 @@ def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
             return Answer(frames.reset(here, segment), note=f"refused a SYN from {segment.ip} at port {port}")
         case SegmentKind.RST:
             entry = _named(segment, port, view)
-            return Answer(drop=entry, note=_over(segment, entry, "reset", _DEAD) if entry else "")
+            return Answer(drop=entry, closure=_closure(segment, entry, view, "reset") if entry else None)
         case SegmentKind.FIN:
             entry = _named(segment, port, view)
             if entry is not None:
-                return Answer(
-                    frames.finish(here, segment), drop=entry, note=_over(segment, entry, "closed", _LEFT)
-                )
+                closure = _closure(segment, entry, view, "closed")
+                return Answer(frames.finish(here, segment), drop=entry, closure=closure)
             return Answer(frames.reset(here, segment))
         case SegmentKind.DATA:
             return _hello(segment, port, view, now)
@@ -146,13 +147,9 @@ def answer(segment: Segment, port: int, view: View, now: int) -> Answer:
             return Answer()
 
 
-def _over(segment: Segment, entry: TableEntry, how: str, why: str) -> str:
-    """Return the log line for the end of a shadow node's stream."""
-    stream = f"channel {entry['channel']}, shadow id {entry['shadow_id']}"
-    return (
-        f"shadow NIC {segment.ip}:{segment.port} {how} its stream of {stream}: {why}; "
-        "no copies go to it until it connects: by itself while training runs, else once training has started"
-    )
+def _closure(segment: Segment, entry: TableEntry, view: View, how: str) -> Closure:
+    nic, port = str(segment.ip), segment.port
+    return Closure(view.switch, how, nic, port, entry["channel"], entry["shadow_id"])
 
 
 def _named(segment: Segment, port: int, view: View, *, behind: tuple[int, ...] = (0,)) -> TableEntry | None:

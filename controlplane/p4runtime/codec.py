@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +81,7 @@ class Codec:
             return cls(P4Schema(p4info, config))
         p4info = artifacts(target) / P4INFO
         if not p4info.exists():
-            missing = NotCompiled(f"{p4info} is missing; `make p4 P4_TARGET={target}` makes it")
+            missing = NotCompiled(f"{p4info} is missing; `python -m p4src.compile {target}` makes it")
             return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)
         try:
             program = device_config.read_program(target)
@@ -108,10 +107,6 @@ class Codec:
     def cookie(self) -> int | None:
         """A number that differs between builds of one P4Info, or `None` if the build is unknown."""
         return None if self._without is not None else self.schema.p4cookie
-
-    def table_sizes(self) -> Mapping[str, int]:
-        """Return the size of each table, in entries."""
-        return {table.alias: table.size for table in self.schema.tables}
 
     def encode(self, entity: Entity) -> p4r.Entity:
         """Return a P4Runtime entity."""

@@ -50,7 +50,7 @@ class PackedProgram:
 
 
 def read_program(target: str, sde: Path | None = None) -> PackedProgram:
-    """Read the output of `make p4 P4_TARGET=target` under the SDE's installation.
+    """Read the output of `python -m p4src.compile target` under the SDE's installation.
 
     The paths are those in the compiler's own `.conf`, which bf_switchd reads too.
 
@@ -64,12 +64,12 @@ def read_program(target: str, sde: Path | None = None) -> PackedProgram:
     except OSError as error:
         raise NotCompiled(
             f"the program isn't compiled for {target}: {error.filename} can't be read ({error.strerror}); "
-            f"run `make p4 P4_TARGET={target}`, with SDE_INSTALL set if it is to go into an SDE"
+            f"run `python -m p4src.compile {target}`, with SDE_INSTALL set if it is to go into an SDE"
         ) from None
     except (ValueError, LookupError, TypeError) as error:
         raise NotCompiled(
             f"{conf} isn't what the compiler writes ({type(error).__name__}: {error}); "
-            f"run `make p4 P4_TARGET={target}` again"
+            f"run `python -m p4src.compile {target}` again"
         ) from None
 
 

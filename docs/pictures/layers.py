@@ -35,9 +35,9 @@ def main() -> None:
     parts.append(arrow([(30, TOP), (30, bottom)]))
     right = LEFT + WIDTH + 30
     parts.append(
-        box(right, TOP, 200, 90, "softswitch", ["imports none of these;", "none of these imports it"])
+        box(right, TOP, 200, 90, "softswitch", ["imports extras alone;", "none of these imports it"])
     )
-    parts.append(box(right, TOP + 120, 200, 90, "examples", ["imports only", "what users import"]))
+    parts.append(box(right, TOP + 120, 200, 90, "checkmate.examples", ["imports only", "what users import"]))
     write(
         FOLDER / "layers.svg",
         right + 220,

@@ -16,8 +16,8 @@ from finsy import P4Schema
 from finsy.proto import p4i
 from google.protobuf import text_format
 
-import softswitch.__main__
 import softswitch.p4runtime.pipeline
+import softswitch.process
 from controlplane.p4runtime.codec import Codec
 from p4src import artifacts
 from p4src.compile import HALVES
@@ -116,4 +116,4 @@ def load_halves(config_json: bytes, p4info: p4i.P4Info) -> TnaProgram:
 
 if __name__ == "__main__":
     vars(softswitch.p4runtime.pipeline)["load"] = load_halves
-    sys.exit(softswitch.__main__.main())
+    sys.exit(softswitch.process.main())

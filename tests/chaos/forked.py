@@ -23,7 +23,7 @@ from topologies.lab import Lab
 _PRELOADED: Final = """
 torch numpy torch.distributed torch.nn.parallel torch.optim pyroute2
 checkmate.training.protect checkmate.cli.main checkmate.shadow.process checkmate.shadow.view
-controlplane.serve softswitch.__main__ tests.chaos.model
+controlplane.serve softswitch.process tests.chaos.model
 topologies.training.in_rank topologies.training.verdict
 """
 _MODULE: Final = [sys.executable, "-m"]

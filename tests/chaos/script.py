@@ -128,15 +128,11 @@ class ChaosRank:
             network = self.scenario.network
             return 0, UntaggedRing(self.ddp, network.channels, len(network.nodes))
         parts = {"scheduler": self.scheduler, "scaler": self.scaler}
-        checkpoints = self.orders["checkpoints"]
-        first, extra = checkmate.restore(
-            self.ddp,
-            self.optimizer,
-            **parts,
-            fresh=self.orders["fresh"],
-            timeout=TIMEOUT,
-            checkpoints=checkpoints,
-        )
+        if self.orders["checkpoints"]:
+            os.environ["CHECKMATE_CHECKPOINTS"] = self.orders["checkpoints"]
+        first, extra = 0, None
+        if not self.orders["fresh"]:
+            first, extra = checkmate.restore(self.ddp, self.optimizer, **parts, timeout=TIMEOUT)
         if extra is not None:
             self.best = extra["best"]
             if "ema" in extra:

@@ -1,146 +1,101 @@
-"""`checkmate validate --init`: the keys of jobs."""
+"""`checkmate init` writes a job file that is valid, and overwrites nothing."""
 
 from __future__ import annotations
 
-import json
-import signal
+import os
+import pty
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from checkmate.cli.main import app
-from checkmate.keys.folder import read_keys
-from checkmate.keys.roles import Role
-from testbed.jobs import job_data
-from tests.support.cli import invoke
-from tests.support.keys import contents
+from checkmate.job.files import read_job
+from tests.support.cli import COMMAND, invoke
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Path:
-    """Return a folder with the files of two jobs."""
-    for number, name in enumerate(("gpt", "llama")):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(job_data(name, nodes=2, number=number)))
-    return tmp_path
+@pytest.mark.parametrize("target", ["softswitch", "bmv2", "tofino", "tofino2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--ranks", "gpu0,fd00::2,gpu2.example.org", "--shadow-nodes", "cpu0", "--nics", "2"],
+        ["--ranks", "20", "--shadow-nodes", "3", "--channels", "8", "--replicas", "2", "--job", "llama"],
+    ],
+)
+def test_what_it_writes_is_valid(tmp_path: Path, target: str, options: list[str]) -> None:
+    file = tmp_path / "gpt 1.yaml"
+    name = [] if "--job" in options else ["--job", "gpt"]
+    code, output = invoke("init", file, "--target", target, *options, *name)
+    assert code == 0, output
+    assert f"checkmate validate '{file}'" in output
+    code, output = invoke("validate", file)
+    assert (code, output.partition(":")[0]) == (0, options[-1] if "--job" in options else "gpt"), output
+    assert all(len(line) <= 110 for line in file.read_text().splitlines())
 
 
-def plain(text: str) -> str:
-    return " ".join(text.split())
+def test_options_are_in_the_file(tmp_path: Path) -> None:
+    options = ["--network", "10.8.0.0/14", "--switch", "10.1.1.1:9559", "--keys", "/etc/keys"]
+    invoke("init", tmp_path / "gpt.yaml", "--ranks", "a,b", "--shadow-nodes", "c,d", "--nics", "2", *options)
+    job = read_job(tmp_path / "gpt.yaml")
+    (group,), (switch,) = job.dp_groups, job.fabric.switches
+    assert [(rank.mgmt, str(rank.ip)) for rank in group.ranks] == [("a", "10.8.0.1"), ("b", "10.8.0.2")]
+    assert [(node.mgmt, len(node.nics)) for node in job.shadow_nodes] == [("c:7000", 2), ("d:7000", 2)]
+    assert (switch.address, str(job.keys)) == ("10.1.1.1:9559", "/etc/keys")
 
 
-def test_each_job_gets_keys_beside_its_file(jobs: Path) -> None:
-    code, output = invoke("validate", "--init", jobs)
-    assert code == 0
-    for job in ("gpt", "llama"):
-        assert f"keys of job {job}: {jobs}/keys/{job}/" in plain(output)
-        for role in Role:
-            read_keys(jobs / "keys" / job / role, job, role)
-    assert "gpt: valid; 1 DP group, 3 ranks, 2 shadow nodes" in plain(output)
-    assert (plain(output).count("nowhere: stays"), plain(output).count("authority/")) == (2, 2)
-    code, again = invoke("validate", "--init", jobs)
-    assert (code, plain(again).count("key.pem")) == (0, 8)
-    assert "Traceback" not in again
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "0"], "--ranks must be a number from 1 to 250, or hosts such as trainer0,trainer1"),
+        (["--ranks", "a,,b"], "--ranks must be a number"),
+        (["--ranks", "1"], "dp_groups[0].ranks: needs at least 2 items, has 1"),
+        (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
+        (["--target", "asic"], "--target must be softswitch, bmv2, tofino or tofino2, not asic"),
+        (["--network", "10.0.0.0/24"], "--network must be an IPv4 network of /16 or larger"),
+        (["--switch", "nowhere"], "must be host:port"),
+        (["--job", "a b"], "must be a name of ASCII letters"),
+    ],
+)
+def test_a_wrong_option_writes_nothing(tmp_path: Path, options: list[str], words: str) -> None:
+    code, output = invoke("init", tmp_path / "gpt.yaml", *options)
+    assert (code, words in output) == (2, True), output
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_keys_are_made_where_the_job_has_them(tmp_path: Path) -> None:
-    file = tmp_path / "gpt.yaml"
-    file.write_text(yaml.safe_dump({**job_data("gpt", nodes=2), "keys": "secrets"}))
-    code, output = invoke("validate", "--init", file, "--json")
-    assert code == 0
-    assert json.loads(output)["keys"][0]["folder"] == str(tmp_path / "secrets/gpt")
-    read_keys(tmp_path / "secrets/gpt/reader", "gpt", Role.READER)
-    assert not (tmp_path / "keys").exists()
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "gpt.yaml").write_text("mine")
+    (tmp_path / "job.schema.json").write_text("mine")
+    code, output = invoke("init", tmp_path / "gpt.yaml")
+    assert (code, "exists already, and is not overwritten" in output) == (2, True)
+    assert invoke("init", tmp_path / "llama.yaml")[0] == 0
+    assert (tmp_path / "gpt.yaml").read_text() == (tmp_path / "job.schema.json").read_text() == "mine"
+    for wrong in ("gpt", "none/gpt.yaml", ""):
+        assert invoke("init", tmp_path / wrong)[0] == 2
 
 
-def test_the_keys_as_data(jobs: Path) -> None:
-    found = []
-    for _ in range(2):
-        code, output = invoke("validate", "--init", jobs / "gpt.yaml", "--keys", jobs / "elsewhere", "--json")
-        assert code == 0
-        found.append(json.loads(output))
-    first, again = found
-    assert (first["valid"], first["faults"], first["jobs"]) == (True, [], ["gpt"])
-    ((keys,), (kept,)) = first["keys"], again["keys"]
-    assert (keys["job"], keys["folder"]) == ("gpt", str(jobs / "elsewhere/gpt"))
-    assert keys["authority"]["folder"] == str(jobs / "elsewhere/gpt/authority")
-    assert keys["authority"]["made"] == kept["authority"]["kept"] == ["ca.pem", "ca.key"]
-    hosts = {role["role"]: role["hosts"] for role in keys["roles"]}
-    assert hosts == {
-        "controller": [],
-        "trainer": ["192.168.0.0", "192.168.0.1", "192.168.0.2"],
-        "shadow": ["192.168.100.0", "192.168.100.1"],
-        "reader": [],
-    }
-    for one, other in zip(keys["roles"], kept["roles"], strict=True):
-        assert one["made"] == other["kept"] == [Path(file).name for file in one["made"]]
-        assert one["kept"] == other["made"] == []
-        assert one["valid_until"] == other["valid_until"]
-        assert contents(Path(one["folder"])).keys() == set(one["made"])
-    assert not (jobs / "keys").exists()
-
-
-def test_hosts_are_where_ranks_are_on_the_management_network(tmp_path: Path) -> None:
-    data = job_data("gpt", ranks=12)
-    names = ["10.0.0.1", "10.0.0.2:7000", "[fd00::3]:7000", "fd00::4", "[fd00::5]", "rank6.example.org"]
-    for rank, name in zip(data["dp_groups"][0]["ranks"], names, strict=False):
-        rank["mgmt"] = name
-    (tmp_path / "gpt.yaml").write_text(yaml.safe_dump(data))
-    output = invoke("validate", "--init", tmp_path / "gpt.yaml", "--json")[1]
-    trainer = json.loads(output)["keys"][0]["roles"][1]
-    assert trainer["hosts"][:6] == [
-        "10.0.0.1",
-        "10.0.0.2",
-        "fd00::3",
-        "fd00::4",
-        "fd00::5",
-        "rank6.example.org",
-    ]
-    assert "and 4 more (--json)" in plain(invoke("validate", "--init", tmp_path / "gpt.yaml")[1])
-
-
-def test_jobs_with_a_fault_get_no_keys(jobs: Path) -> None:
-    (jobs / "llama.yaml").write_text("job: llama\n")
-    code, output = invoke("validate", "--init", jobs)
-    assert code == 2
-    assert "dp_groups" in output
-    assert not (jobs / "keys").exists()
-
-
-def test_an_error_of_keys_is_data_too(jobs: Path) -> None:
-    invoke("validate", "--init", jobs / "gpt.yaml")
-    (jobs / "keys/gpt/authority/ca.key").unlink()
-    done = CliRunner().invoke(app, ["validate", "--init", "--json", str(jobs)])
-    error = f"{jobs}/keys/gpt/authority/ca.key is missing; put the authority's own file back"
-    assert done.exit_code == 2
-    assert json.loads(done.stdout) == {"error": error, "exit": 2, "faults": []}
-    assert error in plain(done.stderr)
-    assert not (jobs / "keys/llama").exists()
-
-
-def test_without_init_nothing_is_made(jobs: Path) -> None:
-    assert invoke("validate", jobs)[0] == 0
-    code, output = invoke("validate", jobs, "--keys", jobs / "keys")
-    assert (code, "--keys needs --init" in output) == (2, True)
-    assert not (jobs / "keys").exists()
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_leaves_nothing(jobs: Path, number: int, status: int) -> None:
-    """The signal comes in the middle: when the fifth file is flushed."""
-    code = (
-        "import os, signal\n"
-        "fsync, count = os.fsync, iter(range(100))\n"
-        f"os.fsync = lambda fd: signal.raise_signal({int(number)}) if next(count) == 5 else fsync(fd)\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from checkmate.cli.entry import main\n"
-        "main()\n"
-    )
-    command = [sys.executable, "-c", code, "validate", "--init", str(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
-    assert {path.name for path in jobs.iterdir()} == {"gpt.yaml", "llama.yaml"}
-    assert invoke("validate", "--init", jobs)[0] == 0
+def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
+    """What is on the command line is not asked for; a wrong answer is asked for again."""
+    terminal, side = pty.openpty()
+    command = [*COMMAND, "init", "gpt.yaml", "--nics", "2"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=side, stdout=side, stderr=side
+    ) as process:
+        os.close(side)
+        os.write(terminal, b"m\xc3\xa9\nllama\n0\n1\ngpu0,gpu1\n\n4\nbmv2\n\n")
+        said = b""
+        try:
+            while piece := os.read(terminal, 4096):
+                said += piece
+        except OSError:  # the terminal's end, once the process has closed it
+            assert process.wait(timeout=60) == 0, said
+    os.close(terminal)
+    job = read_job(tmp_path / "gpt.yaml")
+    assert (job.job, job.channels, job.fabric.switches[0].target) == ("llama", 4, "bmv2")
+    assert [rank.mgmt for rank in job.dp_groups[0].ranks] == ["gpu0", "gpu1"]
+    assert [len(node.nics) for node in job.shadow_nodes] == [2]
+    assert said.count(b"ranks (their number") == 3
+    assert said.count(b"name of the job") == 2
+    assert b"needs at least 2 items, has 1" in said
+    assert b"must be a number from 1 to 250" in said
+    assert b"NICs of" not in said

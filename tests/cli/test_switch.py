@@ -15,6 +15,7 @@ import yaml
 
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND
+from tests.support.documents import check_document
 
 
 @contextmanager
@@ -61,12 +62,13 @@ def test_remove_tells_what_it_wrote(job_file: Path) -> None:
     installed(job_file)
     done = checkmate("remove", job_file, "--json")
     assert done.returncode == 0, done.stderr
-    (name, report), *others = json.loads(done.stdout).items()
+    check_document("remove", found := json.loads(done.stdout))
+    (name, report), *others = found["switches"].items()
     assert (name, others) == ("tor0", [])
     assert report["updates"] > 10
     assert report["entities"] == 0
     done = checkmate("remove", job_file, "--json")
-    assert json.loads(done.stdout) == {"tor0": {"updates": 0, "entities": 0}}
+    assert json.loads(done.stdout) == {"version": 1, "switches": {"tor0": {"updates": 0, "entities": 0}}}
     done = checkmate("remove", job_file)
     assert done.stdout == "switch tor0: 0 updates written, 0 entities stay\n"
 
@@ -74,14 +76,16 @@ def test_remove_tells_what_it_wrote(job_file: Path) -> None:
 def test_status_tells_removed_from_not_connected(job_file: Path) -> None:
     words = "job demo is not installed on switch tor0"
     installed(job_file)
-    assert json.loads(checkmate("status", job_file, "--json").stdout)["tor0"]["not_installed"] == []
+    assert (
+        json.loads(checkmate("status", job_file, "--json").stdout)["switches"]["tor0"]["not_installed"] == []
+    )
     assert words not in checkmate("status", job_file).stdout
     assert checkmate("remove", job_file).returncode == 0
     done = checkmate("status", job_file)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
     assert "connected " not in done.stdout.partition("copies lost")[0]  # no table
-    found = json.loads(checkmate("status", job_file, "--json").stdout)["tor0"]
+    found = json.loads(checkmate("status", job_file, "--json").stdout)["switches"]["tor0"]
     assert found["not_installed"] == ["demo"]
     assert not any(stream["connected"] for stream in found["streams"])
     waited = checkmate("status", job_file, "--wait", "--timeout", "0.1")
@@ -92,12 +96,14 @@ def test_status_tells_removed_from_not_connected(job_file: Path) -> None:
 def test_waiting_in_vain_ends_with_7_and_the_status(job_file: Path) -> None:
     installed(job_file)
     status: dict[str, Any] = json.loads(checkmate("status", job_file, "--json").stdout)
-    assert not any(stream["connected"] for stream in status["tor0"]["streams"])
+    check_document("status", status)
+    assert not any(stream["connected"] for stream in status["switches"]["tor0"]["streams"])
     done = checkmate("status", job_file, "--wait", "--timeout", "0.1", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["exit"], found["faults"]) == (7, 7, [])
     assert found["error"].startswith("2 streams are not connected after 0.1 s, the first: job demo")
     assert found["status"] == status
+    check_document("error", found)
 
 
 def test_a_switch_without_the_program_ends_with_4(job_file: Path) -> None:

@@ -37,7 +37,7 @@ def test_limits_are_the_chips(tmp_path: Path, target: str) -> None:
         switch = {"front_panel": None, "ports": {f"{n}/0": 8 * n for n in range(1, 6)}}
     code, output, _ = invoke(write(tmp_path, target=target, switch=switch), "--json")
     assert code == 0
-    found = json.loads(output)["tor0"]
+    found = json.loads(output)["switches"]["tor0"]
     assert found["target"] == target
     assert found["limits"]["multicast groups"] == 65535
     assert found["limits"]["multicast nodes"] == {"tofino": 20889, "tofino2": 26214}[target]
@@ -80,7 +80,10 @@ def test_a_script_is_python_for_one_switch(tmp_path: Path) -> None:
     assert code == 0
     compile(output, "tor0.py", "exec")
     assert '(128, "1/0", "rank 0 of job", "BF_SPEED_100G", "BF_FEC_TYP_REED_SOLOMON"),' in output
-    assert json.loads(invoke(job, "--bfrt", "--json")[1])["tor0"]["script"].rstrip() == output.rstrip()
+    assert (
+        json.loads(invoke(job, "--bfrt", "--json")[1])["switches"]["tor0"]["script"].rstrip()
+        == output.rstrip()
+    )
 
 
 def test_of_several_switches_one_is_named(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from checkmate.wire.layout import Parameter, make_layout
 from testbed.small_training import RUN, START
 from tests.support.checkpoints import half_way, hidden
 from tests.support.cli import COMMAND
+from tests.support.documents import check_document
 from tests.support.keys import without_warning
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.consolidated import ConsolidatePlace, kept_in
@@ -266,7 +267,7 @@ def test_the_command_writes_a_checkpoint(
     argv = [*COMMAND, "consolidate", str(here.file(tmp_path)), "--out", str(out), "--format", kind]
     done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
     assert (done.returncode, without_warning(done.stderr)) == (0, "")
-    said = json.loads(done.stdout)
+    check_document("consolidate", said := json.loads(done.stdout))
     assert (said["iteration"], said["shards"], said["path"]) == (1, 4, str(out))
     here.check(disk.load(out), 1)
     assert hidden(tmp_path) == []

@@ -165,7 +165,7 @@ def test_a_checkpoint_of_a_newer_version_says_so(tmp_path: Path) -> None:
     for kind in ("dcp", "torch"):
         made = {**checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), "protocol": 99}
         disk.save(made, tmp_path / kind, kind)
-        with pytest.raises(disk.DiskError, match="it has format 99, .* reads up to 1: this version is older"):
+        with pytest.raises(disk.DiskError, match="it has format 99, .* reads up to 2: this version is older"):
             disk.load(tmp_path / kind)
 
 

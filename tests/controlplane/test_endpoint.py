@@ -16,6 +16,7 @@ from checkmate.job.schema import Job
 from checkmate.wire import tag
 from checkmate.wire.tag import Ends, Hello
 from controlplane.endpoint import frames
+from controlplane.endpoint.closures import Closure, closures_line
 from controlplane.endpoint.endpoint import Answer, Connected, View, answer
 from controlplane.entities import Holdings
 from controlplane.memory import Changes, SwitchMemory
@@ -195,10 +196,21 @@ def test_fin_and_rst_count_only_for_the_connection_that_they_name(flags: str) ->
         assert (str(tcp.flags), tcp.seq, tcp.ack) == ("FA", 77, after + 1)
     else:
         assert found.frame is None
-    said = "closed its stream" if flags == "FA" else "reset its stream"
-    assert f"shadow NIC {NIC.ip}:5000 {said} of channel 0, shadow id 0: the node " in found.note
-    assert ("training starts again" in found.note) == (flags == "FA")
-    assert "no copies go to it until it connects" in found.note
+    assert found.closure is not None
+    said = closures_line([found.closure])
+    how = "closed its stream" if flags == "FA" else "reset its stream"
+    assert f"shadow NIC {NIC.ip}:5000 {how} of channel 0, shadow id 0: the node " in said
+    assert ("training starts again" in said) == (flags == "FA")
+    assert "no copies go there until the node connects" in said
+
+
+def test_ends_of_many_streams_are_one_line() -> None:
+    one = Closure("tor0", "closed", "10.0.0.1", 5000, 0, 0)
+    many = [replace(one, nic=f"10.0.0.{i % 4}", port=5000 + i) for i in range(2048)]
+    assert closures_line(many).startswith(
+        "switch tor0: shadow NICs 10.0.0.0, 10.0.0.1, 10.0.0.2 and 1 more closed 2,048 streams: the node was "
+    )
+    assert closures_line([one, one]).startswith("switch tor0: shadow NIC 10.0.0.1 closed 2 streams: ")
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ def test_streams_connect_and_status_waits_for_them(live: LiveSwitch) -> None:
         assert len(live.connected()) == len(sockets) == 8
         sockets[0].close()
         live.until(lambda: len(live.connected()) == 7)
+        live.until(lambda: " closed its stream of channel " in live.log())
+        for sock in sockets[1:]:
+            sock.close()
+        live.until(lambda: " closed 7 streams: " in live.log())
+        assert live.log().count(" closed ") == 2
 
 
 def test_a_restarted_controller_takes_up_the_connected_streams(live: LiveSwitch) -> None:

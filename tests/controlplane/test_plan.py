@@ -23,7 +23,7 @@ from controlplane.entities import (
 )
 from controlplane.network import Network
 from controlplane.p4runtime.codec import Codec
-from controlplane.plan import SwitchPlan, excesses, plan_switch
+from controlplane.plan import SwitchPlan, excesses, limits, plan_switch
 from controlplane.remove import without
 from testbed.jobs import job
 from tests.support.jobs import some_jobs
@@ -285,7 +285,7 @@ def test_a_moved_nic_loses_its_stream() -> None:
 
 def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> None:
     plan = everything([job(groups=2, ranks=2, nodes=3, channels=3)])["tor0"]
-    sizes = {**CODEC.table_sizes(), "replication": 35, "streams": 36}
+    sizes = {**limits("softswitch"), "replication": 35, "streams": 36}
     (excess,) = excesses(plan, "softswitch", sizes)
     assert (excess.what, excess.needed, excess.limit) == ("replication entries", 36, 35)
     assert "36 replication entries needed, it holds 35" in str(excess)
@@ -294,7 +294,7 @@ def test_more_than_a_switch_holds_is_refused_by_what_there_is_too_much_of() -> N
 
 def test_more_addresses_than_a_switch_holds_are_refused_as_such() -> None:
     plan = everything([job(ranks=2, nodes=1, nics=1, further=2)])["tor0"]
-    (excess,) = excesses(plan, "softswitch", {**CODEC.table_sizes(), "sources": 8})
+    (excess,) = excesses(plan, "softswitch", {**limits("softswitch"), "sources": 8})
     assert (excess.what, excess.needed, excess.limit) == ("sources entries", 9, 8)
     assert "use fewer addresses" in str(excess)
 

@@ -82,7 +82,7 @@ def test_a_job_with_front_panel_names_is_installed(same_p4info: Path) -> None:
         job = Job.model_validate(data)
 
         async def installed() -> None:
-            with pytest.raises(NotCompiled, match="make p4 P4_TARGET=tofino"):
+            with pytest.raises(NotCompiled, match="python -m p4src.compile tofino"):
                 await Fleet().start([job])
             async with SwitchSession(switch, Codec.for_switch(switch)) as session:
                 await session.ensure_pipeline()

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from checkmate.job.checks import FAULTS_MOST
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job
+from checkmate.job.validation import FAULTS_MOST
 from checkmate.job.yaml_lines import FILE_BYTES, SCALAR_CHARACTERS, Located
 from testbed.jobs import job_data
 from tests.support.fuzz import fuzz

@@ -81,7 +81,7 @@ def edited(path: str, value: Any) -> dict[str, Any]:
     ("change", "value", "path", "message"),
     [
         ("colour", 1, "colour", "unknown key"),
-        ("channels", 9, "channels", "less than or equal to 8"),
+        ("channels", 9, "channels", "must be from 1 to 8, not 9"),
         ("channels", "two", "channels", "must be a whole number from 1 to 8, not 'two'"),
         ("channels", 1.5, "channels", "must be a whole number from 1 to 8, not 1.5"),
         ("dp_groups/0/ranks/1/rank", "a", "dp_groups[0].ranks[1].rank", "must be a whole number, not 'a'"),
@@ -125,6 +125,12 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ("dp_groups/0/shadow_nodes", [1, 1], "dp_groups[0].shadow_nodes[1]", "listed twice"),
         ("shadow_nodes/1/id", 0, "shadow_nodes[1].id", "shadow node id 0 is taken"),
         ("shadow_nodes/1/mgmt", "nowhere", "shadow_nodes[1].mgmt", "host:port"),
+        ("dp_groups/0/ranks/1/mgmt", "!!! not a host", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.300", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.2:7000", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "!!! not a host", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.300", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
+        ("dp_groups/0/ranks/1/mgmt", "10.0.0.2:7000", "dp_groups[0].ranks[1].mgmt", "a host name or an IP"),
         (
             "shadow_nodes/0/nics/0/ip",
             "10.255.0.1",
@@ -199,10 +205,32 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("job: [", "expected the node content"),
-        ("- a\n", "must be a mapping"),
-        ("job: a\njob: b\n", "given twice"),
-        ("", "must be a mapping"),
+        ("job: [", "a '[' or '{' is not closed correctly"),
+        ("- a\n", "is a list; it must be a mapping of keys such as job: and fabric:"),
+        ("hello", "is a single value; it must be a mapping"),
+        ("job: a\njob: b\n", "the key 'job' is given twice, first in line 1; remove one"),
+        ("", "is empty; it must be a mapping of keys such as job: and fabric:"),
+        ("dp_groups:\n\t- a\n", "has a tab where YAML accepts only spaces: indent with spaces"),
+        ("job: a\n---\njob: b\n", "has a second document; keep one"),
+        ("job: a\n...\njob: b\n", "remove the line '...'"),
+        ("job: *x\n", "the alias *x has no anchor &x before it"),
+        ("job: &a 1\nb: &a 2\n", "this anchor is given already in line 1; choose another name"),
+        ("job: a\n  channels: 2\n", "the indentation is wrong"),
+        ("dp_groups:\n  - a: 1\n - a: 2\n", "is not indented like the lines that it belongs to"),
+        ("job: @a\n", "a text that begins with '@' needs quotes"),
+        ("job: *\n", "a text that begins with '*', '&' or '!' needs quotes"),
+        ("tag: {a: 3\nb: 1\n", "the '{' in line 1 is not closed here: ',' or '}' is missing"),
+        ('job: "a\nb: 1\n', "the quote in line 1 is not closed"),
+        ("job: a\nchannels\n", "lacks a ':' after the key"),
+        ("job: - a\n", "has a '? ' or '- ' in a wrong place"),
+        ('job: "a\\q"\n', "use single quotes"),
+        ("job: !foo a\n", "has the tag !foo, which these files do not use; remove it"),
+        ("job: !!python/tuple [a]\n", "has the tag !python/tuple"),
+        ("? [a]\n: 1\n", "has a list or a mapping as a key"),
+        ("<<: 3\n", "the key << needs an alias of a mapping"),
+        ("%YAML 3.0\n---\njob: a\n", "remove the line %YAML"),
+        ("job: a\x07b\n", "has the control character U+0007; remove it"),
+        ("job: |3x\n a\n", "is not valid YAML: expected chomping"),
         ("job: 2020-13-45", "can't be read as a date"),
     ],
 )
@@ -252,7 +280,7 @@ def test_an_older_job_file_is_told_what_has_replaced_its_tls_files(tmp_path: Pat
     data = {**job_data(), "mgmt_tls": {"ca": "ca.pem", "cert": "host.pem", "key": "host.key"}}
     found = faults(write(tmp_path, data))
     assert set(found) == {"mgmt_tls"}
-    assert "replaced by keys: remove it, run `checkmate validate --init FILE`" in found["mgmt_tls"]
+    assert "replaced by keys: remove it, run `checkmate keys FILE`" in found["mgmt_tls"]
 
 
 def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:
@@ -389,7 +417,7 @@ def test_a_broken_value_hides_no_clash_elsewhere(data: st.DataObject) -> None:
     """Two ranks with one address, port and number, and any other value broken: all faults are reported."""
     clashing = job_data(groups=2, nodes=2)
     first, second = (clashing["dp_groups"][g]["ranks"][1] for g in (0, 1))
-    fields = ("ip", "mac", "port", "rank", "mgmt")
+    fields = ("ip", "mac", "port", "rank")
     second.update({field: first[field] for field in fields})
     clash = {("dp_groups", 1, "ranks", 1, field) for field in fields}
     needed = {("dp_groups", g, "ranks", 1, field) for g in (0, 1) for field in (*fields, "switch")}

@@ -166,8 +166,8 @@ def test_a_switch_may_have_a_map_of_its_own(tmp_path: Path) -> None:
         ("fabric.switches.0.target", "bmv2", "fabric.switches[0].front_panel", "is only for Tofinos"),
         ("fabric.switches.0.target", "bmv2", "dp_groups[0].ranks[0].port", "must be a number from 0 to 509"),
         ("fabric.switches.0.pfc", {"watchdog": 10}, "fabric.switches[0].pfc.watchdog", "80"),
-        ("fabric.switches.0.cable", 0, "fabric.switches[0].cable", "greater than 0"),
-        ("tag", {"priority": 0}, "tag.priority", "greater than or equal to 1"),
+        ("fabric.switches.0.cable", 0, "fabric.switches[0].cable", "must be more than 0, not 0"),
+        ("tag", {"priority": 0}, "tag.priority", "must be from 1 to 7, not 0"),
     ],
 )
 def test_a_fault_is_placed_and_says_what_would_be_right(

@@ -44,7 +44,7 @@ def test_each_role_has_its_own_keys_and_secrets(tmp_path: Path) -> None:
 
 def test_without_keys_nothing_starts(tmp_path: Path) -> None:
     one = job("gpt").model_copy(update={"keys": tmp_path})
-    with pytest.raises(KeysError, match=r"checkmate validate --init FILE.*keys/gpt/trainer"):
+    with pytest.raises(KeysError, match=r"checkmate keys FILE.*keys/gpt/trainer"):
         access(one, Role.TRAINER)
     with pytest.raises(KeysError, match="not read from a file"):
         access(job("gpt"), Role.TRAINER)

@@ -20,7 +20,7 @@ from checkmate.keys.roles import SECRETS, Role, Secret
 from tests.support.keys import NOW, made, served_job
 
 DAY = dt.timedelta(days=1)
-AGAIN = "run `checkmate validate --init FILE` again, with the job's file, and copy the folder again"
+AGAIN = "run `checkmate keys FILE` again, with the job's file, and copy the folder again"
 
 
 @pytest.fixture
@@ -62,9 +62,7 @@ def test_controller_and_shadow_nodes_share_a_secret(shadow: Path) -> None:
 
 def test_a_missing_folder_says_how_to_get_it(shadow: Path) -> None:
     shutil.rmtree(shadow)
-    words = (
-        "run `checkmate validate --init FILE` with the file of job gpt, and copy the folder keys/gpt/shadow"
-    )
+    words = "run `checkmate keys FILE` with the file of job gpt, and copy the folder keys/gpt/shadow"
     refused(shadow, words)
 
 
@@ -147,7 +145,7 @@ def test_an_encrypted_key_is_refused(shadow: Path) -> None:
 
 def test_the_certificate_must_name_the_host_that_serves(shadow: Path) -> None:
     read_keys(shadow, "gpt", Role.SHADOW, hosts=["127.0.0.1"])
-    with pytest.raises(KeysError, match=f"cert.pem does not name this host, 10.0.0.9; {AGAIN}"):
+    with pytest.raises(KeysError, match=f"cert.pem does not name the host 10.0.0.9; {AGAIN}"):
         read_keys(shadow, "gpt", Role.SHADOW, hosts=["127.0.0.1", "10.0.0.9"])
 
 
@@ -199,7 +197,8 @@ def test_a_users_own_authority_may_have_an_intermediate_one(shadow: Path) -> Non
     client = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
     own.write(shadow, x509.SubjectAlternativeName(uris), client)
     refused(
-        shadow, "cert.pem lacks the extended key usage serverAuth, which role shadow needs; docs/security.md"
+        shadow,
+        "cert.pem lacks the extended key usage serverAuth, which role shadow needs; `checkmate docs",
     )
     own.write(shadow)
     refused(shadow, "it has no URI that begins with checkmate:, not checkmate:gpt/shadow")

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from controlplane.entities import FEATURE_OF_TABLE
-from controlplane.p4runtime.codec import Codec
-from p4src import artifacts, compile, tofino
+from p4src import artifacts, compile, table_sizes, tofino
 
 PROGRAM = artifacts() / f"{compile.PROGRAM}.json"
 
@@ -40,11 +39,11 @@ def test_the_program_keeps_no_state_but_its_meters() -> None:
 
 
 def test_the_control_plane_knows_every_table() -> None:
-    assert set(Codec.for_target("bmv2").table_sizes()) == set(FEATURE_OF_TABLE)
+    assert set(table_sizes("bmv2")) == set(FEATURE_OF_TABLE)
 
 
 def test_tables_have_the_sizes_that_jobs_may_need() -> None:
-    sizes = Codec.for_target("bmv2").table_sizes()
+    sizes = table_sizes("bmv2")
     assert sizes["replication"] == sizes["streams"] == sizes["lost"] == 8192
 
 

@@ -83,5 +83,5 @@ def test_without_the_logs_it_says_what_makes_them(lost: str, tmp_path: Path) -> 
     )
     assert done.returncode == 2
     assert str(tmp_path) in done.stderr
-    assert "run `make p4 P4_TARGET=tofino2`" in done.stderr
+    assert "run `python -m p4src.compile tofino2`" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import pytest
 from finsy.proto import p4i
 from google.protobuf import text_format
 
-from p4src import artifacts, tofino
+from p4src import artifacts, table_sizes, tofino
 from p4src.compile import PROGRAM
 
 TARGETS = sorted(tofino.ARCHITECTURES)
@@ -117,3 +117,8 @@ def test_without_the_compiler_it_says_where_that_comes_from(
     said = capsys.readouterr().err
     assert "neither bf-p4c nor p4c on PATH lists tofino2" in said
     assert "open-p4studio" in said
+
+
+@pytest.mark.parametrize("target", ["bmv2", *TARGETS])
+def test_the_sizes_of_tables_are_read_without_the_switch_libraries(target: str) -> None:
+    assert table_sizes(target) == {table.preamble.alias: table.size for table in read(target).tables}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_the_verdict_comes_first_and_details_only_when_asked_for(job_file: Path)
     code, output = invoke(*line, "--details")
     assert code == 0
     assert [table for table in tables if table in output] == list(tables)
-    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in output.splitlines() if "│ yes" in row]
+    rows = [re.split("  +", row.strip()) for row in output.splitlines() if row.rstrip().endswith(" yes")]
     shares = [int(row[4].removesuffix("%")) for row in rows]
     assert len(rows) == 3  # one represents all entities of switches
     assert shares == sorted(shares, reverse=True)
@@ -180,8 +181,8 @@ def test_what_a_user_wrote_is_told_as_it_is(job_file: Path) -> None:
         "plan", job_file, "--capacity", "--details", "--model", "tests.support.planner:oddly_named"
     )
     assert code == 0
-    assert "│ [red]:smile:.weight" in output
-    assert "│ [/].bias" in output
+    assert " [red]:smile:.weight" in output
+    assert " [/].bias" in output
 
 
 def test_two_jobs_are_refused(tmp_path: Path) -> None:

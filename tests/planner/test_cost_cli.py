@@ -97,7 +97,7 @@ def test_what_nobody_gave_is_marked_as_assumed(tmp_path: Path) -> None:
     line: list[str | Path] = [file, "--duration", "20d", "--parameters", "8B", "--storage", "1GB/s"]
     code, output = invoke(*line, "--runs", "10")
     assert code == 0
-    marks = re.findall(r"│ ([a-z-]+) │ [^│]+ │ (given|assumed) │", output)
+    marks = re.findall(r"(?<=[─nd] )([a-z-]+) [^─]*?(given|assumed)(?= )", output)
     given = ["gpus", "duration", "stall", "price", "restart"]
     assert [key for key, mark in marks if mark == "given"] == given
     assumed = [key.replace("-", "_") for key, mark in marks if mark == "assumed"]
@@ -293,7 +293,7 @@ def test_without_the_extra_only_the_figures_are_missing(
     assert invoke("--runs", "0")[0] == 0
     code, output = invoke("--runs", "0", "--plot", tmp_path / "x.png")
     assert code == 2
-    assert output == 'error: --plot needs matplotlib: pip install ".[plan]"'
+    assert output.startswith("error: --plot needs matplotlib, which is not installed; install it with: pip ")
     assert not list(tmp_path.iterdir())
 
 

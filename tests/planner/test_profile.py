@@ -22,6 +22,7 @@ from checkmate.planner.models.named import Model, layers_of, load_model
 from checkmate.planner.profile import machine, receive
 from checkmate.planner.profile import step as profile_step
 from checkmate.planner.profile.figure import write_figure
+from checkmate.planner.profile.sizing import Machine, sizing
 from checkmate.planner.profile.step import TooLittleMemory, needed, samples_of
 from checkmate.planner.scaling import (
     StepTimes,
@@ -29,6 +30,7 @@ from checkmate.planner.scaling import (
 )
 from testbed.jobs import job_data
 from tests.support.cli import COMMAND, invoke
+from tests.support.documents import check_document
 from tests.support.planner import ADAMW, TINY, named, times
 
 
@@ -108,9 +110,10 @@ def test_the_figure_names_axes_models_and_nodes(tmp_path: Path, name: str) -> No
         (Model("other", model.parameters), StepTimes("o", "AdamW", "float32", 1, {1: 4.1}, True)),
     ]
     file = tmp_path / name
-    write_figure(file, lines, 2, 3, 1.5)
+    enough = sizing(model, ADAMW, lines[0][1], Machine(2, 1 << 40, 1e9), 3, 1.5)
+    write_figure(file, lines, 2, 3, 1.5, {TINY: enough})
     written = file.read_bytes()
-    write_figure(file, lines, 2, 3, 1.5)
+    write_figure(file, lines, 2, 3, 1.5, {TINY: enough})
     assert file.read_bytes() == written
     assert [f.name for f in tmp_path.iterdir()] == [name]
     if name.endswith("png"):
@@ -136,7 +139,7 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     code, output = profile("--json", "--iteration-time", "10s", "--plot", str(picture), "--cores", "4", *RING)
     assert code == 0
     text = output[output.index("{\n") :]
-    said = json.loads(text)
+    check_document("profile", said := json.loads(text))
     assert [step["model"] for step in said["steps"]] == [TINY]
     assert said["sizes"][0]["nodes_needed"] == 1
     assert [size["cores"] for size in said["sizes"][0]["nodes"]] == [4, 8, 12, 16]
@@ -162,7 +165,7 @@ def test_the_command_measures_and_plan_reads_it(tmp_path: Path) -> None:
     ]
     code, output = invoke(*line, "--node-memory", "4GB", "--json")
     assert code == 0, output
-    plan = json.loads(output[output.index("{\n") :])
+    check_document("plan-capacity", plan := json.loads(output[output.index("{\n") :]))
     assert plan["not_checked"] == []
     step = said["steps"][0]["seconds"]["1"]
     assert [node["step_seconds"] for node in plan["nodes"]] == pytest.approx([step / 2] * 2)
@@ -181,6 +184,26 @@ def test_the_command_says_what_is_enough() -> None:
     assert code == 0
     assert "by layer" in output
     assert "not even 16 nodes" in " ".join(output.split())
+
+
+def test_the_plot_has_the_number_of_nodes_that_the_table_names(tmp_path: Path) -> None:
+    """More nodes are needed than are shown at least, because each has little memory."""
+    picture = tmp_path / "scaling.svg"
+    line = ("--json", "--iteration-time", "10s", "--receive-buffer", "1", "--node-memory", "4.34MB")
+    code, output = profile(*line, "--nodes", "2", "--plot", str(picture))
+    assert code == 0
+    needed = json.loads(output[output.index("{\n") :])["sizes"][0]["nodes_needed"]
+    assert 4 < needed <= 8
+    drawn = picture.read_text()
+    assert f"<!-- {needed} nodes -->" in drawn and f"<!-- {needed + 1} nodes -->" not in drawn
+    assert "<!-- nodes that suffice -->" in drawn
+
+
+def test_a_busy_machine_is_told_by_its_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "load_average", lambda: 35.4)
+    _, output = profile("--seconds", "0.1")
+    assert "busy: the load average is 35.4 on 2 cores, which is" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +236,7 @@ def test_too_little_memory_is_said_before_anything_is_measured() -> None:
 def test_this_machine_has_cores_and_memory() -> None:
     assert machine.cores() >= 1
     assert 0 < machine.memory_available() < machine.memory()
-    assert math.isfinite(machine.busy_cores())
+    assert math.isfinite(machine.load_average())
     assert dtype_of(load_model(TINY)) == "float32"
 
 

@@ -234,7 +234,7 @@ def test_closing_under_way_is_reported_and_does_not_hang() -> None:
             reducing.allreduce.submit(1)
         return str(reducing.done.get(timeout=5))
 
-    assert with_rings(2, 1, work)[0] == "rank 0: closed with 1 buckets in progress"
+    assert with_rings(2, 1, work)[0] == "rank 0: closed with 1 bucket in progress"
 
 
 def test_an_idle_one_closes_and_leaves_the_ring_alone() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
-from checkmate.ring.connections import DEFAULT_PORT
+from checkmate.ring.place import DEFAULT_PORT
 from checkmate.training.attached import attached
 from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start.membership import ModelStanding

@@ -79,7 +79,10 @@ def given(phase: str, forwards: list[float], started: list[int]) -> dict[str, An
     if phase != "undisturbed":
 
         def restore(*arguments: Any, **options: Any) -> checkmate.Restored:
-            restored = checkmate.restore(*arguments, **options, fresh=phase == "killed")
+            if phase == "killed":  # `protect` alone begins with iteration 0
+                started.append(0)
+                return checkmate.Restored(0)
+            restored = checkmate.restore(*arguments, **options)
             started.append(restored.iteration)
             return restored
 

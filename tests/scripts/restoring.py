@@ -1,4 +1,4 @@
-"""Like `examples.gpt.train`, but after every second iteration all state is discarded and restored."""
+"""The GPT example, but after every second iteration all state is discarded and restored."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
-from examples.gpt import text
-from examples.gpt.model import Gpt, Shape
-from examples.gpt.train import parse, warm_up_then_cosine
+from checkmate.examples.gpt import text
+from checkmate.examples.gpt.model import Gpt, Shape
+from checkmate.examples.gpt.train import parse, warm_up_then_cosine
 
 TOGETHER = 2
 

@@ -177,7 +177,6 @@ class ScriptRank:
             self.optimizer,
             scheduler=self.scheduler,
             scaler=self.scaler,
-            fresh=self.orders.fresh,
             timeout=self.orders.timeout,
             checkpoints=self.orders.checkpoints,
         )

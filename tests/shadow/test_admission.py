@@ -312,7 +312,7 @@ def test_a_name_is_looked_up_once_and_again_when_that_is_old(monkeypatch: pytest
 
 def test_without_keys_nothing_starts_and_the_error_has_the_remedy(tmp_path: Path) -> None:
     job = local_job(nodes=1).model_copy(update={"keys": tmp_path})
-    with pytest.raises(KeysError, match=r"role shadow: run `checkmate validate --init FILE`.*demo/shadow"):
+    with pytest.raises(KeysError, match=r"role shadow: run `checkmate keys FILE`.*demo/shadow"):
         Serving(job, 0)
-    with pytest.raises(KeysError, match=r"role trainer: run `checkmate validate --init FILE`.*demo/trainer"):
+    with pytest.raises(KeysError, match=r"role trainer: run `checkmate keys FILE`.*demo/trainer"):
         Membership(job, 0, 0, 0).keys()

@@ -76,7 +76,10 @@ def laid(shape: object, shards: int = 1) -> str:
         ({"layout": laid([-4])}, "sizes must be a list of numbers"),
         ({"layout": laid("four")}, "sizes must be a list of numbers"),
         ({"layout": laid([True])}, "sizes must be a list of numbers"),
-        ({"layout": laid([4], 1 << 45)}, "a layout of 35184372088832 shards: DP group 0 of job demo has 1"),
+        (
+            {"layout": laid([4], 1 << 45)},
+            "a layout of 35,184,372,088,832 shards: DP group 0 of job demo has 1",
+        ),
         ({"layout": "[" * 100_000}, "not a layout"),
         ({"first_iteration": 1 << 62, "next_iteration": 1 << 62}, "neither may be negative or above"),
         ({"start": b"short"}, "start has 5 bytes"),

@@ -23,6 +23,7 @@ from checkmate.shadow.logic.commit import SILENCE_MAX
 from checkmate.shadow.process import Serving
 from testbed.copies import Copies, local_job
 from testbed.small_training import SmallTraining, status
+from tests.support.documents import check_document
 from tests.support.keys import without_warning
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.processes import NodeProcess
@@ -51,7 +52,8 @@ def test_the_command_serves_until_it_is_told_to_end(
 def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodeProcess]) -> None:
     job = local_job(nodes=1)
     process = start(job, 0, "--json", "--threads", "1")
-    assert json.loads(process.line()) == {"ready": True, "job": job.job, "node": 0}
+    check_document("shadow", ready := json.loads(process.line()))
+    assert (ready["ready"], ready["job"], ready["node"]) == (True, job.job, 0)
     with ExitStack() as stack:
         copies = Copies(job)
         stack.callback(copies.close)
@@ -64,7 +66,10 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
         wait_until(lambda: status(job, 0).holds[0].stepped == 0, "stepped")
     while not (said := json.loads(process.line()))["holds"]:
         pass  # of seconds before that
-    said = json.loads(process.line())
+    check_document("shadow", said := json.loads(process.line()))
+    then, now = (datetime.fromisoformat(one["time"]) for one in (ready, said))
+    assert now.utcoffset() == timedelta(0)
+    assert then < now < then + timedelta(minutes=2)
     hold = said["holds"][0]
     assert (hold["stepped"], hold["live"], hold["lag"]) == (0, True, 0)
     assert hold["bytes"] == sum(nic["bytes"] for nic in said["nics"])
@@ -73,7 +78,7 @@ def test_json_says_where_the_node_stands_each_second(start: Callable[..., NodePr
     code, errors = process.end(signal.SIGINT)
     assert code == 0
     lines = errors.splitlines()
-    assert any(line.endswith("DP group 0, shard 0: live at iteration -1") for line in lines)
+    assert any(line.endswith("DP group 0, shard 0: live before iteration 0") for line in lines)
     for line in lines:
         written = datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
         assert abs(datetime.now() - written) < timedelta(minutes=2)

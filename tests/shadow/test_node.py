@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable
 
@@ -100,6 +101,20 @@ def test_the_live_view_shows_where_a_node_stands(world: Callable[..., World]) ->
     fence(here, training)
     console.print(picture(*watch.see()))
     assert "fenced" in console.export_text()
+
+
+def test_streams_that_break_together_are_one_line(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(nodes=1, ranks=2, channels=8)
+    here.started()
+    here.copies.refusing = True
+    here.copies.cut(0)
+    wait_until(lambda: "; reconnecting" in caplog.text and "; retrying" in caplog.text)
+    said = [line for line in caplog.messages if "; reconnecting" in line or "; retrying" in line]
+    assert len(said) == 2
+    more = [re.search(r" \(and (\d+) more like this\)$", line) for line in said]
+    assert all(one and int(one[1]) >= 8 for one in more), said
 
 
 def test_the_log_says_who_was_left_behind() -> None:
@@ -206,7 +221,7 @@ def test_a_gap_is_noticed_and_healed_while_training_goes_on(world: Callable[...,
     here.copies.lose(0, 5)
     with going_on(training):
         wait_until(lambda: not here.status(0).holds[0].live, "the gap")
-        assert "bytes have not come" in here.status(0).holds[0].trouble
+        assert "not come" in here.status(0).holds[0].trouble
         here.ready()
     here.stepped(training.iteration)
     check_now(here, training)

@@ -18,7 +18,7 @@ from checkmate.shadow.calls.fence import QUIET
 from checkmate.shadow.node import STALL, AwakeClock
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.start import fence
-from checkmate.training.start.fence import RestartPlan
+from checkmate.training.start.plans import RestartPlan
 from testbed.copies import Copies, local_job
 from testbed.small_training import SmallTraining, status
 from tests.support.labs.end_hosts import needs_buffers

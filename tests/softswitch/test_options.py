@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from softswitch.__main__ import main
 from softswitch.options import UsageError, p4info_path, parse
+from softswitch.process import main
 from tests.softswitch.support.client import KINDS
 
 TLS = [

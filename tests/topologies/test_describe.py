@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -133,15 +135,17 @@ def test_what_to_try_leads_to_a_protected_training(name: str) -> None:
     topology = load(name)
     lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
     assert len(lines) < 20
-    assert "occupy a terminal" in lines[1]
-    text = "\n".join(lines[2:])
+    assert lines[2].endswith(" lab train mine")
+    assert "occupy a terminal" in lines[4]
+    text = "\n".join(lines[5:])
     for number in range(len(topology.shadow_nodes)):
-        assert f"ip netns exec cm-mine-shadow{number} " in text
+        assert f"lab exec mine shadow{number} -- " in text
         assert f"shadow /jobs/job.yaml --id {number}\n" in text
     order = [
         " run ",
         " shadow ",
         "torch.distributed.run",
+        "pkill -9",
         " status ",
         " consolidate ",
         " remove ",
@@ -156,7 +160,30 @@ def test_many_shadow_nodes_do_not_make_the_list_long() -> None:
     topology = replace(one, shadow_nodes=one.shadow_nodes * 20)
     lines = picture.next_steps(topology, "mine", "/jobs/job.yaml").splitlines()
     assert len(lines) < 20
-    assert lines[8].endswith("--id 39")
+    assert lines[11].endswith("--id 39")
+
+
+def test_what_to_try_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell itself parses it: an environment in a folder with a space, and one without the command."""
+    place = tmp_path / "a checkout" / "bin"
+    place.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(place / "python"))
+    for command in ([str(place / "python"), "-m", "checkmate.cli.entry"], [str(place / "checkmate")]):
+        if len(command) == 1:
+            (place / "checkmate").touch()
+        lines = picture.next_steps(load("single_tor"), "mine", "/run/a b/job.yaml").splitlines()
+        inside = [*command, "lab", "exec", "mine"]
+        expected = [*inside, "ctl", "--", *command, "run", "/run/a b/job.yaml"]
+        assert [shlex.split(line) for line in lines].count(expected) == 1
+        (loop,) = [line for line in lines if line.startswith("  for r in")]
+        assert shlex.split(loop)[7 : 7 + len(inside)] == inside
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=lab_files())
+def test_a_recorded_topology_is_the_same(data: dict[str, Any]) -> None:
+    topology = build("kept", data)
+    assert build("kept", job_files.topology_data(topology)) == topology
 
 
 @pytest.mark.parametrize("name", ["single_tor", "paper_testbed"])
@@ -164,20 +191,18 @@ def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None
     """The shell itself expands the line."""
     topology = load(name)
     script = ["train.py", "--title", "two words"]
-    line = torchrun.loop(topology, "mine", "/jobs/a job.yaml", script)
-    said = line.replace("ip netns exec", "printf '%s\\0'").replace(" & ", "; echo; ")
+    line = torchrun.loop(topology, "lab exec mine", script)
+    said = line.replace("lab exec", "printf '%s\\0'").replace(" & ", "; echo; ")
     done = subprocess.run(["sh", "-c", said], capture_output=True, text=True, check=True)
     rows = [row.split("\0")[:-1] for row in done.stdout.splitlines()]
     assert len(rows) == len(topology.ranks)
     for rank, row in zip(topology.ranks, rows, strict=True):
         expected = [str(word) for word in torchrun.command(topology, rank, script)]
-        assert row[:2] == [f"cm-mine-{rank.name}", "env"]
-        assert "CHECKMATE_JOB=/jobs/a job.yaml" in row[2 : -len(expected)]
-        assert row[-len(expected) :] == expected
+        assert row == ["mine", rank.name, "--", *expected]
 
 
 def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
-    assert describe.names() == ["paper_testbed", "single_tor", "two_tor"]
+    assert describe.names() == ["paper_testbed", "single_tor", "two_stages", "two_tor"]
     single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
     assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])
     assert [len(group.ranks) for group in paper.groups] == [6, 6]

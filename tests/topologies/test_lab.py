@@ -187,8 +187,9 @@ def test_command_line_up_and_down(name: str) -> None:
     assert remains(name, before) == held
     typo = lab_command("down", name, f"{name}_typo")
     assert typo.returncode == 2
-    assert f"no lab '{name}_typo' is up; labs that are up: " in typo.stderr
-    assert name in typo.stderr.partition("labs that are up: ")[2].strip().split(", ")
+    assert f"no lab '{name}_typo' is up (labs that are up: " in typo.stderr
+    assert f"); did you mean {name}?" in typo.stderr
+    assert name in typo.stderr.partition("labs that are up: ")[2].partition(")")[0].split(", ")
     assert remains(name, before) == held
     down = lab_command("down", name)
     assert (down.returncode, down.stdout) == (0, f"lab {name} removed\n")
@@ -209,7 +210,7 @@ def test_command_line_up_and_down(name: str) -> None:
         (["up", "single_tor", "--mtu", "100"], "invalid MTU 100"),
         (["up", "single_tor", "--name", "A-b"], "'A-b' is not a valid lab name"),
         (["down", "A-b"], "'A-b' is not a valid lab name"),
-        (["down", "nosuchlab"], "no lab 'nosuchlab' is up; labs that are up: "),
+        (["down", "nosuchlab"], "no lab 'nosuchlab' is up (labs that are up: "),
         (["down"], "specify lab names or --all; labs that are up: "),
         (["down", "--if-up"], "specify lab names or --all; labs that are up: "),
         (["down", "nosuchlab", "--all"], "specify either lab names or --all, not both; labs that are up: "),

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from checkmate.tagger.libbpf import object_file
+from tests.support.documents import check_document
 from tests.support.labs.live import alive, needs_bmv2, needs_clang, needs_root
 from tests.support.labs.made import on_one_switch
 from tests.support.labs.remains import LAB_COMMAND, ROOT
@@ -71,7 +72,7 @@ def test_loss_from_the_first_segment_on_costs_no_stream_a_byte(name: str) -> Non
     command = [*LAB_COMMAND, "run", "two_tor", "--name", name, "--megabytes", "10", "--loss", "2%", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    check_document("lab-run", data := json.loads(done.stdout))
     check(data, 10_000_000, 0.02)
     assert {len(stream["read"]["sha256"]) for stream in data["streams"]} == {64}
     assert [switch["switch"] for switch in data["switches"]] == ["tor0", "tor1"]

@@ -15,6 +15,7 @@ from checkmate.training.record.windows import SLICE_BYTES
 from tests.support.labs.made import on_one_switch
 from tests.support.training.lab import LabRun, TrainingLab, equal, training_lab
 from tests.support.training.orders import ScriptOrders
+from topologies.crew import checkmate
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
@@ -60,8 +61,10 @@ def check_restored(resumed: LabRun, reference: LabRun) -> None:
 
 def kill_and_resume(lab: TrainingLab, folder: Path, kill_at: int, **more: Any) -> None:
     """Check that a run killed on all ranks and restarted ends like an uninterrupted run."""
-    reference = lab.train(ScriptOrders(str(folder / "reference"), fresh=True, keep_each=True, **more))
-    killed = lab.train(ScriptOrders(str(folder / "killed"), fresh=True, pause=0.1, **more), kill_at=kill_at)
+    reference = lab.train(ScriptOrders(str(folder / "reference"), restore=False, keep_each=True, **more))
+    killed = lab.train(
+        ScriptOrders(str(folder / "killed"), restore=False, pause=0.1, **more), kill_at=kill_at
+    )
     completed = max(killed.losses(0))
     resumed = lab.train(ScriptOrders(str(folder / "killed"), keep_each=True, **{**more, "seed": 99}))
     assert resumed.resumed() >= completed  # at most one completed iteration is repeated
@@ -184,6 +187,21 @@ def test_all_ranks_are_killed_while_records_would_still_bring_frozen_parameters(
 
 
 @pytest.mark.slow
+def test_a_finished_run_names_the_command_after_which_training_begins_again(tmp_path: Path) -> None:
+    with training_lab(TWO_RANKS) as lab:
+        first = lab.train(ScriptOrders(str(tmp_path / "first"), iterations=4))
+        assert lab.train(ScriptOrders(str(tmp_path / "second"), iterations=4)).resumed() == 4
+        said = lab.ranks[0].complaints()
+        assert "training had ended with iteration 3: `checkmate reset JOB` has the next start begin" in said
+        discarded = checkmate(lab.crew, "reset", lab.lab.job_file, "--yes")
+        assert "iteration 3 and all before it are discarded. The next start of training begins" in discarded
+        third = lab.train(ScriptOrders(str(tmp_path / "third"), iterations=4))
+        assert "`checkmate reset` has discarded what was trained" in lab.ranks[0].complaints()
+        assert same_training(third, first)
+        assert lab.train(ScriptOrders(str(tmp_path / "third"), iterations=6)).resumed() == 4
+
+
+@pytest.mark.slow
 def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
     with training_lab(PIPELINE) as lab:
         kill_and_resume(lab, tmp_path, 5, iterations=10)
@@ -222,7 +240,7 @@ def test_a_shadow_node_that_comes_back_is_current_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_goes_on_without_any_shadow_node(tmp_path: Path) -> None:
     with training_lab(TWO_RANKS, shadow_nodes=False) as lab:
-        run = lab.start(ScriptOrders(str(tmp_path / "run"), fresh=True, open_end=True, pause=0.1, wait=1))
+        run = lab.start(ScriptOrders(str(tmp_path / "run"), restore=False, open_end=True, pause=0.1, wait=1))
         lab.await_iteration(run, 5)
         assert "training begins without all shadow nodes" in lab.ranks[0].complaints()
         lab.start_shadow_nodes()
@@ -240,7 +258,7 @@ def test_when_every_shadow_node_was_lost_training_resumes_from_disk(tmp_path: Pa
     checkpoints = tmp_path / "checkpoints"
     with training_lab(TWO_RANKS) as lab:
         reference = lab.train(ScriptOrders(str(tmp_path / "reference"), iterations=12))
-        lab.train(ScriptOrders(str(tmp_path / "run"), iterations=6, fresh=True))
+        lab.train(ScriptOrders(str(tmp_path / "run"), iterations=6, restore=False))
         lab.consolidate("--out", checkpoints / "iteration-00000005")
         for member in list(lab.shadows.values()):
             lab.crew.restart(member)

@@ -155,6 +155,15 @@ def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> 
         assert found == expected
 
 
+def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    _, ends = train(tmp_path, nodes, iterations=6, kills=((1, 2),), batch_norm=False)
+    assert [code for code, _ in ends] == [1, -signal.SIGKILL], ends
+    told = ends[0][1].strip().splitlines()[-1]
+    assert "checkmate.ring.place.RingError: " in told
+    assert "rank 0 (192.168.0.0), channel " in told and " rank 1 (192.168.0.1): " in told
+    assert "Unable to cast" not in ends[0][1]
+
+
 def test_an_error_is_no_end_of_training(nodes: list[RecordingNode], tmp_path: Path) -> None:
     _, ends = train(tmp_path, nodes, iterations=4, plain=True, fail_at=2, restore=False)
     assert [code for code, _ in ends] == [1, 1]
@@ -169,7 +178,7 @@ def test_shadow_nodes_that_are_away_cost_nothing_but_the_wait(
 ) -> None:
     for node in nodes:
         node.stop()
-    run, ends = train(tmp_path, nodes, iterations=4, fresh=True, wait=0.5, timeout=0.5)
+    run, ends = train(tmp_path, nodes, iterations=4, restore=False, wait=0.5)
     assert [code for code, _ in ends] == [0, 0], ends
     assert list(run.losses(0)) == [0, 1, 2, 3]
     assert "training begins without all shadow nodes: shadow node 0" in ends[0][1]
@@ -186,7 +195,7 @@ def test_without_shadow_nodes_nothing_is_resumed(nodes: list[RecordingNode], tmp
     for _, errors in ends:
         assert f"shadow node 1 ({nodes[1].address}): can't be reached (Connection refused)" in errors
         assert "no checkpoint folder is set (pass checkpoints= or set CHECKMATE_CHECKPOINTS)" in errors
-        assert "fresh=True starts from iteration 0" in errors
+        assert "`checkmate reset JOB` has the next start begin with iteration 0" in errors
     nodes[1].start()
 
 

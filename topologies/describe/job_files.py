@@ -1,4 +1,4 @@
-"""The job file of a lab, for `checkmate run`. Pure."""
+"""The files of a lab: its job, for `checkmate run`, and its topology. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Target = Literal["softswitch", "bmv2"]
 TARGETS: tuple[Target, ...] = ("softswitch", "bmv2")
 FABRIC_FILE = "fabric.yaml"
 JOB_FILE = "job.yaml"
+TOPOLOGY_FILE = "topology.yaml"
 
 
 def target_of(text: str) -> Target:
@@ -48,6 +49,23 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
             for group in topology.groups
         ],
         "shadow_nodes": [_shadow(node) for node in topology.shadow_nodes],
+    }
+
+
+def topology_data(topology: Topology) -> dict[str, Any]:
+    """Return a topology as data of its YAML, from which `build` makes an equal one."""
+    return {
+        "title": topology.title,
+        "channels": topology.channels,
+        "replicas": topology.replicas,
+        "switches": [switch.name for switch in topology.switches],
+        "links": [[link.a[0], link.b[0]] for link in topology.links],
+        "dp_groups": [
+            {"ranks": [rank.interfaces[0].switch for rank in group.ranks]}
+            | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
+            for group in topology.groups
+        ],
+        "shadow_nodes": [[nic.switch for nic in node.interfaces] for node in topology.shadow_nodes],
     }
 
 

@@ -10,15 +10,14 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from checkmate.job.checks import validated
 from checkmate.job.faults import Fault, Path, parts, show_path
+from checkmate.job.validation import validated
 from checkmate.wording import counted
 
 _RANKS_MAX: Final = 150
 _SHARDS_MAX: Final = 16
 _WORDS: Final = {
     "string_too_short": "must describe the lab in a few words",
-    "extra_forbidden": "unknown key; remove it, or see docs/lab.md for the known keys",
     "string_pattern_mismatch": "must be a switch's name: up to 12 of a-z and 0-9, a letter first",
 }
 _SwitchName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9]{0,11}$")]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -117,7 +118,8 @@ def last_lines(log: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return our environment, for imports of this same package, without proxies: a lab has no way out."""
+    """Return our environment, for this same package and its commands; a lab has no way out to a proxy."""
     kept = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     kept["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return kept

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from checkmate.output.consoles import text_console
 from topologies import picture
 from topologies.crew import Crew, serving
 from topologies.lab import Lab
@@ -23,7 +24,8 @@ from topologies.traffic.run import Outcome, Traffic
 def run_lab(lab: Lab, load: Load, console: Console) -> Outcome:
     """Create a lab, drive traffic through it, and remove it; raise `LabError` if that fails."""
     console.print(f"lab {lab.name} on {lab.target}: {lab.topology.title}\n", highlight=False)
-    console.print(picture.picture(lab.topology) + "\n", highlight=False, soft_wrap=True)
+    picture.show(lab.topology, console)
+    console.print()
     with unwinding(), StepProgress(console) as steps:
         lab.report_to(steps)
         try:
@@ -82,9 +84,9 @@ def _sentence(outcome: Outcome) -> str:
 
 def perform(lab: Lab, load: Load, *, as_json: bool) -> bool:
     """Run the whole demo, with progress on standard error; return whether all streams are equal."""
-    outcome = run_lab(lab, load, Console(stderr=True))
+    outcome = run_lab(lab, load, text_console(stderr=True))
     if as_json:
         print(json.dumps(outcome.data(), indent=2))
     else:
-        show(outcome, lab, Console())
+        show(outcome, lab, text_console())
     return outcome.good

@@ -18,7 +18,8 @@ import torch
 from pydantic import Field, model_validator
 
 from checkmate.ring.collectives import AllGather
-from checkmate.ring.connections import DEFAULT_PORT, Ring, RingError, RingPlace, connect_ring
+from checkmate.ring.connections import Ring, connect_ring
+from checkmate.ring.place import DEFAULT_PORT, RingError, RingPlace
 from checkmate.ring.steps import SLICE_BYTES, Position, allgather_steps, allreduce_steps
 from checkmate.tagger import Tagger, TaggerError
 from checkmate.wire import tag as wire

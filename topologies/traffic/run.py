@@ -17,6 +17,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from checkmate.job.files import read_job
+from checkmate.wording import JSON_VERSION
 from topologies.crew import Crew, Member, await_streams
 from topologies.crew import status as read_status
 from topologies.describe.topology import LabError
@@ -74,7 +75,7 @@ class Outcome:
         ranks = [{key: rank[key] for key in kept} for rank in self.ranks]
         drops = [asdict(drop) for drop in self.port_drops]
         more = {"ranks": ranks, "switches": self.switches, "port_drops": drops}
-        return {"good": self.good} | self.verdict.data() | more
+        return {"version": JSON_VERSION, "good": self.good} | self.verdict.data() | more
 
 
 class Traffic:

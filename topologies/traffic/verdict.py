@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.text import Text
 
 from checkmate.job.boundaries import streams
 from checkmate.job.schema import Job
-from topologies.tables import plain_table
+from checkmate.output.tables import FittedTable
 
 StreamKey = tuple[int, int, int]
 """Boundary, channel, shadow id: a stream of the tagging rank."""
@@ -92,10 +92,10 @@ def compare(
     return tuple(sorted(rows, key=lambda row: (row.boundary, row.channel, row.shadow_id, row.node)))
 
 
-def table(verdict: Verdict) -> Table:
+def table(verdict: Verdict) -> FittedTable:
     """Return the verdict as a table, with the first ten digits of each SHA-256."""
     columns = ("boundary", "ch", "shard", "node", "NIC", "bytes", "tagged", "read", "equal")
-    shown = plain_table("shadow streams", *columns, numbers=("bytes",))
+    shown = FittedTable("shadow streams", *columns, numbers=("bytes",))
     for row in verdict.rows:
         shown.add_row(
             f"{row.boundary // 2} {SIDES[row.boundary % 2]}",
@@ -106,7 +106,7 @@ def table(verdict: Verdict) -> Table:
             _bytes(row),
             _short(row.tagged),
             _short(row.read),
-            "[green]yes[/green]" if row.equal else "[bold red]NO[/bold red]",
+            Text("yes", "green") if row.equal else Text("NO", "bold red"),
         )
     return shown
 

@@ -1,1 +1,5 @@
 """Training in a lab: killed ranks, verdicts, and the demo."""
+
+from checkmate import extras
+
+extras.check("a lab", "demo")

@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from checkmate.output.consoles import text_console
+from checkmate.output.plain_text import use_plain_streams
 from topologies import lab, picture
 from topologies.describe import topology as describe
 from topologies.describe.job_files import TARGETS, Target, target_of
@@ -77,7 +79,8 @@ class Ending:
 def perform(story: Story, console: Console) -> Ending:
     """Run the whole demo and remove its labs; raise `LabError` on failure."""
     console.print(f"lab {story.topology.name}, twice: {story.topology.title}\n", highlight=False)
-    console.print(picture.picture(story.topology) + "\n", highlight=False, soft_wrap=True)
+    picture.show(story.topology, console)
+    console.print()
     with unwinding(), StepProgress(console) as steps, contextlib.ExitStack() as labs:
         arguments = ("--iterations", str(story.iterations))
         plans = {
@@ -170,12 +173,13 @@ def _story(chosen: argparse.Namespace) -> Story:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if every promise was kept, 1 if not, 2 for an invalid command line."""
+    use_plain_streams()
     chosen = _parser().parse_args(arguments)
     try:
         story = _story(chosen)
         for name in ("demo_uninterrupted", "demo_protected"):
             lab.down(name)  # left by a demo that was killed
-        ending = perform(story, Console(stderr=True))
+        ending = perform(story, text_console(stderr=True))
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -184,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.json:
         print(json.dumps(ending.data(), indent=2))
     else:
-        report.show(ending.reference, ending.protected, ending.promises, ending.cost, Console())
+        report.show(ending.reference, ending.protected, ending.promises, ending.cost, text_console())
         print(f"\nloss curves: {os.path.relpath(ending.picture)}")
     return 0 if ending.good else 1
 

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 import checkmate
 from checkmate import Restored
 from checkmate.ring import connect_ring
-from checkmate.ring.connections import PlainSocket, RingPlace
+from checkmate.ring.connections import PlainSocket
+from checkmate.ring.place import RingPlace
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.start.membership import join, lay_out, trained
@@ -52,11 +53,14 @@ class Unprotected:
     def mark(self) -> None:
         """Do nothing: the ends of iterations are not needed."""
 
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.close()
 
 
 class Untagged(Unprotected):
@@ -70,7 +74,8 @@ class Untagged(Unprotected):
         self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
         self._hook.register()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the ring."""
         self._hook.close()
         self._ring.close()
 

@@ -13,26 +13,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from topologies import torchrun
-from topologies.crew import CHECKMATE, TEMPORARY, Crew, Member, checkmate, serving
+from topologies.crew import TEMPORARY, Crew, checkmate, serving
 from topologies.describe.job_files import Target
 from topologies.describe.topology import Host, LabError, Topology
 from topologies.lab import Lab
+from topologies.training.job_processes import JobProcesses
 from topologies.training.orders import Kill, Orders, Reduce
 from topologies.training.record import JobRecord, read_events, read_losses
 
-SCRIPT: Final = "examples.gpt.train"
-_SCRIPT_ERROR: Final = re.compile(r"^\[rank\d+\]: (\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
-_READY_SECONDS: Final = 60.0
+SCRIPT: Final = "checkmate.examples.gpt.train"
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ class JobPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class TrainingJob:
-    """One training job in a lab; its output is in `folder`.
+class TrainingJob(JobProcesses):
+    """One training job in a lab, as planned; its output is in `folder`.
 
     `cpus` are the CPUs of ranks once they are ready to begin, `shadow_cpus` those of shadow nodes.
     """
@@ -65,40 +62,15 @@ class TrainingJob:
         cpus: Collection[int] | None = None,
         shadow_cpus: Collection[int] | None = None,
     ) -> None:
-        self.crew = crew
+        super().__init__(crew, shadow_cpus=shadow_cpus)
         self.plan = plan
         self.folder = folder
-        self.shadows: dict[str, Member] = {}
-        self.ranks: dict[str, Member] = {}
-        self._cpus, self._shadow_cpus = cpus, shadow_cpus
+        self.shadow_options = ("--json", *plan.shadow_options)
+        self._cpus = cpus
         self._gate = folder / "gate"
         folder.mkdir(parents=True, exist_ok=True)
         for left in (*folder.glob("rank*.*"), folder / "final.pt"):
             left.unlink(missing_ok=True)
-
-    def start_shadow_nodes(self, programs: Mapping[int, Sequence[str]] | None = None) -> None:
-        """Start every shadow node of the job, and wait until they serve.
-
-        `programs` are started instead of `checkmate` for some of them, by id.
-        """
-        for host in self.crew.lab.topology.shadow_nodes:
-            self._start_shadow_node(host, (programs or {}).get(host.number, CHECKMATE))
-        self.await_shadow_nodes()
-
-    def restart_shadow_node(self, node: int) -> None:
-        """Kill a shadow node with SIGKILL if it runs, start it again, and wait until it serves."""
-        host = self.crew.lab.topology.host(f"shadow{node}")
-        self.crew.kill(self.shadows[host.name])
-        self._start_shadow_node(host, CHECKMATE)
-        self.await_shadow_nodes()
-
-    def await_shadow_nodes(self) -> None:
-        """Wait until each shadow node serves."""
-        self.crew.wait(
-            lambda: all("ready" in member.said() for member in self.shadows.values()),
-            "shadow nodes to serve",
-            _READY_SECONDS,
-        )
 
     def start(self) -> None:
         """Start the ranks. If the plan is gated, iterations begin only after `let`."""
@@ -115,12 +87,8 @@ class TrainingJob:
         )
         file = self.folder / "orders.json"
         file.write_text(orders.to_json())
-        topology = self.crew.lab.topology
-        for rank in topology.ranks:
-            script: list[str | Path] = ["-m", "topologies.training.in_rank", file]
-            command = torchrun.command(topology, rank, script, restarts=self.plan.restarts)
-            environment = {**torchrun.ENVIRONMENT, **self.plan.environment}
-            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
+        script: list[str | Path] = ["-m", "topologies.training.in_rank", file]
+        self.start_ranks(script, restarts=self.plan.restarts, environment=self.plan.environment)
 
     def let(self, iterations: int, mode: str = "") -> None:
         """Let the ranks begin all iterations below this one; `mode` is for the extension."""
@@ -135,7 +103,7 @@ class TrainingJob:
     def await_iterations(self, iterations: int, seconds: float) -> None:
         """Wait until each rank has completed this many iterations."""
         last = f"iteration {iterations - 1} to end"
-        with self._explained():
+        with self.explained():
             self.crew.wait(lambda: self.next_iteration() >= iterations, last, seconds)
 
     def await_ready(self, seconds: float) -> None:
@@ -147,18 +115,6 @@ class TrainingJob:
             "ranks to be ready",
             seconds,
         )
-
-    def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until the ranks have ended with status 0."""
-        with self._explained():
-            self.crew.finish(list(self.ranks.values()), seconds, tick)
-
-    def stop(self) -> None:
-        """Kill ranks that are still training with SIGKILL, then stop the shadow nodes as Ctrl-C does."""
-        for member in self.ranks.values():
-            self.crew.kill(member)
-        for member in self.shadows.values():
-            self.crew.stop(member)
 
     def statuses(self, node: int) -> list[dict[str, Any]]:
         """Return a shadow node's statuses so far (`checkmate shadow --json`, once a second)."""
@@ -201,23 +157,6 @@ class TrainingJob:
         if found["iteration"] != iteration:
             raise LabError(f"the shadow nodes' newest iteration is {found['iteration']}, not {iteration}")
         return {key: found[key] for key in ("model", "optimizer")}
-
-    def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
-        job = str(self.crew.lab.job_file)
-        argv = [*program, "shadow", job, "--id", str(host.number), "--json", *self.plan.shadow_options]
-        self.shadows[host.name] = self.crew.start(
-            host.name, host.name, argv, cpus=self._shadow_cpus, environment={"OMP_NUM_THREADS": "1"}
-        )
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Add the error of each rank's script to a `LabError`, because torchrun does not report it."""
-        try:
-            yield
-        except LabError as error:
-            said = {name: _SCRIPT_ERROR.findall(member.complaints()) for name, member in self.ranks.items()}
-            words = [f"{name} failed with: {errors[-1]}" for name, errors in said.items() if errors]
-            raise LabError("; ".join([str(error), *words])) from None
 
     def _last_iteration(self, rank: Host) -> int:
         lines = _lines(self.folder / f"rank{rank.number}.jsonl")

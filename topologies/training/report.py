@@ -9,9 +9,8 @@ from typing import Final
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
-from topologies.tables import plain_table
+from checkmate.output.tables import FittedTable
 from topologies.training.record import Interval, JobRecord, Recovery
 from topologies.training.verdict import Cost, Promise
 
@@ -32,10 +31,10 @@ def show(
         console.print(f"{mark}  {promise.what}\n     {promise.seen}", highlight=False)
 
 
-def losses(reference: JobRecord, protected: JobRecord) -> Table:
+def losses(reference: JobRecord, protected: JobRecord) -> FittedTable:
     """Return a table of losses at regular iterations, and around crashes."""
     numbers = ("iteration", "uninterrupted", "protected", "equal")
-    table = plain_table("loss, mean of all ranks", *numbers, "", numbers=numbers)
+    table = FittedTable("loss, mean of all ranks", *numbers, "", numbers=numbers, folds=("",))
     ours, theirs = protected.curve, reference.curve
     notes = {}
     for r in protected.recoveries():
@@ -50,24 +49,24 @@ def losses(reference: JobRecord, protected: JobRecord) -> Table:
     return table
 
 
-def parts(recovery: Recovery) -> Table:
+def parts(recovery: Recovery) -> FittedTable:
     """Return a table of the parts of a recovery."""
     title = f"from kill -9 of rank {recovery.rank} to the next trained iteration"
-    table = plain_table(title, "part", "seconds", numbers=("seconds",))
+    table = FittedTable(title, "part", "seconds", numbers=("seconds",))
     for name, seconds in recovery.parts.items():
         table.add_row(name, f"{seconds:.2f}")
     table.add_row("total", f"{recovery.seconds:.2f}", style="bold")
     return table
 
 
-def costs(cost: Cost) -> Table | str:
+def costs(cost: Cost) -> FittedTable | str:
     """Return a table of the paired differences per iteration."""
     pairs = len(cost.seconds.reference)
     if pairs < 2:
         return "cost to the trainers: not enough undisturbed blocks to compare"
     title = f"cost to the trainers in ms per iteration: mean of {pairs} pairs of blocks (95% interval)"
     numbers = ("untagged", "protected: more", "more, %")
-    table = plain_table(title, "", *numbers, numbers=numbers)
+    table = FittedTable(title, "", *numbers, numbers=numbers)
     for name, found in (("time", cost.seconds), ("processor", cost.processor)):
         row = (_milliseconds(found.difference), _percent(found.ratio))
         table.add_row(name, f"{1e3 * statistics.fmean(found.reference):.0f}", *row)

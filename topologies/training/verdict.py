@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from checkmate.wording import counted
 from topologies.training.record import Interval, JobRecord, TimedBlock, interval
 
 
@@ -111,8 +112,9 @@ def _digests(reference: JobRecord, protected: JobRecord) -> Promise:
     found = [*reference.digests.values(), *protected.digests.values()]
     expected = len(reference.events) + len(protected.events)
     what = "each rank of both runs ends with the same parameters and optimizer state"
-    seen = f"{len(set(found))} digest(s) on {len(found)} of {expected} ranks: {', '.join(sorted(set(found)))}"
-    return Promise(what, len(found) == expected and len(set(found)) == 1, seen)
+    different = sorted(set(found))
+    seen = f"{counted(len(different), 'digest')} on {len(found)} of {expected} ranks: {', '.join(different)}"
+    return Promise(what, len(found) == expected and len(different) == 1, seen)
 
 
 def _states(states: Mapping[str, object]) -> Promise:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from checkmate.cli.common import UsageFault, err, out, print_json
 from checkmate.cli.planning.options import quantity
-from checkmate.cli.planning.plan import table_limits
 from checkmate.job.faults import show_path
 from checkmate.job.files import JobError, JobSet, Located, locate
 from checkmate.job.schema import Job, Nic
+from checkmate.output.consoles import waiting
 from checkmate.planner.capacity import report
 from checkmate.planner.capacity.misfits import checks
 from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
@@ -20,8 +20,8 @@ from checkmate.planner.models.named import Model, load_model, stages_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import read_profile
 from checkmate.planner.units import bits_per_second, nbytes, seconds
+from checkmate.wording import counted
 from controlplane import plan as planning
-from controlplane.errors import ControlError
 
 
 class DoesNotFit(JobError):
@@ -53,7 +53,7 @@ def show(
     if len(jobs) > 1:
         raise UsageFault(f"--capacity takes one job and its model, not {len(jobs)} jobs")
     ((file, job),) = found.sound
-    with err.status("planning", spinner="line"):
+    with waiting(err, "planning"):
         chosen = NamedOptimizer(optimizer)
         stages = _stages(job, models, dtype)
         link = quantity("--link-rate", link_rate, bits_per_second)
@@ -85,7 +85,9 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
     if not names:
         raise UsageFault("--capacity needs --model: a model's name, or module:function")
     if len(names) not in (1, groups):
-        raise UsageFault(f"--model is given {len(names)} times; job {job.job} has {groups} DP groups")
+        raise UsageFault(
+            f"--model is given {counted(len(names), 'time')}; job {job.job} has {counted(groups, 'DP group')}"
+        )
     models = [load_model(name, dtype) for name in names]
     return models if len(models) == groups else stages_of(models[0], groups)
 
@@ -111,19 +113,10 @@ def _with_profile(
 def _switches(job: Job) -> list[SwitchUse]:
     """Return what the control plane would install with every stream connected."""
     targets: dict[str, str] = {switch.name: switch.target for switch in job.fabric.switches}
-    holds = {target: limits for target in planning.GROUPS_MAX if (limits := _limits_of(target))}
+    holds = {target: planning.limits(target) for target in planning.GROUPS_MAX}
     found = []
     for name, plan in planning.plan([job]).items():
         ports = [isinstance(host, Nic) for _, host in job.hosts() if host.switch == name]
-        own = {targets[name]: table_limits(targets[name])}
-        uses = plan.usage(), {**holds, **own}
-        found.append(SwitchUse(name, targets[name], *uses, ports.count(False), ports.count(True)))
+        sides = ports.count(False), ports.count(True)
+        found.append(SwitchUse(name, targets[name], plan.usage(), holds, *sides))
     return found
-
-
-def _limits_of(target: str) -> Mapping[str, int] | None:
-    """Return the limits of any target, or `None` if it has no P4Info."""
-    try:
-        return table_limits(target)
-    except ControlError:
-        return None

@@ -9,6 +9,8 @@ from typing import Annotated, Final
 import typer
 
 from checkmate.cli.common import UsageFault, err
+from checkmate.extras import check
+from checkmate.output.consoles import waiting
 
 _ENDINGS = (".png", ".svg")
 
@@ -105,16 +107,13 @@ def check_picture(file: Path) -> None:
     if file.is_dir() or not file.parent.is_dir():
         why = "is a folder" if file.is_dir() else f"would be in {file.parent}, which is not a folder"
         raise UsageFault(f"--plot: {file} {why}")
-    try:
-        import matplotlib  # noqa: F401, PLC0415
-    except ImportError:
-        raise UsageFault('--plot needs matplotlib: pip install ".[plan]"') from None
+    check("--plot", "plan")
 
 
 def draw(file: Path, write: Callable[[], None]) -> None:
     """Write a picture. Raise `UsageFault` if it cannot be written."""
     try:
-        with err.status("drawing", spinner="line"):
+        with waiting(err, "drawing"):
             write()
     except OSError as error:
         raise UsageFault(f"--plot: {file} cannot be written: {error.strerror}") from None

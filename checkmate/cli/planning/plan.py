@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from checkmate.cli.common import (
     AsJson,
@@ -18,14 +16,14 @@ from checkmate.cli.common import (
     print_json,
     says_errors,
     set_of,
-    switch_extra,
 )
 from checkmate.cli.planning import options, tofino
 from checkmate.job.files import JobSet, Located, locate
 from checkmate.job.schema import Job
+from checkmate.output.consoles import waiting
+from checkmate.output.tables import FittedTable
 from controlplane import plan as planning
 from controlplane.entities import MulticastGroup, TableEntry
-from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan
 
 _OPTIONS = {"models": "model"}
@@ -42,12 +40,13 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
             are faulty.
     """
     jobs = [job for _, job in found.sound]
-    plans = planning.plan(jobs)
+    with waiting(err, "planning"):
+        plans = planning.plan(jobs)
     targets = _targets(jobs)
     excesses = [
         excess
         for name, plan in plans.items()
-        for excess in planning.excesses(plan, targets[name], Codec.for_target(targets[name]).table_sizes())
+        for excess in planning.excesses(plan, targets[name], planning.limits(targets[name]))
     ]
     too_much = [
         Located(*locate(file, ("dp_groups",)), "dp_groups", str(excess))
@@ -99,10 +98,9 @@ def plan(
 
     Example: checkmate plan jobs/ --bfrt --switch tor > tor.py
     """
-    switch_extra()
     _check_options(context)
     if capacity:
-        with err.status("planning", spinner="line"):
+        with waiting(err, "planning"):
             from checkmate.cli.planning.capacity import show  # noqa: PLC0415 - torch takes a second
 
         show(
@@ -128,7 +126,7 @@ def plan(
         return
     targets = _targets(loaded)
     if as_json:
-        print_json({name: _data(plan, targets[name]) for name, plan in plans.items()})
+        print_json({"switches": {name: _data(plan, targets[name]) for name, plan in plans.items()}})
         return
     for name, switch_plan in plans.items():
         out.print(_table(switch_plan, targets[name]))
@@ -154,18 +152,10 @@ def _check_options(context: typer.Context) -> None:
         raise UsageFault("--switch needs --pfc or --bfrt")
 
 
-@cache
-def table_limits(target: str) -> Mapping[str, int]:
-    """Return a target's capacity for each kind of entity. Raise `NotCompiled` if it has no P4Info."""
-    return planning.limits(target, Codec.for_target(target).table_sizes())
-
-
-def _table(plan: SwitchPlan, target: str) -> Table:
-    table = Table(title=f"{plan.switch} ({target})", title_justify="left")
-    table.add_column("what")
-    for column in ("used", "holds", "share"):
-        table.add_column(column, justify="right")
-    limits = table_limits(target)
+def _table(plan: SwitchPlan, target: str) -> FittedTable:
+    numbers = ("used", "holds", "share")
+    table = FittedTable(f"{plan.switch} ({target})", "what", *numbers, numbers=numbers)
+    limits = planning.limits(target)
     for what, used in sorted(plan.usage().items()):
         table.add_row(what, str(used), str(limits[what]), f"{used / limits[what]:.1%}")
     return table
@@ -175,7 +165,7 @@ def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
     return {
         "target": target,
         "usage": plan.usage(),
-        "limits": table_limits(target),
+        "limits": planning.limits(target),
         "groups": [_group(group) for group in plan.holdings.groups.values()],
         "entries": [_entry(entry) for entry in plan.holdings.entries.values()],
         "streams": [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.planning.options import (
@@ -21,6 +21,7 @@ from checkmate.cli.planning.options import (
     draw,
     quantity,
 )
+from checkmate.output.consoles import progress, waiting
 from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
 from checkmate.wording import counted
 from topologies.signals import unwinding
@@ -100,12 +101,13 @@ def profile(
     """
     if plot:
         check_picture(plot)
-    from checkmate.planner.models.named import load_model  # noqa: PLC0415
-    from checkmate.planner.models.optimizers import NamedOptimizer  # noqa: PLC0415
-    from checkmate.planner.profile import machine  # noqa: PLC0415 - torch takes a second
-    from checkmate.planner.profile.sizing import Machine  # noqa: PLC0415
-    from checkmate.planner.units import nbytes  # noqa: PLC0415
-    from checkmate.planner.units import seconds as time_of  # noqa: PLC0415
+    with waiting(err, "starting"):  # torch takes a second
+        from checkmate.planner.models.named import load_model  # noqa: PLC0415
+        from checkmate.planner.models.optimizers import NamedOptimizer  # noqa: PLC0415
+        from checkmate.planner.profile import machine  # noqa: PLC0415
+        from checkmate.planner.profile.sizing import Machine  # noqa: PLC0415
+        from checkmate.planner.units import nbytes  # noqa: PLC0415
+        from checkmate.planner.units import seconds as time_of  # noqa: PLC0415
 
     chosen = NamedOptimizer(optimizer)
     loaded = [load_model(name, dtype) for name in dict.fromkeys(models or ["ResNet50"])]
@@ -113,10 +115,11 @@ def profile(
     iteration = quantity("--iteration-time", iteration_time, time_of) if iteration_time else None
     room = int(quantity("--memory", memory, nbytes)) if memory else None
     node_room = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else machine.memory()
-    busy = machine.busy_cores()
-    if busy > machine.BUSY * machine.cores():
+    load = machine.load_average()
+    if load > machine.BUSY * machine.cores():
         err.print(
-            f"[yellow]busy:[/yellow] other processes use about {busy:.1f} of {machine.cores()} cores; "
+            f"[yellow]busy:[/yellow] the load average is {load:.1f} on {counted(machine.cores(), 'core')}, "
+            "which is the number of threads that ran, or waited to run, during the last minute; "
             "measurements will be slower than on an idle machine",
             soft_wrap=True,
         )
@@ -127,9 +130,9 @@ def profile(
     node = Machine(each, node_room, rate, channels, receive_buffer << 20)
     sized = [_sized(model, chosen, measured, node, iteration, nodes) for model in loaded]
     if plot:
-        _draw(plot, sized, each, nodes, iteration)
+        _draw(plot, sized, each, iteration)
     if as_json:
-        print_json(_data(measured, sized, busy, forced, iteration))
+        print_json(_data(measured, sized, load, forced, iteration))
         return
     _print(measured, sized, forced, iteration)
     if plot:
@@ -150,19 +153,13 @@ def _measure(
     received: dict[int, float] = {}
     for model in models:  # raises early for models that cannot be stepped
         step.samples_of(model, optimizer, room or machine.memory_available())
-    columns = (
-        SpinnerColumn("line"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("receiving", total=len(receive.NICS) + len(models) * len(threads))
+    with progress(err, TimeElapsedColumn()) as bar:
+        task = bar.add_task("receiving", total=len(receive.NICS) + len(models) * len(threads))
         for nics in receive.NICS:
-            progress.update(task, description=f"receiving, {counted(nics, 'NIC')}")
+            bar.update(task, description=f"receiving, {counted(nics, 'NIC')}")
             for rate in receive.measure(nics, seconds):
                 received[nics] = rate
-            progress.advance(task)
+            bar.advance(task)
         steps = [
             step.measure(
                 model,
@@ -170,7 +167,7 @@ def _measure(
                 threads,
                 seconds,
                 room or machine.memory_available(),
-                lambda text, part: progress.update(task, description=text, advance=part),
+                lambda text, part: bar.update(task, description=text, advance=part),
             )
             for model in models
         ]
@@ -193,14 +190,14 @@ def _sized(
 
 
 def _data(
-    measured: Profile, sized: Sequence[_Sized], busy: float, forced: bool, iteration_s: float | None
+    measured: Profile, sized: Sequence[_Sized], load: float, forced: bool, iteration_s: float | None
 ) -> dict[str, object]:
     """Return what `plan --capacity --profile` reads, and sizes derived from it; in seconds and bytes."""
     from checkmate.planner.profile.tables import figures  # noqa: PLC0415
 
     return {
         **asdict(measured),
-        "busy_cores": busy,
+        "load_average": load,
         "receive_buffers_as_asked": forced,
         "outliers": [asdict(figure) for figure in figures(measured) if figure.outlier],
         "iteration_seconds": iteration_s,
@@ -219,7 +216,7 @@ def _print(measured: Profile, sized: Sequence[_Sized], forced: bool, iteration_s
     from checkmate.planner.profile import tables  # noqa: PLC0415
 
     figures = tables.figures(measured)
-    out.print(tables.measured(figures), markup=False)
+    out.print(tables.measured(figures))
     if any(figure.outlier for figure in figures):
         err.print(
             "[yellow]outliers:[/yellow] some figures contradict others, perhaps because the machine was busy "
@@ -254,10 +251,15 @@ def _threads(said: str | None, cores: int) -> list[int]:
     return counts
 
 
-def _draw(file: Path, sized: Sequence[_Sized], cores: int, nodes: int, iteration_s: float | None) -> None:
+def _draw(file: Path, sized: Sequence[_Sized], cores: int, iteration_s: float | None) -> None:
+    """Plot all nodes that the tables have, so that the number that suffices is among them."""
+    nodes = max(len(one.sizings) for one in sized)
+    enough = {one.model.name: one.enough for one in sized if one.enough and iteration_s is not None}
+
     def write() -> None:
         from checkmate.planner.profile.figure import write_figure  # noqa: PLC0415 - matplotlib takes a second
 
-        write_figure(file, [(one.model, one.times) for one in sized], cores, nodes, iteration_s)
+        lines = [(one.model, one.times) for one in sized]
+        write_figure(file, lines, cores, nodes, iteration_s, enough)
 
     draw(file, write)

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from checkmate.cli.common import UsageFault, err, out, print_json
 from checkmate.job.files import JobSet, Located, locate
 from checkmate.job.schema import Job
+from checkmate.output.tables import FittedTable
 from controlplane.network import Network
 from controlplane.plan import SwitchPlan
 from controlplane.tofino.bfrt import script
@@ -57,7 +57,7 @@ def show(
             for name, plan in planned.items()
         }
         if as_json:
-            print_json({name: {"script": text} for name, text in scripts.items()})
+            print_json({"switches": {name: {"script": text} for name, text in scripts.items()}})
             return
         if len(scripts) > 1:
             raise UsageFault(f"each script is for one switch: add --switch {' or --switch '.join(scripts)}")
@@ -125,19 +125,21 @@ def _print_switch(plan: PfcPlan) -> None:
         f"{plan.egress_pool:,} of {plan.available:,} cells",
         markup=False,
     )
-    table = _table("training comes in by", "speed", "cable", "threshold", "headroom", "copies")
+    columns = ("speed", "cable", "threshold", "headroom", "copies")
+    table = FittedTable("", "training comes in by", *columns, numbers=columns)
     for sender in plan.senders:
         where = f"{sender.port.name}  {', '.join(sender.peers)}"
         cells = (plan.threshold, sender.headroom.cells, sender.copies)
         table.add_row(where, sender.port.speed, f"{sender.port.cable:g} m", *map(str, cells))
     out.print(table)
-    table = _table("goes out by", "behind it", "queue holds")
+    table = FittedTable("", "goes out by", "behind it", "queue holds", numbers=("queue holds",))
     for queue in plan.queues:
         table.add_row(
             f"{queue.port.name}  {', '.join(queue.peers)}", "shadow" if queue.shadow else "", str(queue.cells)
         )
     out.print(table)
-    table = _table("multicast group", "from", "cells of its copies")
+    numbers = ("from", "cells of its copies")
+    table = FittedTable("", "multicast group", *numbers, numbers=numbers)
     for group in plan.groups:
         table.add_row(f"{group.group}  to {' '.join(group.ports)}", group.came_in_by, str(group.cells))
     out.print(table)
@@ -156,14 +158,6 @@ def _explained(plan: PfcPlan) -> list[str]:
         slowest = max(plan.senders, key=lambda sender: sender.headroom.cells)
         said.insert(0, f"Headroom of {slowest.port.name}: {slowest.headroom.arithmetic()}.")
     return said
-
-
-def _table(first: str, *more: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
-    for name in more:
-        table.add_column(name, justify="right")
-    return table
 
 
 def _print_hosts(hosts: Sequence[HostCommands]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from checkmate.job.faults import show_path
+from checkmate.output.tables import FittedTable
 from checkmate.planner.capacity.misfits import PEAK, Check
 from checkmate.planner.capacity.plan import TRANSCEIVERS, Capacity, SwitchUse
 from checkmate.planner.demand import NicDemand
@@ -84,13 +84,13 @@ def verdict(found: Capacity, checks: Sequence[Check]) -> str:
     )
 
 
-def summary(found: Capacity, checks: Sequence[Check]) -> Iterator[Table]:
+def summary(found: Capacity, checks: Sequence[Check]) -> Iterator[FittedTable]:
     """Yield tables of checks and of needed hardware, for a terminal."""
     yield _checks(checks)
     yield _needed(found)
 
 
-def details(found: Capacity) -> Iterator[Table]:
+def details(found: Capacity) -> Iterator[FittedTable]:
     """Yield tables of every switch, NIC, node and shard, for a terminal."""
     for use in found.switches:
         yield _switch(use)
@@ -126,24 +126,16 @@ def _nic_data(found: Capacity, nic: NicDemand) -> dict[str, object]:
     }
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    made = Table(title=title, title_justify="left")
-    for column in left:
-        made.add_column(column)
-    for column in right:
-        made.add_column(column, justify="right")
-    return made
-
-
 def _tightest_first(checks: Sequence[Check]) -> list[Check]:
     """Sort checks: first those that do not fit, then by share."""
     return sorted(checks, key=lambda check: (check.misfit is None, -check.share))
 
 
-def _checks(checks: Sequence[Check]) -> Table:
+def _checks(checks: Sequence[Check]) -> FittedTable:
     """Return a table of checks, with only the scarcest entity of switches unless more do not fit."""
-    made = _table("checks, tightest first", ("what", "where"), ("needed", "available", "share"))
-    made.add_column("fits")
+    numbers = ("needed", "available", "share")
+    title = "checks, tightest first"
+    made = FittedTable(title, "what", "where", *numbers, "fits", numbers=numbers, folds=("what",))
     held = 0
     for check in _tightest_first(checks):
         if not check.unit:
@@ -151,7 +143,7 @@ def _checks(checks: Sequence[Check]) -> Table:
             if held > 1 and check.misfit is None:
                 continue
         needed, there = (_shown(value, check.unit) for value in (check.needed, check.there))
-        fits = "yes" if check.misfit is None else "[red]no[/red]"
+        fits = "yes" if check.misfit is None else Text("no", "red")
         made.add_row(check.what, check.where, needed, there, f"{check.share:.0%}", fits)
     return made
 
@@ -168,11 +160,12 @@ def _shown(value: float, unit: str) -> str:
             return f"{value:,.0f}"
 
 
-def _needed(found: Capacity) -> Table:
+def _needed(found: Capacity) -> FittedTable:
     counts = _counts(found)
-    made = _table(f"job {found.demand.job.job} needs", ("what",), ("needed",))
+    title = f"job {found.demand.job.job} needs"
+    made = FittedTable(title, "what", "needed", numbers=("needed",), folds=("what",))
     for group, model in enumerate(found.demand.models):
-        label = escape(f"DP group {group}: {model.name}, {dtype_of(model)}")
+        label = f"DP group {group}: {model.name}, {dtype_of(model)}"
         made.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
         made.add_row("  gradients of an iteration", size(model.nbytes))
     made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
@@ -184,28 +177,27 @@ def _needed(found: Capacity) -> Table:
     return made
 
 
-def _switch(use: SwitchUse) -> Table:
+def _switch(use: SwitchUse) -> FittedTable:
     """Return a table of a switch, with one column for targets of equal limits, its own target first."""
     alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for target in sorted(use.targets, key=lambda name: (name != use.target, name)):
         alike.setdefault(tuple(sorted(use.targets[target].items())), []).append(target)
-    columns = [f"held by {', '.join(names)}" for names in alike.values()]
-    made = _table(f"switch {use.switch} ({use.target})", ("what",), ("used", "share", *columns))
+    numbers = ("used", "share", *(f"held by {', '.join(names)}" for names in alike.values()))
+    made = FittedTable(f"switch {use.switch} ({use.target})", "what", *numbers, numbers=numbers)
     for what, used in sorted(use.used.items()):
         held = [f"{dict(holds)[what]:,}" for holds in alike]
         made.add_row(what, f"{used:,}", f"{used / use.holds[what]:.1%}", *held)
-    made.add_row("ports of ranks", f"{use.training_ports:,}")
-    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}")
+    empty = [""] * (len(alike) + 1)
+    made.add_row("ports of ranks", f"{use.training_ports:,}", *empty)
+    made.add_row("ports of shadow NICs", f"{use.shadow_ports:,}", *empty)
     return made
 
 
-def _nics(found: Capacity) -> Table:
+def _nics(found: Capacity) -> FittedTable:
     """Return a table of NICs. Rounds after the first differ only by a few bytes and share columns."""
-    made = _table(
-        "shadow NICs: bytes per iteration, and maximum Gbit/s, by round of the ring",
-        ("NIC",),
-        ("streams", "bytes", "round 0", "Gbit/s", "later", "Gbit/s", "takes"),
-    )
+    numbers = ("streams", "bytes", "round 0", "Gbit/s", "later", "Gbit/s", "takes")
+    title = "shadow NICs: bytes per iteration, and maximum Gbit/s, by round of the ring"
+    made = FittedTable(title, "NIC", *numbers, numbers=numbers)
     for nic in found.demand.nics:
         later = nic.round_bytes[1:]
         made.add_row(
@@ -221,12 +213,10 @@ def _nics(found: Capacity) -> Table:
     return made
 
 
-def _memory(found: Capacity) -> Table:
-    made = _table(
-        "shadow nodes: maximum memory (while checkpoints are read); optimizer step",
-        ("node",),
-        ("params", "state", "gradients", "sockets", "read", "total", "step"),
-    )
+def _memory(found: Capacity) -> FittedTable:
+    numbers = ("params", "state", "gradients", "sockets", "read", "total", "step")
+    title = "shadow nodes: maximum memory (while checkpoints are read); optimizer step"
+    made = FittedTable(title, "node", *numbers, numbers=numbers)
     for node in found.demand.nodes:
         memory, step = node.memory, found.step_seconds(node)
         sizes = (
@@ -242,20 +232,18 @@ def _memory(found: Capacity) -> Table:
     return made
 
 
-def _shards(found: Capacity) -> Table:
+def _shards(found: Capacity) -> FittedTable:
     balances = [found.balance(group) for group in range(len(found.demand.models))]
     ratios = ", ".join(dict.fromkeys(f"{balance:.2f}" for balance in balances))
-    made = _table(
-        f"shards, by DP group; the largest is {ratios} times the mean",
-        ("shard", "nodes", "parameters, last to first"),
-        ("count", "bytes"),
-    )
+    title = f"shards, by DP group; the largest is {ratios} times the mean"
+    named, numbers = "parameters, last to first", ("count", "bytes")
+    made = FittedTable(title, "shard", "nodes", named, *numbers, numbers=numbers, folds=("nodes", named))
     for shard in found.demand.shards:
         nodes = ", ".join(map(str, shard.nodes))
         made.add_row(
             f"{shard.group}.{shard.shard}",
             nodes,
-            escape(f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first),
+            f"{shard.first}\n{shard.last}" if shard.parameters > 1 else shard.first,
             f"{shard.parameters:,}",
             size(shard.nbytes),
         )

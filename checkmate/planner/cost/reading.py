@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from checkmate.job.faults import Fault
+from checkmate.job.validation import message
 from checkmate.job.yaml_lines import Document, JobError, Located, read_document
 from checkmate.planner import units
 from checkmate.planner.cost.inputs import CostInputs
@@ -51,7 +52,7 @@ def read_inputs(file: Path | None, flags: Mapping[str, str]) -> CostInputs:
     try:
         inputs = CostInputs.model_validate(given)
     except ValidationError as error:
-        faults += [Fault(tuple(one["loc"]), _message(one)) for one in error.errors()]
+        faults += [Fault(tuple(one["loc"]), message(CostInputs, one)) for one in error.errors()]
     if inputs and not faults:
         faults = list(_between(inputs, given))
     if faults or not inputs:
@@ -82,31 +83,17 @@ def _between(inputs: CostInputs, given: Mapping[str, Any]) -> Iterator[Fault]:
     iteration = units.show_seconds(inputs.iteration_s)
     longest = units.show_seconds(inputs.duration)
     if inputs.iteration_s > inputs.duration:
-        message = f"an iteration ({iteration}) takes longer than the training ({longest})"
-        yield fault(message, "iteration", "model", "duration")
+        text = f"an iteration ({iteration}) takes longer than the training ({longest})"
+        yield fault(text, "iteration", "model", "duration")
     elif (inputs.every_iterations or 1) * inputs.iteration_s > inputs.duration:
-        message = f"the training ({longest}) would be over before the first checkpoint"
-        yield fault(message, "every", "duration")
+        text = f"the training ({longest}) would be over before the first checkpoint"
+        yield fault(text, "every", "duration")
     if inputs.replicas > inputs.node_count:
-        message = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.node_count}"
-        yield fault(message, "replicas", "shadow_nodes")
+        text = f"{inputs.replicas} holders of a shard need as many shadow nodes, not {inputs.node_count}"
+        yield fault(text, "replicas", "shadow_nodes")
     if inputs.group_count > inputs.gpus:
-        message = f"{inputs.group_count:,} DP groups need as many GPUs, not {inputs.gpus:,}"
-        yield fault(message, "dp_groups", "gpus")
-
-
-def _message(error: Any) -> str:
-    match error["type"]:
-        case "extra_forbidden":
-            return "unknown key; docs/planning.md lists all keys"
-        case "missing":
-            return "is missing"
-        case "value_error":
-            return str(error["ctx"]["error"])
-        case "model_type":
-            return "must be a mapping of keys such as layers: and hidden:"
-        case _:
-            return str(error["msg"])
+        text = f"{inputs.group_count:,} DP groups need as many GPUs, not {inputs.gpus:,}"
+        yield fault(text, "dp_groups", "gpus")
 
 
 def _located(fault: Fault, document: Document | None, flags: Mapping[str, str]) -> Located:

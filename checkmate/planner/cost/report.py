@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
-from rich.table import Table
+from rich.text import Text
 
+from checkmate.output.tables import FittedTable
 from checkmate.planner.cost import failures, model
 from checkmate.planner.cost.failures import Spread
 from checkmate.planner.cost.inputs import CostInputs
@@ -16,6 +17,7 @@ from checkmate.planner.units import show_dollars, show_seconds
 from checkmate.wording import counted
 
 PERCENTILES: Final = (5, 50, 95)
+_MAIN: Final = ("GPU-hours wasted", "dollars")
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,11 @@ def _simulated(inputs: CostInputs, spread: Spread, node_dollars: float) -> Simul
     )
 
 
-def inputs_table(report: Report) -> Table:
+def inputs_table(report: Report) -> FittedTable:
     """Return a table of the inputs, by option; assumed ones are marked."""
-    table = Table("inputs", title_justify="left")
-    table.add_column("", justify="right")
-    table.add_column("")
+    table = FittedTable("", "input", "value", "", numbers=("value",))
     for key, shown in _values(report.inputs):
-        mark = "[yellow]assumed[/yellow]" if key in report.inputs.assumed else "given"
+        mark = Text("assumed", "yellow") if key in report.inputs.assumed else Text("given")
         table.add_row(key.replace("_", "-"), shown, mark)
     return table
 
@@ -212,11 +212,10 @@ def _values(inputs: CostInputs) -> list[tuple[str, str]]:
     return [*shown, *(simulated if inputs.runs else [])]
 
 
-def schemes_table(report: Report) -> Table:
+def schemes_table(report: Report) -> FittedTable:
     """Return a table of all schemes: the closed form, and the simulation if there is one."""
-    table = Table("over the run")
-    for scheme in report.schemes:
-        table.add_column(scheme.name.replace(", ", ",\n"), justify="right")
+    names = [scheme.name.replace(", ", ",\n") for scheme in report.schemes]
+    table = FittedTable("", "over the run", *names, numbers=names)
     _add(table, [_rows(scheme) for scheme in report.schemes])
     if runs := [_simulated_rows(scheme.simulated, scheme) for scheme in report.schemes if scheme.simulated]:
         table.add_section()
@@ -224,10 +223,11 @@ def schemes_table(report: Report) -> Table:
     return table
 
 
-def _add(table: Table, columns: list[list[tuple[str, str]]]) -> None:
+def _add(table: FittedTable, columns: list[list[tuple[str, str]]]) -> None:
     """Add rows of which each column has the label and its own cell."""
     for row in zip(*columns, strict=True):
-        table.add_row(row[0][0], *(cell for _, cell in row))
+        label = row[0][0]
+        table.add_row(label, *(cell for _, cell in row), style="bold" if label in _MAIN else "")
 
 
 def _rows(scheme: Scheme) -> list[tuple[str, str]]:
@@ -235,9 +235,9 @@ def _rows(scheme: Scheme) -> list[tuple[str, str]]:
         ("iterations (interval)", f"{scheme.every_iterations:,} ({show_seconds(scheme.interval_s)})"),
         ("GPU-hours repeated", f"{scheme.repeated_gpu_hours:,.0f}"),
         ("GPU-hours stalled", f"{scheme.stalled_gpu_hours:,.0f}"),
-        ("[bold]GPU-hours wasted[/bold]", f"[bold]{scheme.wasted_gpu_hours:,.0f}[/bold]"),
+        ("GPU-hours wasted", f"{scheme.wasted_gpu_hours:,.0f}"),
         ("CPU-node hours", f"{scheme.node_hours:,.0f}"),
-        ("[bold]dollars[/bold]", f"[bold]{show_dollars(scheme.dollars)}[/bold]"),
+        ("dollars", show_dollars(scheme.dollars)),
     ]
 
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from checkmate.planner.models.architectures import Shaped, gpt, llama, resnet, vit
 from checkmate.wire.layout import ITEMSIZES, Parameter
+from checkmate.wording import counted
 
 _LAYER = re.compile(r"(?:[^.]*_)?\d+")
 
@@ -187,7 +188,7 @@ def stages_of(model: Model, stages: int) -> list[Model]:
     if not all(runs):
         layers = len(layers_of(model.parameters))
         raise ModelError(
-            f"{model.name} has {layers} layers, which cannot be balanced over {stages} DP groups; "
+            f"{model.name} has {counted(layers, 'layer')}, which cannot be balanced over {stages} DP groups; "
             "use --model once for each DP group"
         )
     return [Model(f"{model.name}, stage {i}", tuple(run)) for i, run in enumerate(runs)]

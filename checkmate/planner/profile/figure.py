@@ -6,7 +6,7 @@ marker, and are labelled at their ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from checkmate.planner.models.named import Model
 from checkmate.planner.pictures import STYLE, save
+from checkmate.planner.profile.sizing import Sizing
 from checkmate.planner.scaling import StepTimes, curve
 from checkmate.planner.units import show_seconds
 from checkmate.wording import counted
@@ -33,22 +34,38 @@ STYLES: Final = (
 """Style, marker and colour of a line."""
 _APART: Final = 0.055
 """Minimum distance between labels, as a share of the axis."""
+_NAMED: Final = 8
+"""Maximum number of nodes that have a label."""
 
 
 def write_figure(
-    file: Path, lines: Sequence[tuple[Model, StepTimes]], cores: int, nodes: int, iteration_s: float | None
+    file: Path,
+    lines: Sequence[tuple[Model, StepTimes]],
+    cores: int,
+    nodes: int,
+    iteration_s: float | None,
+    enough: Mapping[str, Sizing],
 ) -> None:
-    """Plot the step time on up to `nodes` nodes of `cores` cores each. Raise `OSError` if writing fails."""
+    """Plot the step time on up to `nodes` nodes of `cores` cores each. Raise `OSError` if writing fails.
+
+    `enough`: the smallest number of nodes that suffices, by model; it is marked.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.add_subplot()
-        _draw(axes, lines, cores, nodes)
+        _draw(axes, lines, cores, nodes, enough)
         _labels(axes, lines, cores, nodes, iteration_s)
         _nodes(axes, cores, nodes)
         save(figure, file)
 
 
-def _draw(axes: Axes, lines: Sequence[tuple[Model, StepTimes]], cores: int, nodes: int) -> None:
+def _draw(
+    axes: Axes,
+    lines: Sequence[tuple[Model, StepTimes]],
+    cores: int,
+    nodes: int,
+    enough: Mapping[str, Sizing],
+) -> None:
     for (style, marker, colour), (model, times) in zip(_styles(len(lines)), lines, strict=True):
         points = curve(times, model, cores, nodes)
         axes.plot(*zip(*points, strict=True), ls=style, color=colour, lw=1.6)
@@ -56,11 +73,18 @@ def _draw(axes: Axes, lines: Sequence[tuple[Model, StepTimes]], cores: int, node
         axes.plot(
             *zip(*measured, strict=True), ls="", marker=marker, ms=6, color=colour, mfc="white", zorder=3
         )
+        if model.name in enough:
+            found = enough[model.name]
+            axes.plot(found.cores, found.step_seconds, ls="", marker="*", ms=11, color=colour, clip_on=False)
     handles = [
         Line2D([], [], ls="", marker="o", ms=6, color="0.0", mfc="white", label="measured here"),
         Line2D([], [], color="0.0", lw=1.6, label="predicted"),
     ]
-    axes.legend(handles=handles, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.1), borderaxespad=0)
+    if enough:
+        handles.append(Line2D([], [], ls="", marker="*", ms=11, color="0.0", label="nodes that suffice"))
+    axes.legend(
+        handles=handles, loc="upper right", ncols=len(handles), bbox_to_anchor=(1, 1.16), borderaxespad=0
+    )
 
 
 def _labels(
@@ -100,11 +124,12 @@ def _labels(
 
 
 def _nodes(axes: Axes, cores: int, nodes: int) -> None:
-    """Draw a dotted line between nodes."""
+    """Draw a dotted line between nodes, and name as many nodes as there is room for."""
     for node in range(1, nodes):
         axes.axvline(node * cores, color="0.3", ls=":", lw=1)
-    for node in range(nodes):
-        words = counted(node + 1, "node")
+    shown = -(-nodes // _NAMED)
+    for node in range(shown - 1, nodes, shown):
+        words = counted(node + 1, "node") if nodes <= _NAMED else str(node + 1)
         axes.text(
             (node + 0.5) / nodes, 0.975, words, transform=axes.transAxes, ha="center", va="top", color="0.3"
         )

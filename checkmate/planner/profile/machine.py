@@ -8,7 +8,7 @@ from typing import Final
 from checkmate import machine_memory
 
 BUSY: Final = 0.25
-"""A machine is busy if other processes use more than this share of its cores."""
+"""A machine is busy if its load average is more than this share of its cores."""
 _SPARE: Final = 0.7
 """Share of free memory to use; the rest is for temporaries and for other processes."""
 
@@ -18,8 +18,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def busy_cores() -> float:
-    """Return the average number of busy cores over the last minute."""
+def load_average() -> float:
+    """Return the number of threads that ran, or waited for a core or a disk: the last minute's average."""
     return os.getloadavg()[0]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
 from rich.text import Text
 
+from checkmate.output.tables import FittedTable
 from checkmate.planner.profile.sizing import Sizing
 from checkmate.planner.scaling import Profile, StepTimes, outliers
 from checkmate.planner.units import show_seconds
@@ -43,30 +43,27 @@ def figures(found: Profile) -> list[ProfileFigure]:
     return made
 
 
-def measured(made: Sequence[ProfileFigure]) -> Table:
-    """Return a table of measurements, to be printed without markup because names are the user's."""
-    table = Table(title="this machine, measured", title_justify="left")
-    table.add_column("what")
-    table.add_column("with")
-    table.add_column("figure", justify="right")
-    odd = any(figure.outlier for figure in made)
-    if odd:
-        table.add_column("outlier", style="yellow")
+def measured(made: Sequence[ProfileFigure]) -> FittedTable:
+    """Return a table of measurements."""
+    odd = ("outlier",) if any(figure.outlier for figure in made) else ()
+    columns = ("what", "with", "figure", *odd)
+    table = FittedTable("this machine, measured", *columns, numbers=("figure",), folds=("what",))
     for one in made:
-        table.add_row(one.what, one.parts, one.figure, *([one.outlier] if odd else []))
+        table.add_row(one.what, one.parts, one.figure, *(Text(one.outlier, "yellow") for _ in odd))
     return table
 
 
-def predicted(name: str, times: StepTimes, sizings: Sequence[Sizing], iteration_s: float | None) -> Table:
+def predicted(
+    name: str, times: StepTimes, sizings: Sequence[Sizing], iteration_s: float | None
+) -> FittedTable:
     """Return a table of a model on 1, 2, ... nodes."""
     most = max(times.seconds)
     cores = sizings[0].cores
-    beyond = f", from {counted(most, 'core')} to {cores} per node" if cores > most else ""
-    title = Text(f"{name}, {times.dtype}, predicted{beyond}", style="table.title")
-    made = Table(title=title, title_justify="left")
-    for column in ("nodes", "cores", "step", "receiving", "memory"):
-        made.add_column(column, justify="right")
-    made.add_column("enough memory" if iteration_s is None else f"enough for {show_seconds(iteration_s)}")
+    beyond = f", from {counted(most, 'core')} to {cores:,} per node" if cores > most else ""
+    title = f"{name}, {times.dtype}, predicted{beyond}"
+    numbers = ("nodes", "cores", "step", "receiving", "memory")
+    enough = "enough memory" if iteration_s is None else f"enough for {show_seconds(iteration_s)}"
+    made = FittedTable(title, *numbers, enough, numbers=numbers)
     for sizing in sizings:
         made.add_row(
             str(sizing.nodes),

@@ -40,6 +40,11 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
                 f"incarnation {request.incarnation} is fenced: start training in a new one",
                 precondition=True,
             )
+        if 0 < state.discarded >= request.generation:
+            raise CallRefused(
+                f"generation {request.generation} was discarded by `checkmate reset`: start training again",
+                precondition=True,
+            )
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reached = max(old.reached, request.next_iteration)
@@ -118,7 +123,9 @@ def locked_status(node: Node) -> pb.NodeStatus:
         holds_nothing=not (dropped or any(hold.holds_something for _, hold in holds)),
         fenced=state.fenced,
         incarnation=max(state.committee.incarnation, 0),
-        generation=max((group.begin.generation for group in state.groups.values()), default=0),
+        generation=state.generation,
+        discarded=state.discarded,
+        trainers=node.trainers(),
         holds=[hold_status(group, hold) for group, hold in holds],
         torch=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),

@@ -1,4 +1,4 @@
-"""`Fence`, `Copy`, `Parts` and `Settle`: the RPCs of a restart (design, section 7, *Restart*)."""
+"""`Fence`, `Copy`, `Parts` and `Settle`: the RPCs of a restart (design, section 7, *Restart*). `Reset`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from checkmate.shadow.logic.bounds import (
     check_copy,
     check_fence,
     check_parts,
+    check_protocol,
     check_settle,
 )
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
@@ -26,6 +27,7 @@ from checkmate.shadow.logic.hold_state import HoldState
 from checkmate.shadow.logic.node_state import Due, NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
+from checkmate.wording import at_iteration
 
 log = logging.getLogger("checkmate")
 
@@ -167,7 +169,7 @@ def _answer(node: Node) -> pb.NodeStatus:
 
 
 def _stands(hold: HoldState) -> str:
-    return f"{hold} is at iteration {hold.stepped}" if hold.seeded else f"{hold} is not seeded"
+    return f"{hold} is {at_iteration(hold.stepped)}" if hold.seeded else f"{hold} is not seeded"
 
 
 def _seen(node: Node) -> tuple[int, ...]:
@@ -191,6 +193,15 @@ def settle(node: Node, request: pb.SettleRequest, wanted: Wanted = lambda: True)
         _settle(node, group, hold, request)
     with node.changed:
         node.state.forget()
+    return node_status(node, request.job)
+
+
+def reset(node: Node, request: pb.ResetRequest) -> pb.NodeStatus:
+    """Discard all runs up to a generation. Raise `CallRefused` if a newer one has begun here."""
+    check_protocol(request.protocol)
+    check_job(node.job, request.job)
+    with node.moving() as state:
+        state.reset(request.generation)
     return node_status(node, request.job)
 
 
@@ -226,5 +237,5 @@ def _other_state(group: ShadowGroup, request: pb.SettleRequest) -> str:
 
 def _stood(hold: HoldState) -> str:
     """Return how far a hold is that a restart cannot use."""
-    stood = f"it had stepped iteration {hold.stepped}" if hold.seeded else "it was not seeded"
+    stood = f"it was {at_iteration(hold.stepped)}" if hold.seeded else "it was not seeded"
     return hold.trouble or stood

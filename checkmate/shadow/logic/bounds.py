@@ -16,7 +16,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import mismatch
 from checkmate.shadow.logic.commit import NEVER, PATIENCE
 from checkmate.shadow.logic.group import CallRefused
-from checkmate.wording import size
+from checkmate.wording import counted, size
 
 ITERATIONS_MAX: Final = 1 << 40
 """The greatest iteration: thirty thousand years at one a second."""
@@ -83,7 +83,9 @@ def check_group(job: Job, group: int) -> None:
 def check_numbers(what: str, numbers: Sequence[int], known: Collection[int]) -> None:
     """Refuse parameters that are not among `known`, or come twice."""
     if len(numbers) > len(known) or len(set(numbers)) < len(numbers):
-        raise CallRefused(f"{what} lists {len(numbers)} parameters of {len(known)}, or one of them twice")
+        raise CallRefused(
+            f"{what} lists {counted(len(numbers), 'parameter')} of {len(known)}, or one of them twice"
+        )
     if unknown := set(numbers).difference(known):
         raise CallRefused(f"{what} lists parameter {min(unknown)}, which the shard does not have")
 
@@ -132,7 +134,10 @@ def check_waiting(job: Job, waiting: int) -> None:
     """Refuse a `Fetch` that would wait, if many do, because each occupies a worker."""
     most = sum(len(group.ranks) for group in job.dp_groups) + SPARE_FETCHES
     if waiting >= most:
-        raise CallRefused(f"{waiting} calls wait for iterations, the most possible: wait", precondition=True)
+        raise CallRefused(
+            f"{counted(waiting, 'call waits', 'calls wait')} for iterations, the most possible: wait",
+            precondition=True,
+        )
 
 
 def check_parts(job: Job, parts: pb.PartsHeld) -> None:

@@ -17,6 +17,7 @@ from checkmate.shadow.logic.doubt import Doubt
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.receive.plans import FARTHEST, SETS, HoldPlan, StreamPlan, ahead_at_most, whole_through
 from checkmate.wire.schedule import StreamLayout
+from checkmate.wording import counted
 
 AHEAD = 3
 """Number of iterations ahead of the trainers at which a hold joins, so that it is connected in time."""
@@ -263,7 +264,7 @@ class HoldState:
             end = records.ends.get((plan.side, plan.channel, plan.shard), 0)
             lost = end - stream.position >= FARTHEST  # reconnecting would not bring it
             if lost or stream.stands_below(end, now) > grace:
-                return f"{plan}: {end - stream.position} bytes have not come"
+                return f"{plan}: {counted(end - stream.position, 'byte has', 'bytes have')} not come"
         following = self.in_full + 1
         since = records.missing.since(following)
         if since is not None and now - since > grace:

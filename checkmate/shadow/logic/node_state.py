@@ -15,11 +15,11 @@ from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.logic.commit import NEVER, Committee, Progress
 from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
-from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
+from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
-from checkmate.wording import counted
+from checkmate.wording import at_iteration, counted
 
 _REMEMBERED = 64  # fenced starts of training
 
@@ -47,6 +47,8 @@ class NodeState:
         self.phase = Phase.OPEN
         self.fenced_starts: deque[Start] = deque(maxlen=_REMEMBERED)
         """Starts of training that a restart has ended, and that cannot begin again."""
+        self.discarded = 0
+        """The greatest generation that was discarded (`reset`); 0: none."""
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable, with the end of each reservation."""
         self.troubles: list[str] = []
@@ -120,6 +122,30 @@ class NodeState:
         self.drain()
         self.phase = Phase.FENCED
 
+    @property
+    def generation(self) -> int:
+        """The greatest generation that this node knows."""
+        return max([self.discarded, *(group.begin.generation for group in self.groups.values())])
+
+    def reset(self, generation: int) -> None:
+        """Discard all groups, for good. Runs up to `generation` do not count any more, on any node.
+
+        Raises `CallRefused` if a run of a greater generation has begun here.
+        """
+        if generation < self.generation:
+            raise CallRefused(
+                f"generation {self.generation} has begun here, and only those up to {generation} were to be "
+                "discarded",
+                precondition=True,
+            )
+        self.fence()
+        self._effects += [Close(hold) for _, hold in self.holds]
+        if any(hold.holds_something for _, hold in self.holds):
+            self._log(logging.WARNING, f"reset: what it held up to generation {generation} is discarded")
+        self.groups.clear()
+        self.troubles.clear()
+        self.discarded = generation
+
     def refresh(self, now: float) -> None:
         """Update which iterations are complete and which holds are live, and decide on that basis.
 
@@ -133,7 +159,7 @@ class NodeState:
                 hold.update(group.records)
                 if not self.fenced and hold.may_go_live(self.committee.committed):
                     hold.go_live(now)
-                    self._log(logging.INFO, f"{hold}: live at iteration {hold.stepped}")
+                    self._log(logging.INFO, f"{hold}: live {at_iteration(hold.stepped)}")
             if hold.live and (self.fenced or not hold.settled):  # a settled one waits for its group's Begin
                 live.append(hold)
             elif hold.seeded and not (hold.doubtful or hold.settled):
@@ -286,7 +312,7 @@ class NodeState:
     def _join_again(self, group: ShadowGroup, hold: HoldState, lost: str) -> None:
         """Rejoin after a loss, some iterations ahead; twice as many if the last attempt was too late."""
         level = logging.WARNING if hold.live or hold.ahead == AHEAD else logging.DEBUG
-        last = f"iteration {hold.stepped} was its last, " if hold.seeded else ""
+        last = f"iteration {hold.stepped} was its last, " if hold.seeded and hold.stepped >= 0 else ""
         if not hold.live:
             hold.ahead *= 2
         iteration = self._join(group, hold)

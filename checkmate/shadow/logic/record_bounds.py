@@ -25,7 +25,7 @@ from checkmate.shadow.replica.blocks import check_scalings
 from checkmate.state import DTYPES
 from checkmate.wire.layout import Layout, LayoutError, from_json
 from checkmate.wire.schedule import FIRST, LAST
-from checkmate.wording import size
+from checkmate.wording import counted, size
 
 LAYOUT_MAX: Final = 32 << 20
 """Characters of a layout: two hundred thousand parameters."""
@@ -69,7 +69,9 @@ def check_begin(job: Job, request: pb.BeginRequest, shards: Iterable[int], memor
         check_text(what, getattr(request, what))
     ranks = len(job.dp_groups[request.group].ranks)
     if request.ranks != ranks:
-        raise CallRefused(f"{request.ranks} ranks: DP group {request.group} of job {job.job} has {ranks}")
+        raise CallRefused(
+            f"{counted(request.ranks, 'rank')}: DP group {request.group} of job {job.job} has {ranks}"
+        )
     layout = _layout(job, request)
     _check_optimizer(request.optimizer, len(layout.parameters))
     _check_names(request)
@@ -86,8 +88,8 @@ def _layout(job: Job, request: pb.BeginRequest) -> Layout:
     shards = job.shards(request.group)
     if layout.shards != shards:
         raise CallRefused(
-            f"a layout of {layout.shards} shards: DP group {request.group} of job {job.job} has {shards}; "
-            "trainers and shadow nodes must read the same job file"
+            f"a layout of {counted(layout.shards, 'shard')}: DP group {request.group} of job {job.job} has "
+            f"{shards}; trainers and shadow nodes must read the same job file"
         )
     return layout
 
@@ -174,7 +176,7 @@ def _check_ends(job: Job, group: ShadowGroup, part: pb.RecordPart) -> None:
         if end.end > most:
             raise CallRefused(
                 f"an end at byte {end.end} of shard {end.shard}, channel {end.channel}: after iteration "
-                f"{part.iteration} the stream has {most} bytes"
+                f"{part.iteration} the stream has {counted(most, 'byte')}"
             )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from checkmate.keys.macs import hello_mac
 from checkmate.wire import tcp
 from checkmate.wire.tag import Ends, Hello
+from checkmate.wording import counted
 
 RECEIVE_BUFFER = 64 << 20
 """Bytes per stream; enough for the longest pause of a shadow node."""
@@ -107,7 +108,7 @@ def tcp_memory_shortfall(streams: int, receive_buffer: int = RECEIVE_BUFFER) -> 
         return None
     megabytes = needed * resource.getpagesize() >> 20
     return (
-        f"{streams} streams may hold {megabytes} MB, more than net.ipv4.tcp_mem allows; "
+        f"{counted(streams, 'stream')} may hold {megabytes} MB, more than net.ipv4.tcp_mem allows; "
         f'raise it: sysctl -w net.ipv4.tcp_mem="{needed} {needed * 5 // 4} {needed * 3 // 2}"'
     )
 

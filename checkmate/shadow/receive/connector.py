@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pyroute2 import IPRoute
 
+from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks
 from checkmate.shadow.receive.connect import StreamError, connect_stream, node_time
 from checkmate.shadow.receive.inlet import Inlet, Took
@@ -111,8 +112,6 @@ class Reader:
         inlet.socket, inlet.paused = None, False
 
 
-log = logging.getLogger("checkmate")
-
 _TIMEOUT = 5.0
 _BACKOFF = (0.1, 2.0)
 _STEADY = 10.0
@@ -136,6 +135,7 @@ class Connector:
         self._hello_key = hello_key
         self._on_change = on_change
         self._stopping = threading.Event()
+        self._failures = GatheredLog(logging.WARNING, first_and_count)
         self._turns: defaultdict[StreamPlan, threading.Lock] = defaultdict(
             lambda: locks.ordered_lock("attempt")
         )
@@ -158,6 +158,7 @@ class Connector:
     def stop(self) -> None:
         """Stop all attempts."""
         self._stopping.set()
+        self._failures.flush()
 
     def _connect(self, inlet: Inlet, incarnation: int) -> None:
         said = ""
@@ -171,7 +172,7 @@ class Connector:
                 inlet.broken = str(error)
                 if inlet.broken != said:
                     said = inlet.broken
-                    log.warning("%s; retrying", said)
+                    self._failures.add(f"{said}; retrying")
                 self._pause(inlet.plan)
 
     def _pause(self, plan: StreamPlan) -> None:

@@ -7,7 +7,6 @@ the order of summation, and so the bits, do not depend on DDP's buckets (design,
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from checkmate.ring import AllReduce, Ring, RingError
 from checkmate.training.gradients.staging import Gradients, Staging, staging_for
 from checkmate.training.start.install import check_format
 from checkmate.wire.layout import Layout
-
-_log = logging.getLogger("checkmate")
 
 _KEPT = 8
 """The number of iterations whose stream ends are kept."""
@@ -52,7 +49,7 @@ class GradientHook:
     on_reduced: Callable[[int], None]
     """Called by backward's thread at the end of an iteration's backward, when every `.grad` is reduced."""
     error: RingError | None
-    """Why the ring broke. Backward raises a RuntimeError, because DDP does not keep the type."""
+    """Why the ring broke, as backward raises it."""
 
     def __init__(
         self,
@@ -65,7 +62,8 @@ class GradientHook:
         self.iteration = first_iteration - 1
         self._first_iteration = first_iteration
         self.error = None
-        self._logged = False
+        self._incomplete = False
+        self._futures: list[Gradients] = []  # of this iteration's backward
         self._ddp = ddp
         self._layout = layout
         self._parameters = parameters
@@ -119,6 +117,7 @@ class GradientHook:
             return pending.future
         if not self._missing:
             self._begin()
+        self._futures.append(pending.future)
         if self.iteration == self._first_iteration:
             for number, gradient in gradients.items():
                 check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
@@ -181,9 +180,21 @@ class GradientHook:
         self._unready = [len(bucket.places) for bucket in self._layout.buckets]
         for staging in self._stagings.values():
             staging.begin()
-        iteration, queue_callback = self.iteration, torch.autograd.Variable._execution_engine.queue_callback
-        # DDP queues its own last callback later than this one, and ours must follow it.
-        queue_callback(lambda: queue_callback(lambda: self.on_reduced(iteration)))
+        self._futures.clear()
+        iteration = self.iteration
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._await_reduced(iteration))
+
+    def _await_reduced(self, iteration: int) -> None:
+        """Wait for the ring at the end of backward, before DDP's own last callback. Raise `RingError`.
+
+        DDP would not keep the error's type, and would first wait for a collective that may fail, too.
+        """
+        for future in self._futures:
+            future.wait()
+        if self.error is not None and self._incomplete:
+            raise self.error
+        # After DDP's callback, which fills `.grad`.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.on_reduced(iteration))
 
     def _ready(self, numbers: Iterable[int]) -> None:
         """Submit the buckets that are complete now that these gradients are there, in order of index."""
@@ -238,9 +249,7 @@ class GradientHook:
         with self._lock:
             self.error = self.error or error
             left = {pending for _, pending in self._lent.values()}
+            self._incomplete |= bool(left)
             self._lent.clear()
-        if left and not self._logged:  # PyTorch wraps backward's exception in a message of its own
-            self._logged = True
-            _log.error("%s. Backward fails with an error; torchrun restarts the job", self.error)
-        for pending in left:
-            pending.future.set_exception(self.error)  # type: ignore[arg-type]
+        for pending in left:  # `_await_reduced` raises the error
+            pending.staging.complete(pending.future, pending.buffer)

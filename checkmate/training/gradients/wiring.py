@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
-from checkmate.ring import Ring, RingPlace, connect_ring
+from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
@@ -30,6 +30,7 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         incarnation=start.plan.incarnation,
         dscp_bit=place.job.tag.dscp_bit,
         fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+        names=place.names,
         key=access(place.job, Role.TRAINER).secret(Secret.RING),
     )
     tagger, trouble = None, None
@@ -37,9 +38,18 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         try:
             tagger = undo.enter_context(Tagger.attach())
         except TaggerUnavailable as error:
-            trouble = (f"rank {place.rank}: {error.missing}", error.remedy)
-    found = next((one for one in exchange.gather(trouble) if one is not None), None)
+            trouble = (f"{place.name}: {error.missing}", error.remedy)
+    found = next((one for one in exchange.gather(trouble, named=place.named) if one is not None), None)
     if found is not None:
         missing, remedy = found
         raise TaggerUnavailable(str(missing), str(remedy))
-    return undo.enter_context(connect_ring(where, tagger))
+    try:
+        ring = undo.enter_context(connect_ring(where, tagger))
+    except RingTimeout as error:
+        raise RingTimeout(
+            f"{error}. Do all ranks run, and has `checkmate run` installed the job on its switches? "
+            "`checkmate status JOB` shows that"
+        ) from error
+    if tagger is not None:
+        tagger.give_up_capabilities()
+    return ring

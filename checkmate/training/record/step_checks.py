@@ -33,7 +33,7 @@ class StepChecks:
 
     def check(self, arguments: Any, keywords: Any) -> None:
         """Raise `RefusedError` unless the optimizer may step with these arguments."""
-        if len(arguments) > 1 or keywords.get("closure") is not None:
+        if keywords.get("closure", *arguments[1:2]) is not None:
             raise RefusedError("optimizer.step(closure) can't be followed: call backward() before step()")
         if self._group_ids() != self._groups:
             raise RefusedError(

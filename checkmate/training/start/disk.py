@@ -52,8 +52,10 @@ class OnDisk:
         return cls(tuple(Path(str(path)) for path in message[1:]), message[0])
 
 
-def look(folder: str | Path | None) -> OnDisk:
+def look(folder: str | Path | None, discarded: int = 0) -> OnDisk:
     """Return the checkpoints in a folder, by default $CHECKMATE_CHECKPOINTS.
+
+    Those of runs up to the generation `discarded` do not count.
 
     Raises:
         DiskError: The folder can't be read.
@@ -62,7 +64,7 @@ def look(folder: str | Path | None) -> OnDisk:
     if not chosen:
         return OnDisk()
     place = Path(chosen).absolute()
-    return OnDisk(tuple(kept.choices(place)), kept.greatest_generation(place))
+    return OnDisk(tuple(kept.choices(place, discarded)), kept.greatest_generation(place))
 
 
 def nothing(folder: str | Path | None) -> str:

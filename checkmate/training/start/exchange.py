@@ -6,6 +6,7 @@ Torch's own collectives for objects carry pickled ones, which run code of whoeve
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -30,45 +31,55 @@ class ExchangeError(SessionError):
     """Another rank sent what this version of Checkmate does not understand. The message names the rank."""
 
 
-def gather(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+Named = Callable[[int], str]
+"""Returns a rank's name in messages."""
+
+
+def gather(
+    message: Any, group: dist.ProcessGroup | None = None, *, named: Named = "rank {}".format
+) -> list[Any]:
     """Return the messages of all ranks, by rank in the group. All ranks call it, in the same order.
 
     Args:
         message: What JSON can express.
         group: The process group; by default all ranks.
+        named: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has another version or a message that is too large.
     """
     data = _encoded(message)
-    sizes = _headers(len(data), group)
+    sizes = _headers(len(data), group, named)
     longest = torch.zeros(max(sizes), dtype=torch.uint8, device=_device(group))
     longest[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     received = [torch.empty_like(longest) for _ in sizes]
     dist.all_gather(received, longest, group=group)
     ranks = dist.get_process_group_ranks(group)
-    return [_decoded(one[:size], rank) for one, size, rank in zip(received, sizes, ranks, strict=True)]
+    return [_decoded(one[:size], named(rank)) for one, size, rank in zip(received, sizes, ranks, strict=True)]
 
 
-def broadcast(message: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast(
+    message: Any, source: int, group: dist.ProcessGroup | None = None, *, named: Named = "rank {}".format
+) -> Any:
     """Return the message of one rank. All ranks call it; the others' `message` is not used.
 
     Args:
         message: What JSON can express.
         source: The global rank that sends.
         group: The process group; by default all ranks.
+        named: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has another version or the message is too large.
     """
     data = _encoded(message if dist.get_rank() == source else None)
     ranks = dist.get_process_group_ranks(group)
-    size = _headers(len(data), group)[ranks.index(source)]
+    size = _headers(len(data), group, named)[ranks.index(source)]
     tensor = torch.zeros(size, dtype=torch.uint8, device=_device(group))
     if dist.get_rank() == source:
         tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(tensor, src=source, group=group)
-    return _decoded(tensor, source)
+    return _decoded(tensor, named(source))
 
 
 def shortened(error: str) -> str:
@@ -76,30 +87,30 @@ def shortened(error: str) -> str:
     return error if len(error) <= _SHOWN else f"{error[:_SHOWN]}..."
 
 
-def _headers(size: int, group: dist.ProcessGroup | None) -> list[int]:
+def _headers(size: int, group: dist.ProcessGroup | None, named: Named) -> list[int]:
     """Return the sizes of all ranks' messages, once all ranks are known to have the same version."""
     own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=_device(group))
     ranks = dist.get_process_group_ranks(group)
     received = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(received, own, group=group)
     headers = [(int(version), int(length)) for version, length in (one.tolist() for one in received)]
-    _check(ranks, headers)
+    _check(ranks, headers, named)
     return [length for _, length in headers]
 
 
-def _check(ranks: list[int], headers: list[tuple[int, int]]) -> None:
+def _check(ranks: list[int], headers: list[tuple[int, int]], named: Named) -> None:
     """Raise the same error on all ranks if a header can't be used."""
     versions = [marked - _MAGIC if 0 < marked - _MAGIC < _VERSIONS else 0 for marked, _ in headers]
     newest = max(versions)
     if old := [rank for rank, version in zip(ranks, versions, strict=True) if version < newest]:
-        names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(f"rank {rank}" for rank in old)
+        names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(map(named, old))
         new = ranks[versions.index(newest)]
         raise ExchangeError(
-            f"{names}: an older version of Checkmate than rank {new}'s; all ranks need the same one"
+            f"{names}: an older version of Checkmate than {named(new)}'s; all ranks need the same one"
         )
     for rank, (_, size) in zip(ranks, headers, strict=True):
         if not 0 <= size <= MESSAGE_BYTES:
-            raise ExchangeError(f"rank {rank} has a message of more than {MESSAGE_BYTES >> 20} MiB")
+            raise ExchangeError(f"{named(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -114,8 +125,8 @@ def _encoded(message: Any) -> bytes:
     return json.dumps(message, allow_nan=False).encode()
 
 
-def _decoded(data: torch.Tensor, rank: int) -> Any:
+def _decoded(data: torch.Tensor, name: str) -> Any:
     try:
         return json.loads(bytes(data.cpu().numpy()))
     except (ValueError, RecursionError):
-        raise ExchangeError(f"rank {rank} sent a message that is not JSON") from None
+        raise ExchangeError(f"{name} sent a message that is not JSON") from None

@@ -5,22 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 import grpc
-from pydantic import BaseModel, ConfigDict, Field
 
 from checkmate.job.schema import Job
 from checkmate.nodes import target
-from checkmate.nodes.standing import Answers, Lacking, Shard, node_name
+from checkmate.nodes.standing import (
+    Answers,
+    Lacking,
+    counted_holds,
+    discarded,
+    greatest_generation,
+    node_name,
+)
 from checkmate.nodes.stubs import Stubs, checked, reason
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.rpc.shadow_pb2_grpc import ShadowStub
+from checkmate.training.start.plans import PlanKind, RestartPlan, plan_new_run
 from checkmate.training.start.repair import wanted_parts
+from checkmate.wording import at_iteration
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -35,73 +42,6 @@ COPY_SECONDS: Final = 20.0
 LATE_SECONDS: Final = 5.0
 """Each call to nodes that have answered before may exceed the restart's timeout by this much."""
 _AGAIN_SECONDS: Final = 0.25
-
-
-@dataclass(frozen=True)
-class RestartPlan:
-    """Rank 0's decision, for all ranks, on how this start of training begins.
-
-    `kind` is `nodes` to resume from `iteration` of `holders`, `nothing` if no node holds anything, or `none`
-    if no complete state is available, for the reason in `trouble`.
-    """
-
-    kind: Literal["nodes", "nothing", "none"]
-    incarnation: int
-    run: str
-    iteration: int = -1
-    holders: Mapping[Shard, list[int]] = field(default_factory=dict)
-    trouble: str = ""
-    generation: int = 0
-    """The run's generation: a continued run keeps its own, a new one gets a greater one than all seen."""
-    generation_seen: int = 0
-    """The greatest generation that any node knows."""
-    start: bytes = field(default_factory=lambda: uuid.uuid4().bytes, compare=False)
-    """Identifies this start of training, because incarnations wrap and a run continues over restarts."""
-    continued: bytes = b""
-    """The start whose state it continues; empty for a new run."""
-
-    @property
-    def continues(self) -> bytes:
-        """The start to which the state before its first iteration belongs."""
-        return self.continued or self.start
-
-    def message(self) -> dict[str, object]:
-        """Return what JSON can express, for `of_message`."""
-        holders = [[*shard, *nodes] for shard, nodes in self.holders.items()]
-        return {
-            **vars(self),
-            "holders": holders,
-            "start": self.start.hex(),
-            "continued": self.continued.hex(),
-        }
-
-    @classmethod
-    def of_message(cls, message: Any) -> RestartPlan:
-        """Return the plan of a `message` of another rank. Raise `ValueError` if it is something else."""
-        return _PlanMessage.model_validate(message).plan()
-
-
-class _PlanMessage(BaseModel):
-    """A `RestartPlan` as JSON expresses it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    kind: Literal["nodes", "nothing", "none"]
-    incarnation: Annotated[int, Field(ge=0, lt=256)]
-    run: str
-    iteration: Annotated[int, Field(ge=-1)]
-    holders: list[Annotated[list[int], Field(min_length=2)]]
-    trouble: str
-    generation: int
-    generation_seen: int
-    start: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    continued: Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
-
-    def plan(self) -> RestartPlan:
-        """Return the plan."""
-        holders = {(group, shard): nodes for group, shard, *nodes in self.holders}
-        starts = {name: bytes.fromhex(getattr(self, name)) for name in ("start", "continued")}
-        return RestartPlan(**{**dict(self), **starts, "holders": holders})
 
 
 class Fence:
@@ -187,19 +127,25 @@ def plan_fresh(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
     fence.close()
     for node, why in sorted(fence.failures.items()):
         _log.warning("%s: %s; it is seeded when it answers", node_name(job, node), why)
-    answers = fence.answers.values()
-    held = [hold.stepped for answer in answers if not answer.holds_nothing for hold in answer.holds]
+    held = [hold.stepped for _, hold in counted_holds(fence.answers)]
     trouble = f"the shadow nodes held iteration {max(held)}, which is discarded" if held else ""
-    return _without_nodes("nothing", answers, trouble)
+    return _without_nodes("nothing", fence, trouble)
 
 
-def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
-    """Drain and fence the nodes, find the target, and settle the nodes that can reach it."""
+def plan_restore(
+    job: Job, stubs: Stubs, timeout: float, on_disk: Callable[[], int] = lambda: 0
+) -> RestartPlan:
+    """Drain and fence the nodes, find the target, and settle the nodes that can reach it.
+
+    `on_disk` returns the greatest generation of a checkpoint on disk.
+    """
     fence = Fence(job, stubs, time.monotonic() + timeout, drain=True)
     fence.wait(lambda: _enough(job, fence.replies))
     fence.close()
+    if 0 < discarded(fence.answers) == greatest_generation(fence.answers):
+        return _after_reset(job, stubs, fence, on_disk())
     if fence.complete and all(answer.holds_nothing for answer in fence.answers.values()):
-        return _without_nodes("nothing", fence.answers.values())
+        return _without_nodes("nothing", fence)
     _freeze(job, stubs, fence)
     answers = fence.answers.values()
     try:
@@ -212,10 +158,11 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
         holders = target.find_settled(job, chosen, {**fence.replies, **settled})
     except Lacking as error:
         trouble = f"no iteration is complete on the shadow nodes within {timeout:g} s: {error}"
-        return _without_nodes("none", answers, trouble)
+        return _without_nodes("none", fence, trouble)
     if chosen.behind:
         newest = chosen.iteration + chosen.behind
-        _log.warning("iteration %d was stepped, but %d is the newest complete one", newest, chosen.iteration)
+        at = at_iteration(chosen.iteration)
+        _log.warning("iteration %d was stepped, but the newest complete state is the one %s", newest, at)
     return RestartPlan(
         "nodes",
         target.next_incarnation(answers, time.time()),
@@ -223,9 +170,20 @@ def plan_restore(job: Job, stubs: Stubs, timeout: float) -> RestartPlan:
         chosen.iteration,
         holders,
         generation=chosen.generation,
-        generation_seen=max(answer.generation for answer in answers),
+        generation_seen=greatest_generation(fence.answers),
+        discarded=discarded(fence.answers),
         continued=chosen.start,
     )
+
+
+def _after_reset(job: Job, stubs: Stubs, fence: Fence, on_disk: int) -> RestartPlan:
+    """Plan the first start after `checkmate reset`, which knew nothing of the checkpoints on disk."""
+    found = _without_nodes("reset", fence)
+    generation = max(found.discarded, on_disk)
+    for node, said in stubs.reset(fence.answers, generation).items():
+        if isinstance(said, str):
+            _log.warning("%s: %s", node_name(job, node), said)
+    return replace(found, discarded=generation, generation=generation + 1)
 
 
 def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
@@ -243,29 +201,11 @@ def _freeze(job: Job, stubs: Stubs, fence: Fence) -> None:
     fence.replies.update(stopped)
 
 
-def plan_new_run(incarnation: int, trouble: str, generation_seen: int = 0) -> RestartPlan:
-    """Return a plan of a new run, without the shadow nodes' state. `trouble` is the reason."""
-    return RestartPlan(
-        "none",
-        incarnation,
-        uuid.uuid4().hex,
-        trouble=trouble,
-        generation=generation_seen + 1,
-        generation_seen=generation_seen,
-    )
-
-
-def after_disk(plan: RestartPlan, generation: int) -> RestartPlan:
-    """Return the plan with a generation greater than the greatest one on disk."""
-    return replace(plan, generation=max(plan.generation, generation + 1))
-
-
-def _without_nodes(
-    kind: Literal["nothing", "none"], answers: Collection[pb.NodeStatus], trouble: str = ""
-) -> RestartPlan:
-    incarnation = target.next_incarnation(answers, time.time())
-    seen = max((answer.generation for answer in answers), default=0)
-    return replace(plan_new_run(incarnation, trouble, seen), kind=kind)
+def _without_nodes(kind: PlanKind, fence: Fence, trouble: str = "") -> RestartPlan:
+    answers = fence.answers
+    incarnation = target.next_incarnation(answers.values(), time.time())
+    made = plan_new_run(incarnation, trouble, greatest_generation(answers), discarded(answers))
+    return replace(made, kind=kind)
 
 
 def _enough(job: Job, replies: Answers) -> bool:

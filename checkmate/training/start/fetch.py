@@ -12,6 +12,7 @@ from checkmate.nodes.standing import Lacking, name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire.layout import Layout, Parameter
+from checkmate.wording import counted
 
 
 class FetchError(RuntimeError):
@@ -78,14 +79,14 @@ def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
     difference = different(theirs, ours)
     if difference:
         raise FetchError(
-            f"the shadow nodes hold another model: {difference}; fresh=True starts from iteration 0"
+            f"the shadow nodes hold another model: {difference}; `checkmate reset JOB` discards it"
         )
 
 
 def different(theirs: Layout, ours: Layout) -> str:
     """Return how a stored model differs from ours, in words, or "". Buckets and memory order may differ."""
     if theirs.shards != ours.shards:
-        return f"it is divided into {theirs.shards} shards, ours into {ours.shards}"
+        return f"it is divided into {counted(theirs.shards, 'shard')}, ours into {ours.shards}"
     for old, new in zip(theirs.parameters, ours.parameters, strict=False):
         if replace(old, dim_order=()) != replace(new, dim_order=()):
             return f"it has {_shown(old)} in place of {_shown(new)}"

@@ -138,7 +138,7 @@ class Followers:
             for line in self.lines:
                 line.begun.wait(max(deadline - time.monotonic(), 0))
         begun = [line.node.id for line in self.lines if line.begun.is_set()]
-        begun = exchange.broadcast(begun, place.spokesman, ranks)
+        begun = exchange.broadcast(begun, place.spokesman, ranks, named=place.named)
         seeders = {node: seeder for node, seeder in self._seeders.items() if node in begun}
         seed_at_start(place, opening.layout, opening.start, seeders)
         if place.first:
@@ -146,7 +146,8 @@ class Followers:
         waiting = ""
         if place.first:
             waiting = await_ready(place, self._stubs, opening.start.plan.incarnation, deadline)
-        exchange.broadcast(None, place.spokesman, ranks)  # nobody trains before the spokesman has waited
+        # Nobody trains before the spokesman has waited.
+        exchange.broadcast(None, place.spokesman, ranks, named=place.named)
         if waiting:
             _log.warning("training begins without all shadow nodes: %s", waiting)
         elif place.first:

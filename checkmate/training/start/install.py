@@ -64,7 +64,7 @@ def check_ranks(stored: int, place: Membership) -> None:
         raise InstallError(
             f"the state has {counted(stored, 'rank')} in DP group {place.group}, but the job now has "
             f"{place.ranks}. Random generators and extra() belong to single ranks: start the same number of "
-            "ranks, or pass fresh=True to start from iteration 0"
+            "ranks, or discard it with `checkmate reset JOB`"
         )
 
 

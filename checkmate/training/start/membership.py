@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.errors import CheckmateError
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.access import access
@@ -23,14 +24,15 @@ from checkmate.keys.roles import Role
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.record.buffers import synchronised
-from checkmate.training.start.fence import RestartPlan
+from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import side_of
+from checkmate.wording import counted
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
 
 
-class SessionError(RuntimeError):
+class SessionError(CheckmateError, RuntimeError):
     """Job, environment and process groups contradict one another. The message suggests a remedy."""
 
 
@@ -55,6 +57,21 @@ class Membership:
     def ips(self) -> list[str]:
         """Addresses of the ring, in ring order."""
         return [str(rank.ip) for rank in self.job.dp_groups[self.group].ranks]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the ring's ranks in messages, in ring order."""
+        return [rank.named for rank in self.job.dp_groups[self.group].ranks]
+
+    @property
+    def name(self) -> str:
+        """This rank's name in messages."""
+        return self.names[self.position]
+
+    def named(self, rank: int) -> str:
+        """Return the name of any rank of the job in messages."""
+        ranks = [one for group in self.job.dp_groups for one in group.ranks]
+        return next((one.named for one in ranks if one.rank == rank), f"rank {rank}")
 
     @property
     def side(self) -> int | None:
@@ -106,8 +123,8 @@ def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membershi
     total = sum(map(len, members))
     if world != total:
         raise SessionError(
-            f"the job {job.job} has {total} ranks, but the process group has {world} (WORLD_SIZE): "
-            "start the number of ranks in the job's dp_groups"
+            f"the job {job.job} has {counted(total, 'rank')}, but the process group has {world} "
+            "(WORLD_SIZE): start the number of ranks in the job's dp_groups"
         )
     group = next((i for i, ranks in enumerate(members) if rank in ranks), None)
     if group is None:

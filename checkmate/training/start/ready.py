@@ -11,9 +11,12 @@ from checkmate.nodes.stubs import UNREACHABLE, Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.training.start.membership import Membership
+from checkmate.wording import at_iteration, counted
 
 _POLL_SECONDS: Final = 0.1
 _STATUS_SECONDS: Final = 2.0
+
+_CONTROLLER: Final = "streams need `checkmate run` of this job: `checkmate status JOB` shows them"
 
 Holds = Mapping[int, Mapping[int, pb.HoldStatus] | str]
 """By node: its holds by shard, or why it has not answered."""
@@ -24,7 +27,8 @@ def await_ready(place: Membership, stubs: Stubs, incarnation: int, deadline: flo
     while True:
         lacking = _lacking(place, stubs, incarnation)
         if not lacking or time.monotonic() > deadline:
-            return "; ".join(lacking)
+            hint = [_CONTROLLER] if any("streams are connected" in one for one in lacking) else []
+            return "; ".join([*lacking, *hint])
         time.sleep(_POLL_SECONDS)
 
 
@@ -53,7 +57,7 @@ def _progress(place: Membership, shard: int, found: Holds) -> str:
             words.append(f"shadow node {node.id}: {holds}")
             continue
         held = holds.get(shard)
-        at = f"at iteration {held.stepped}" if held is not None and held.seeded else "not seeded"
+        at = at_iteration(held.stepped) if held is not None and held.seeded else "not seeded"
         words.append(f"shadow node {node.id} is {at}")
     return ", ".join(words)
 
@@ -91,5 +95,5 @@ def _not_ready(hold: pb.HoldStatus | None) -> str:
     if hold is None:
         return "not begun"
     if hold.connected < hold.streams:
-        return f"{hold.connected} of {hold.streams} streams are connected"
+        return f"{hold.connected} of {counted(hold.streams, 'stream')} connected"
     return "" if hold.seeded else "not seeded"

@@ -95,7 +95,7 @@ class LiveSwitch:
         process = self.start("status", *(files or (self.job,)), "--json", stderr=subprocess.PIPE)
         output, words = process.communicate(timeout=30)
         assert process.returncode == 0, words.decode()
-        (one,) = json.loads(output).values()
+        (one,) = json.loads(output)["switches"].values()
         return dict(one)
 
     def connected(self, *files: Path) -> set[tuple[Any, ...]]:

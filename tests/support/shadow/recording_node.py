@@ -103,6 +103,12 @@ class RecordingNode(rpc.ShadowServicer):
     def Fence(self, request: pb.FenceRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
         return current(self.status)
 
+    def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.NodeStatus:
+        self.status = pb.NodeStatus(
+            holds_nothing=True, discarded=request.generation, generation=request.generation
+        )
+        return current(self.status)
+
     def Reserve(self, request: pb.ReserveRequest, context: grpc.ServicerContext) -> pb.ReserveReply:
         return pb.ReserveReply(granted=False)
 

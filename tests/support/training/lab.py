@@ -104,7 +104,7 @@ class TrainingLab:
         member = self.shadows[number]
         shards = member.complaints().count("begins at iteration") or 1
         self.crew.wait(
-            lambda: member.complaints().count(": live at iteration") >= shards,
+            lambda: member.complaints().count(": live ") >= shards,
             f"shadow node {number} to be live",
             _SECONDS,
         )

@@ -44,7 +44,6 @@ class ScriptOrders:
     pause: float = 0.0
     wait: float = 30.0
     timeout: float = 30.0
-    fresh: bool = False
     checkpoints: str | None = None
     only_restore: bool = False
     keep_each: bool = False

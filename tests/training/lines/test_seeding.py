@@ -18,9 +18,9 @@ from checkmate.rpc.shadow_pb2_grpc import ShadowStub
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.lines.seeder import Seeder, SeedSource
 from checkmate.training.record.buffers import Buffers
-from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.followers import give_buffers
 from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.plans import plan_new_run
 from checkmate.wire.layout import Parameter, make_layout
 from testbed.jobs import job
 from tests.support.shadow.recording_node import SECONDS, RecordingNode

@@ -21,8 +21,8 @@ from checkmate.training.loop import resumed_in
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import CHECKED, Capture, Watched, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
-from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import Start, place
+from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw

@@ -291,6 +291,15 @@ def test_other_things_that_cannot_be_followed() -> None:
         loop.optimizer.step()
 
 
+def test_no_closure_may_be_given_as_an_argument() -> None:
+    """Like Accelerate's `step(self, closure=None)`, which hands it on."""
+    loop = RecordedLoop(adamw)
+    loop.backward()
+    loop.optimizer.step(None)
+    loop.backward()
+    loop.optimizer.step(closure=None)
+
+
 def test_a_second_step_on_the_same_gradients() -> None:
     loop = RecordedLoop(adamw)
     loop.backward()

@@ -31,10 +31,10 @@ from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
-from checkmate.training.start import disk, fence, membership
-from checkmate.training.start.fence import plan_new_run
+from checkmate.training.start import disk, membership, plans
 from checkmate.training.start.install import InstallError
 from checkmate.training.start.membership import Start
+from checkmate.training.start.plans import plan_new_run
 from testbed.jobs import job
 from tests.support.training.alone import alone
 from topologies.training.verdict import digest
@@ -219,9 +219,9 @@ def test_which_checkpoint_is_taken_is_said_and_which_are_not(
     os.utime(newest, (0, 0))
     found = disk.look(tmp_path)
     assert list(found.paths) == [newest, *older]
-    assert fence.after_disk(fence.plan_new_run(7, ""), found.generation).generation == 3
+    assert plans.after_disk(plans.plan_new_run(7, ""), found.generation).generation == 3
     with caplog.at_level(logging.INFO, "checkmate"):
-        start, extra = restore._from_disk(PLACE, script.watched, fence.plan_new_run(7, ""), found)
+        start, extra = restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), found)
     assert (start.next_iteration, extra) == (2, {"seen": 7})
     names = ", ".join(path.name for path in older[:3])
     assert caplog.messages == [
@@ -243,15 +243,13 @@ def test_an_older_checkpoint_is_not_taken_in_silence(damage: str, tmp_path: Path
         newest.mkdir()
         (newest / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(restore.RestoreError) as caught:
-        restore._from_disk(PLACE, script.watched, fence.plan_new_run(7, ""), disk.look(tmp_path))
+        restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), disk.look(tmp_path))
     assert f"can't read {newest} as a checkpoint: " in str(caught.value)
-    assert f"; checkpoints='{older}' selects the one before it; fresh=True starts from iteration 0" in str(
-        caught.value
-    )
+    assert f"; checkpoints='{older}' selects the one before it; `checkmate reset JOB`" in str(caught.value)
     asked = disk.look(older)
     assert asked.paths == (older,)
     assert asked.generation == 1
-    start, _ = restore._from_disk(PLACE, script.watched, fence.plan_new_run(7, ""), asked)
+    start, _ = restore._from_disk(PLACE, script.watched, plans.plan_new_run(7, ""), asked)
     assert start.next_iteration == 2
 
 
@@ -295,4 +293,4 @@ def test_whatever_a_script_raises_while_it_is_resumed_is_told_to_all_ranks() -> 
         raise TypeError("a scheduler of the script's own wants other keys")
 
     _, trouble = restore._together(PLACE, load)
-    assert trouble == "rank 0: TypeError: a scheduler of the script's own wants other keys"
+    assert trouble == "rank 0 (192.168.0.0): TypeError: a scheduler of the script's own wants other keys"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkmate.training.start import exchange
 from checkmate.training.start.disk import OnDisk
 from checkmate.training.start.exchange import ExchangeError
-from checkmate.training.start.fence import RestartPlan
+from checkmate.training.start.plans import RestartPlan
 from tests.support.training.rank_processes import RankProcesses
 
 

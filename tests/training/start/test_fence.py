@@ -12,7 +12,7 @@ from checkmate.job.schema import Job
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.process import Serving
-from checkmate.training.start import fence
+from checkmate.training.start import fence, plans
 from testbed.copies import local_job
 from testbed.jobs import job_data
 from tests.support.labs.end_hosts import needs_buffers
@@ -72,7 +72,7 @@ def test_all_is_whole(served: list[RecordingNode], job: Job, stubs: Stubs) -> No
     served[0].settled = node(0, hold((0, 0), 7, 7))
     served[1].settled = node(1, hold((0, 1), 7, 7))
     plan = fence.plan_restore(job, stubs, TIMEOUT)
-    assert plan == fence.RestartPlan("nodes", 4, "a", 7, {(0, 0): [0], (0, 1): [1]})
+    assert plan == plans.RestartPlan("nodes", 4, "a", 7, {(0, 0): [0], (0, 1): [1]})
 
 
 def test_a_node_that_does_not_settle_has_nothing_to_give(
@@ -198,12 +198,12 @@ def test_a_run_that_goes_on_keeps_its_generation_and_a_new_one_has_a_greater_one
     served[1].settled = node(1, hold((0, 1), 7, 7))
     plan = fence.plan_restore(job, stubs, TIMEOUT)
     assert (plan.kind, plan.generation, plan.generation_seen) == ("nodes", 3, 5)
-    assert fence.plan_new_run(plan.incarnation, "", plan.generation_seen).generation == 6
+    assert plans.plan_new_run(plan.incarnation, "", plan.generation_seen).generation == 6
     assert fence.plan_fresh(job, stubs, TIMEOUT).generation == 6
     served[0].status = served[1].status = pb.NodeStatus(holds_nothing=True)
     plan = fence.plan_restore(job, stubs, TIMEOUT)
     assert (plan.kind, plan.generation) == ("nothing", 1)
-    assert [fence.after_disk(plan, on_disk).generation for on_disk in (0, 4)] == [1, 5]
+    assert [plans.after_disk(plan, on_disk).generation for on_disk in (0, 4)] == [1, 5]
 
 
 def test_a_node_of_another_job_is_an_error(served: list[RecordingNode], job: Job) -> None:

@@ -25,10 +25,10 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import membership
-from checkmate.training.start.fence import RestartPlan
 from checkmate.training.start.fetch import Fetched
 from checkmate.training.start.install import InstallError, check_record, install_record
 from checkmate.training.start.membership import Start
+from checkmate.training.start.plans import RestartPlan
 from testbed.jobs import job
 from tests.support.training.alone import alone
 from tests.support.training.recorded_loop import RecordedLoop, adamw

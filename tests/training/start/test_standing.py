@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import checkmate
 from checkmate.training.attached import attached
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.fence import plan_new_run
 from checkmate.training.start.membership import ModelStanding, SessionError, Start
+from checkmate.training.start.plans import plan_new_run
 from tests.support.training.alone import alone
 
 

@@ -1,12 +1,11 @@
 """Train a small GPT with DistributedDataParallel, protected by `checkmate.restore` and `checkmate.protect`.
 
-CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 10 -m examples.gpt.train --out out/gpt
+CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 10 -m checkmate.examples.gpt.train
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -16,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkmate
-from examples.gpt import text
-from examples.gpt.model import Gpt, Shape
+from checkmate.examples.common import LossLog, parser
+from checkmate.examples.gpt import text
+from checkmate.examples.gpt.model import Gpt, Shape
 
 
 def main() -> None:
-    """Train, and write each rank's losses and the final state to --out."""
+    """Train, and print the loss of each iteration."""
     options = parse()
-    options.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(options.seed)  # the same model on all ranks
@@ -37,8 +36,9 @@ def main() -> None:
 
     start, _ = checkmate.restore(ddp, optimizer, scheduler=scheduler)
     protection = checkmate.protect(ddp, optimizer, scheduler=scheduler)
+    log = LossLog(options.out)
 
-    with protection, Path(options.out, f"rank{rank}.jsonl").open("a") as log:
+    with protection:
         for iteration in protection.steps(range(start, options.iterations)):
             batch = data.batch(options.batch, options.context)
             loss = ddp(*(tokens.to(options.device) for tokens in batch))
@@ -47,11 +47,8 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            print(json.dumps({"iteration": iteration, "loss": loss.item()}), file=log, flush=True)
-
-    if rank == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, options.out / "final.pt")
+            log(iteration, loss.item())
+    log.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     dist.destroy_process_group()
 
 
@@ -63,25 +60,18 @@ def warm_up_then_cosine(step: int, steps: int, warm_up: int = 10) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.gpt.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for losses and the final state")
-    parser.add_argument("--text", type=Path, help="file to train on; Python's documentation by default")
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=2, help="batch size per rank")
-    parser.add_argument("--context", type=int, default=64, help="context length in bytes")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=320)
-    parser.add_argument("--heads", type=int, default=5)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, or cuda and a number")
-    parser.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    made = parser("checkmate.examples.gpt.train", __doc__, 100)
+    made.add_argument("--text", type=Path, help="file to train on; Python's documentation by default")
+    made.add_argument("--batch", type=int, default=2, help="batch size per rank")
+    made.add_argument("--context", type=int, default=64, help="context length in bytes")
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--width", type=int, default=320)
+    made.add_argument("--heads", type=int, default=5)
+    made.add_argument("--dropout", type=float, default=0.1)
+    made.add_argument("--learning-rate", type=float, default=1e-3)
+    made.add_argument("--device", default="cpu", help="cpu, cuda, or cuda and a number")
+    made.add_argument("--bucket-mb", type=float, default=4, help="size of gradient buckets in MiB")
+    return made.parse_args()
 
 
 if __name__ == "__main__":

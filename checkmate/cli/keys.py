@@ -1,21 +1,22 @@
-"""`checkmate validate --init`: make the keys of jobs, and print where to copy them."""
+"""`checkmate keys`: make and renew the keys of jobs, and print where to copy them."""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from rich.console import Console
+import typer
 from rich.text import Text
 
-from checkmate.cli.common import folding_table
+from checkmate.cli.common import AsJson, JobArguments, out, print_json, says_errors, set_of
 from checkmate.job.schema import Job
 from checkmate.keys.access import keys_folder
 from checkmate.keys.making import make_keys
 from checkmate.keys.plans import AUTHORITY, JobKeys, RoleFiles
 from checkmate.keys.roles import Role, hosts_of
+from checkmate.output.tables import FittedTable
 from topologies.signals import unwinding
 
 _STAYS: Final = "nowhere: stays with the administrator"
@@ -28,15 +29,34 @@ _PLACES: Final = {
 _HOSTS_SHOWN: Final = 8
 
 
-def make(jobs: Sequence[Job], keys: Path | None) -> list[JobKeys]:
-    """Make the keys of jobs in `keys`, by default where each job has them. Raise `KeysError` if it fails."""
+@says_errors
+def keys(
+    jobs: JobArguments,
+    to: Annotated[
+        Path | None, typer.Option("--out", help="Folder of keys.", show_default="the job's, keys/")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the keys of jobs, or complete and renew them, and print where to copy them.
+
+    Makes a certificate authority for each job, and a folder of keys for each role. Run again, it keeps what
+    is there, and issues certificates that are missing, end within 60 days, or lack a host of the job.
+    Nothing is made if a job file has a fault.
+
+    Example: checkmate keys jobs/gpt.yaml
+    """
+    wanted = [(job, keys_folder(job) if to is None else to) for job in set_of(jobs).require()]
     with unwinding():
-        wanted = [(job, keys_folder(job) if keys is None else keys) for job in jobs]
-        return make_keys(wanted, dt.datetime.now(dt.UTC))
+        made = make_keys(wanted, dt.datetime.now(dt.UTC))
+    if as_json:
+        print_json({"keys": [_data(one) for one in made]})
+        return
+    for one in made:
+        _show(one)
 
 
-def data(made: JobKeys) -> dict[str, object]:
-    """Return the keys of a job, without their content, for `--json`."""
+def _data(made: JobKeys) -> dict[str, object]:
+    """Return the keys of a job, without their content."""
     return {
         "job": made.job.job,
         "folder": str(made.folder),
@@ -60,10 +80,11 @@ def data(made: JobKeys) -> dict[str, object]:
     }
 
 
-def show(made: JobKeys, out: Console) -> None:
+def _show(made: JobKeys) -> None:
     """Print a table of a job's folders of keys."""
     out.print(Text(f"keys of job {made.job.job}: {made.folder}/"), soft_wrap=True)
-    table = folding_table("folder", "copy to", "made", "kept", "valid until")
+    folds = ("copy to", "made", "kept")
+    table = FittedTable("", "folder", *folds, "valid until", folds=folds)
     table.add_row(f"{AUTHORITY}/", _STAYS, *_files(made.made, made.kept), f"{made.expires:%Y-%m-%d}")
     for role in made.roles:
         files = _files(role.made, role.kept)

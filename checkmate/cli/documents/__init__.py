@@ -1,0 +1,1 @@
+"""What `--json` prints, as models from which `checkmate schema` generates JSON Schemas."""

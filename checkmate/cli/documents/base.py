@@ -1,0 +1,98 @@
+"""What all documents have, and those of commands that only read files."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from checkmate.wording import JSON_VERSION
+
+Version = Annotated[int, Field(ge=JSON_VERSION, le=JSON_VERSION)]
+
+
+class Part(BaseModel):
+    """A part of a document. It has no other keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Document(Part):
+    """A document."""
+
+    version: Version
+
+
+class FaultPart(Part):
+    """A fault of a file; line 0 if it concerns the whole file."""
+
+    file: str
+    line: int
+    path: str
+    message: str
+
+
+class ErrorDocument(BaseModel):
+    """An error of any command; some add keys (docs/cli.md)."""
+
+    version: Version
+    error: str
+    exit: int
+    faults: list[FaultPart]
+
+
+class ValidateDocument(Document):
+    """`validate` of files without a fault."""
+
+    valid: Literal[True]
+    faults: list[FaultPart]
+    notes: list[str]
+    jobs: list[str]
+
+
+class AuthorityPart(Part):
+    """The authority of a job's keys."""
+
+    folder: str
+    made: list[str]
+    kept: list[str]
+    valid_until: str
+
+
+class RolePart(AuthorityPart):
+    """A role's folder of keys, and the hosts that need it."""
+
+    role: Literal["controller", "trainer", "shadow", "reader"]
+    hosts: list[str]
+
+
+class JobKeysPart(Part):
+    """The keys of a job."""
+
+    job: str
+    folder: str
+    authority: AuthorityPart
+    roles: list[RolePart]
+
+
+class KeysDocument(Document):
+    """`keys`."""
+
+    keys: list[JobKeysPart]
+
+
+class LabPart(Part):
+    """A lab; `up` is null if only root can determine it."""
+
+    name: str
+    topology: str | None
+    target: str | None
+    up: bool | None
+    job_file: str
+
+
+class LabListDocument(Document):
+    """`lab list`: titles of topologies by name, and labs."""
+
+    topologies: dict[str, str]
+    labs: list[LabPart]

@@ -1,0 +1,160 @@
+"""Documents of the planning commands. Sizes are in bytes, times in seconds, rates in bits per second."""
+
+from __future__ import annotations
+
+from checkmate.cli.documents.base import Document, Part
+from checkmate.planner.capacity.plan import SwitchUse
+from checkmate.planner.cost.report import Scheme
+from checkmate.planner.demand import ShardDemand
+from checkmate.planner.profile.sizing import Sizing
+from checkmate.planner.profile.tables import ProfileFigure
+from checkmate.planner.scaling import StepTimes
+
+
+class CostDocument(Document):
+    """`cost`. `assumed` has the keys that were not specified; saved amounts are null without --every."""
+
+    gpus: int
+    failures_per_gpu_hour: float
+    duration_s: float
+    iteration_s: float
+    stall_s: float
+    dollars_per_gpu_hour: float
+    dollars_per_node_hour: float
+    shadow_nodes: int
+    dp_groups: int
+    replicas: int
+    restart_s: float
+    failures_per_node_hour: float
+    seeding_s: float
+    disk_every_s: float
+    assumed: list[str]
+    failures: float
+    best_interval_iterations: float
+    schemes: list[Scheme]
+    saved_gpu_hours: float
+    saved_dollars: float
+    yours_saved_gpu_hours: float | None
+    yours_saved_dollars: float | None
+    break_even_stall_s: float
+    extra_ports: int
+    extra_ports_share: float
+
+
+class SizePart(Part):
+    """A model on several numbers of nodes; `nodes_needed` is null if none suffices."""
+
+    model: str
+    nodes_needed: int | None
+    nodes: list[Sizing]
+
+
+class ProfileDocument(Document):
+    """`profile`. `receive_bytes_per_s` is by number of NICs."""
+
+    cores: int
+    receive_bytes_per_s: dict[int, float]
+    steps: list[StepTimes]
+    load_average: float
+    receive_buffers_as_asked: bool
+    outliers: list[ProfileFigure]
+    iteration_seconds: float | None
+    sizes: list[SizePart]
+
+
+class ModelPart(Part):
+    """The model of a DP group."""
+
+    name: str
+    parameters: int
+    bytes: int
+    dtype: str
+
+
+class RoundPart(Part):
+    """What a NIC receives in a round of the ring."""
+
+    bytes: int
+    peak_bits_per_s: float
+
+
+class NicPart(Part):
+    """What a NIC receives; `receive_seconds` is null without a profile."""
+
+    node: int
+    nic: int
+    streams: int
+    bytes: int
+    rounds: list[RoundPart]
+    receive_seconds: float | None
+
+
+class MemoryPart(Part):
+    """What a node keeps in memory."""
+
+    parameters: int
+    optimizer_state: int
+    gradients: int
+    socket_buffers: int
+    reading: int
+    total: int
+
+
+class ShardPart(Part):
+    """A shard of a DP group."""
+
+    group: int
+    shard: int
+
+
+class NodePart(Part):
+    """A shadow node; `step_seconds` is null without a profile."""
+
+    node: int
+    shards: list[ShardPart]
+    memory: MemoryPart
+    step_seconds: float | None
+
+
+class CheckPart(Part):
+    """A resource at its scarcest place."""
+
+    what: str
+    where: str
+    needed: float
+    there: float
+    unit: str
+    share: float
+    fits: bool
+
+
+class MisfitPart(Part):
+    """What does not fit, with its path in the job file."""
+
+    path: str
+    message: str
+
+
+class CapacityDocument(Document):
+    """`plan --capacity`."""
+
+    job: str
+    models: list[ModelPart]
+    dp_groups: int
+    replicas: int
+    channels: int
+    streams: int
+    multicast_groups: int
+    shadow_nics: int
+    switch_ports: int
+    transceivers: int
+    ports_of_the_rule: int
+    switches: list[SwitchUse]
+    nics: list[NicPart]
+    nodes: list[NodePart]
+    shards: list[ShardDemand]
+    balance: list[float]
+    checks: list[CheckPart]
+    not_checked: list[str]
+    fits: bool
+    misfits: list[MisfitPart]

@@ -1,0 +1,144 @@
+"""Documents of commands about switches."""
+
+from __future__ import annotations
+
+from typing import Any, Final, get_type_hints
+
+from pydantic import create_model
+
+from checkmate.cli.documents.base import Document, Part
+from controlplane.status import SwitchStatus
+from controlplane.tofino.headroom import Headroom
+from controlplane.tofino.pfc import HostCommands, PfcPlan, Sender
+from topologies.traffic.port_drops import PortDrops
+from topologies.traffic.verdict import StreamRow
+
+
+class StatusDocument(Document):
+    """`status`: each switch by name."""
+
+    switches: dict[str, SwitchStatus]
+
+
+class WrittenPart(Part):
+    """A switch that was written to: updates, and entities that it has now."""
+
+    updates: int
+    entities: int
+
+
+class RemoveDocument(Document):
+    """`remove`: each switch by name."""
+
+    switches: dict[str, WrittenPart]
+
+
+class ReplicaPart(Part):
+    """A copy of a multicast group."""
+
+    port: int
+    instance: int
+
+
+class GroupPart(Part):
+    """A multicast group."""
+
+    id: int
+    replicas: list[ReplicaPart]
+
+
+class EntryPart(Part):
+    """A table entry; what `match` and `params` contain depends on the table."""
+
+    table: str
+    match: dict[str, Any]
+    action: str
+    params: dict[str, Any]
+    priority: int
+
+
+class PlannedStreamPart(Part):
+    """A stream that a switch will have once it is connected."""
+
+    job: str
+    dp_group: int
+    side: int
+    boundary: int
+    channel: int
+    shadow_id: int
+    replication_id: int
+    shadow_node: int
+    nic: str
+
+
+class SwitchPlanPart(Part):
+    """What a switch would get. `usage` and `limits` are by kind of entity."""
+
+    target: str
+    usage: dict[str, int]
+    limits: dict[str, int]
+    groups: list[GroupPart]
+    entries: list[EntryPart]
+    streams: list[PlannedStreamPart]
+
+
+class PlanDocument(Document):
+    """`plan`: each switch by name."""
+
+    switches: dict[str, SwitchPlanPart]
+
+
+class ScriptPart(Part):
+    """A bfrt_python script."""
+
+    script: str
+
+
+class BfrtDocument(Document):
+    """`plan --bfrt`: each Tofino by name."""
+
+    switches: dict[str, ScriptPart]
+
+
+def _extended(record: type, **more: Any) -> Any:
+    """Return a model of a record with further or other fields."""
+    fields: Any = {name: (kind, ...) for name, kind in {**get_type_hints(record), **more}.items()}
+    return create_model(record.__name__, __base__=Part, __doc__=record.__doc__, **fields)
+
+
+_Sender: Final = _extended(Sender, headroom=_extended(Headroom, bytes=int), admitted=int)
+_Pfc: Final = _extended(PfcPlan, senders=list[_Sender])  # type: ignore[valid-type]
+
+
+class PfcDocument(Document):
+    """`plan --pfc`: each Tofino by name, and the commands of its hosts."""
+
+    switches: dict[str, _Pfc]  # type: ignore[valid-type]
+    hosts: list[HostCommands]
+
+
+_Stream: Final = _extended(StreamRow, equal=bool)
+
+
+class LabRankPart(Part):
+    """A rank of a lab; `faults` counts failures of the tagger by name."""
+
+    rank: int
+    goodput_bits_per_second: float
+    retransmitted_segments: int
+    verified: int
+    faults: dict[str, int]
+
+
+class LabRunDocument(Document):
+    """`lab run`."""
+
+    good: bool
+    equal: bool
+    seconds: float
+    gathered_bytes: int
+    tagged_bytes: int
+    streams: list[_Stream]  # type: ignore[valid-type]
+    ranks: list[LabRankPart]
+    switches: list[SwitchStatus]
+    port_drops: list[PortDrops]

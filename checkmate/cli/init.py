@@ -1,0 +1,185 @@
+"""`checkmate init`: write a commented job file from a few questions or options."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args
+
+import typer
+
+from checkmate.cli.common import UsageFault, out, says_errors
+from checkmate.job import editor_schema, starter
+from checkmate.job.files import SUFFIXES, JobError, read_job
+from checkmate.job.schema import Switch
+from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
+
+TARGETS: Final = get_args(Switch.model_fields["target"].annotation)
+
+
+def _targets() -> list[str]:
+    return list(TARGETS)
+
+
+@says_errors
+def init(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="The job file to write, such as gpt.yaml.")],
+    job: Annotated[
+        str | None, typer.Option("--job", help="Name of the job.", show_default="that of the file")
+    ] = None,
+    ranks: Annotated[
+        str, typer.Option("--ranks", help="Number of ranks, or their hosts: gpu0,gpu1.", metavar="HOSTS")
+    ] = "2",
+    shadow_nodes: Annotated[
+        str, typer.Option("--shadow-nodes", help="Number of shadow nodes, or their hosts.", metavar="HOSTS")
+    ] = "1",
+    nics: Annotated[int, typer.Option("--nics", min=1, max=2, help="NICs of a shadow node.")] = 1,
+    channels: Annotated[
+        int, typer.Option("--channels", min=1, max=CHANNELS_MAX, help="Channels of the ring.")
+    ] = 1,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, max=SHADOW_IDS_MAX, help="Shadow nodes that hold each shard.")
+    ] = 1,
+    target: Annotated[
+        str, typer.Option("--target", help=f"Kind of switch: {', '.join(TARGETS)}.", autocompletion=_targets)
+    ] = "softswitch",
+    switch: Annotated[
+        str, typer.Option("--switch", help="Address of its P4Runtime server.", metavar="HOST:PORT")
+    ] = "127.0.0.1:9559",
+    network: Annotated[
+        str, typer.Option("--network", help="The training network, /16 or larger.", metavar="NETWORK")
+    ] = "10.0.0.0/16",
+    keys: Annotated[str, typer.Option("--keys", help="Folder of the job's keys.", metavar="PATH")] = "keys",
+) -> None:
+    """Write a commented job file that is valid, with addresses that you replace by your own.
+
+    On a terminal, it asks for most of what the options do not specify. Also writes a JSON Schema beside the
+    file, which the file names, so that editors complete keys and mark faults. Overwrites nothing.
+
+    Example: checkmate init gpt.yaml --ranks gpu0,gpu1 --shadow-nodes cpu0 --nics 2
+    """
+    _check_place(file)
+    said = {**context.params, "job": job or file.stem}
+    if sys.stdin.isatty() and out.is_terminal:
+        said = _asked(context, said)
+    text = starter.text(_start(said), shlex.quote(file.name))
+    _check(text, file.name)
+    written = [_written(file, text)]
+    beside = file.with_name(starter.SCHEMA_FILE)
+    if not beside.exists():
+        written.append(_written(beside, f"{json.dumps(editor_schema.of_job(), indent=1)}\n"))
+    out.print(f"wrote {' and '.join(written)}", markup=False, soft_wrap=True)
+    out.print("replace the addresses and ports marked (*) by your own, then:", markup=False)
+    for command in ("validate", "keys"):
+        out.print(f"  checkmate {command} {shlex.quote(str(file))}", markup=False, soft_wrap=True)
+
+
+def _check_place(file: Path) -> None:
+    """Raise `UsageFault`, before anything is asked, if the file can't be written."""
+    if file.suffix not in SUFFIXES:
+        raise UsageFault(f"{file} must end in {' or '.join(SUFFIXES)}")
+    if file.exists() or file.is_symlink():
+        raise UsageFault(f"{file} exists already, and is not overwritten; choose another name, or remove it")
+    if not file.parent.is_dir():
+        raise UsageFault(f"{file.parent} is not a folder; make it first")
+
+
+def _start(said: dict[str, Any]) -> starter.Start:
+    """Return the job that options and answers describe. Raise `UsageFault` if one is wrong."""
+    found = dict(said)
+    for name, parse in _PARSED.items():
+        try:
+            found[name] = parse(said[name])
+        except ValueError as error:
+            raise UsageFault(f"--{name.replace('_', '-')} {error}") from None
+    return starter.Start(**{name: found[name] for name in starter.Start.__dataclass_fields__})
+
+
+def _network(text: str) -> IPv4Network:
+    try:
+        network = IPv4Network(text)
+    except ValueError:
+        network = None
+    if network is None or network.prefixlen > 16:
+        raise ValueError(f"must be an IPv4 network of /16 or larger, such as 10.0.0.0/16, not {text}")
+    return network
+
+
+def _target(text: str) -> str:
+    if text not in TARGETS:
+        raise ValueError(f"must be {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, not {text}")
+    return text
+
+
+_PARSED: Final[dict[str, Callable[[str], object]]] = {
+    "ranks": lambda text: starter.hosts(text, "trainer"),
+    "shadow_nodes": lambda text: starter.hosts(text, "shadow"),
+    "target": _target,
+    "network": _network,
+}
+_QUESTIONS: Final = {
+    "job": "name of the job",
+    "ranks": "ranks (their number, or hosts on the management network with commas)",
+    "shadow_nodes": "shadow nodes (their number, or hosts)",
+    "nics": "NICs of a shadow node (1 or 2)",
+    "channels": f"channels of the ring (1 to {CHANNELS_MAX})",
+    "target": f"kind of switch ({', '.join(TARGETS)})",
+    "switch": "address of its P4Runtime server (host:port)",
+}
+
+
+def _asked(context: typer.Context, said: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters with the answers to those that are not on the command line."""
+    found = dict(said)
+    for name, question in _QUESTIONS.items():
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            found[name] = typer.prompt(question, default=said[name], value_proc=_answer(name, found))
+    return found
+
+
+def _answer(name: str, said: dict[str, Any]) -> Callable[[str], object]:
+    """Return a parser of an answer. The question is asked again if no valid job can have the answer."""
+
+    def parse(text: str) -> object:
+        try:
+            _PARSED.get(name, str)(text)
+            answer: object = int(text) if isinstance(said[name], int) else text
+            _check(starter.text(_start({**said, name: answer}), "job.yaml"), "job.yaml")
+        except UsageFault as error:
+            raise typer.BadParameter(str(error)) from None
+        except ValueError as error:
+            number = isinstance(said[name], int)
+            raise typer.BadParameter("must be a whole number" if number else str(error)) from None
+        return answer
+
+    return parse
+
+
+def _check(text: str, name: str) -> None:
+    """Raise `UsageFault` if the text is not a valid job file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        file.write_text(text, "utf-8")
+        try:
+            read_job(file)
+        except JobError as error:
+            wrong = "; ".join(f"{fault.path}: {fault.message}" for fault in error.faults)
+            hint = "; --job names the job" if any(fault.path == "job" for fault in error.faults) else ""
+            raise UsageFault(f"that is not a valid job: {wrong}{hint}") from None
+
+
+def _written(file: Path, text: str) -> str:
+    """Write a file that does not exist, and return its name."""
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise UsageFault(f"{file} cannot be written: {error.strerror}") from None
+    return str(file)

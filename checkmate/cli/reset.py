@@ -1,0 +1,82 @@
+"""`checkmate reset`: discard what shadow nodes hold, so that the next start begins with iteration 0."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from checkmate.cli.common import AsJson, Insecure, JobArgument, UsageFault, err, out, print_json, says_errors
+from checkmate.job.files import read_job
+from checkmate.job.schema import Job
+from checkmate.keys.access import access
+from checkmate.keys.roles import Role, role_folder
+from checkmate.nodes import reset as resetting
+from checkmate.nodes.reset import Discard
+from checkmate.nodes.standing import node_name
+from checkmate.nodes.stubs import Stubs
+from checkmate.privileges import keep_only, to_read
+
+
+class Kept(UsageFault):
+    """The user has declined."""
+
+    exit_code = 1
+
+
+@says_errors
+def reset(
+    job: JobArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> None:
+    """Discard what a job's shadow nodes hold: the next start of training begins with iteration 0.
+
+    Once, from any host that reaches the shadow nodes and has the folder of keys of role trainer. Refused
+    while training runs. A node that does not answer does not bring its old state back later. Checkpoints on
+    disk stay, but the next starts do not resume from them.
+
+    Exit status: 1 if training runs, a node has refused or the answer is no; 2 bad input; 3 if no node
+    answers.
+
+    Example: checkmate reset jobs/gpt.yaml
+    """
+    loaded = read_job(job)
+    keep_only(*to_read([] if loaded.keys is None else [role_folder(loaded.keys, loaded.job, Role.TRAINER)]))
+    with Stubs(loaded, access(loaded, Role.TRAINER, insecure=insecure).keys) as stubs:
+        found = resetting.ask(loaded, stubs)
+        if not yes:
+            _confirm(loaded, found)
+        resetting.discard(loaded, stubs, found)
+    for node, why in found.silent.items():
+        what = f"{node_name(loaded, node)} does not answer ({why}). What it holds does not count any more"
+        err.print(Text.assemble(("warning:", "yellow"), f" {what}"), soft_wrap=True)
+    if as_json:
+        silent = {str(node): why for node, why in found.silent.items()}
+        nodes = list(found.answering)
+        print_json({"job": loaded.job, "iteration": found.iteration, "nodes": nodes, "silent": silent})
+        return
+    out.print(
+        f"{_what(loaded, found)} discarded. The next start of training begins with iteration 0. Checkpoints "
+        "on disk stay, and it does not use them.",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _confirm(job: Job, found: Discard) -> None:
+    """Ask, on a terminal. Raise `UsageFault` without one, and `Kept` if the answer is no."""
+    if not sys.stdin.isatty():
+        raise UsageFault(f"{_what(job, found)} about to be discarded: add --yes, because nobody can be asked")
+    err.print(f"{_what(job, found)} about to be discarded. Continue? [y/N] ", end="", markup=False)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Kept("nothing was discarded")
+
+
+def _what(job: Job, found: Discard) -> str:
+    if found.iteration is None:
+        return f"Job {job.job}: all earlier runs are"
+    return f"Job {job.job}: iteration {found.iteration} and all before it are"

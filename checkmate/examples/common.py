@@ -1,0 +1,46 @@
+"""What the examples share: options, the loss of each iteration, and the final state."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def parser(module: str, doc: str | None, iterations: int) -> argparse.ArgumentParser:
+    """Return a parser of the options that all examples have."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--iterations", type=int, default=iterations, help=f"default: {iterations}")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--out", type=Path, help="folder for losses and the final state; none by default")
+    return made
+
+
+class LossLog:
+    """Shows the loss of each iteration: rank 0 prints it, and all ranks append it to `rank{r}.jsonl`."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make the folder, if one is given; `torch.distributed` must be initialised."""
+        self._folder, self._rank = folder, dist.get_rank()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, iteration: int, loss: float) -> None:
+        """Show this rank's loss of an iteration."""
+        if self._rank == 0:
+            print(f"iteration {iteration}: loss {loss:.6f}", flush=True)
+        if self._folder is not None:
+            with Path(self._folder, f"rank{self._rank}.jsonl").open("a") as file:
+                print(json.dumps({"iteration": iteration, "loss": loss}), file=file)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write the final state to `final.pt`, on rank 0."""
+        if self._folder is not None and self._rank == 0:
+            torch.save(dict(state), self._folder / "final.pt")

@@ -1,0 +1,92 @@
+"""Train a model in two pipeline stages, each of which is a DP group of the same job.
+
+CHECKMATE_JOB=job.yaml torchrun --nnodes 4 ... --max-restarts 10 -m checkmate.examples.pipeline
+
+The job has two groups under `dp_groups`. The first half of the ranks has the first stage, the other half the
+second. Rank i of a stage sends its activations to rank i of the other, and gets their gradients back. Each
+stage has its own DDP, over its own process group, and is protected by itself; a restart brings both stages to
+the same iteration.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import checkmate
+from checkmate.examples.common import LossLog, parser
+
+BATCH, INPUTS, WIDTH = 32, 64, 128
+
+
+def batch(iteration: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets, which both stages draw alike: they depend on iteration and place only."""
+    generator = torch.Generator().manual_seed(1000 * iteration + place)
+    inputs = torch.randn(BATCH, INPUTS, generator=generator)
+    return inputs, inputs.flip(1).tanh()
+
+
+class Stage:
+    """One of the two stages on this rank: its model, and how data crosses to the other stage."""
+
+    def __init__(self, seed: int) -> None:
+        ranks = dist.get_world_size() // 2
+        groups = [dist.new_group(list(range(first, first + ranks))) for first in (0, ranks)]
+        self.number, self.place = divmod(dist.get_rank(), ranks)
+        self.other = (1 - self.number) * ranks + self.place
+        torch.manual_seed(seed + self.number)  # the same model on all ranks of a stage
+        sizes = [(INPUTS, WIDTH), (WIDTH, INPUTS)][self.number]
+        model = nn.Sequential(nn.Linear(*sizes), nn.Tanh() if self.number == 0 else nn.Identity())
+        self.ddp = DistributedDataParallel(model, process_group=groups[self.number])
+
+    def train(self, iteration: int) -> torch.Tensor:
+        """Run forward and backward; return the loss, which both stages know."""
+        inputs, targets = batch(iteration, self.place)
+        return self._first(inputs) if self.number == 0 else self._second(targets)
+
+    def _first(self, inputs: torch.Tensor) -> torch.Tensor:
+        activations = self.ddp(inputs)
+        dist.send(activations.detach(), self.other)
+        gradients, loss = torch.empty_like(activations), torch.empty(())
+        dist.recv(gradients, self.other)
+        dist.recv(loss, self.other)
+        activations.backward(gradients)
+        return loss
+
+    def _second(self, targets: torch.Tensor) -> torch.Tensor:
+        activations = torch.empty(BATCH, WIDTH)
+        dist.recv(activations, self.other)
+        loss = functional.mse_loss(self.ddp(activations.requires_grad_()), targets)
+        loss.backward()
+        assert activations.grad is not None
+        dist.send(activations.grad, self.other)
+        dist.send(loss.detach(), self.other)
+        return loss
+
+
+def main() -> None:
+    """Train, and print the loss of each iteration."""
+    options = parser("checkmate.examples.pipeline", __doc__, 60).parse_args()
+    dist.init_process_group("gloo")
+    stage = Stage(options.seed)
+    optimizer = torch.optim.AdamW(stage.ddp.parameters(), lr=1e-2)
+
+    start, _ = checkmate.restore(stage.ddp, optimizer)
+    protection = checkmate.protect(stage.ddp, optimizer)
+    log = LossLog(options.out)
+
+    with protection:
+        for iteration in protection.steps(range(start, options.iterations)):
+            loss = stage.train(iteration)
+            optimizer.step()
+            optimizer.zero_grad()
+            log(iteration, loss.item())
+    log.save({"model": stage.ddp.module.state_dict(), "optimizer": optimizer.state_dict()})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

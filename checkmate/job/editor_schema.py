@@ -1,0 +1,58 @@
+"""JSON Schemas of YAML files, with which editors complete keys and mark faults. Pure.
+
+They describe files as users write them: a fabric may be the path of a file, a port its front-panel name.
+Rules between the parts of a file are left to `checkmate validate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+
+from checkmate.job.schema import Attachment, Fabric, Host, Job, Nic, Rank, Switch
+from checkmate.job.tofino import chips
+
+_PORT_NAME: Final = {"type": "string", "pattern": chips.PORT_NAME}
+
+
+class Generator(GenerateJsonSchema):
+    """A generator that does not repeat each key as its title."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Return `False`."""
+        return False
+
+
+def of_model(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON Schema of files that a model describes completely."""
+    return {"$schema": Generator.schema_dialect, **model.model_json_schema(schema_generator=Generator)}
+
+
+def of_job() -> dict[str, Any]:
+    """Return the JSON Schema of job files."""
+    schema = _with_ports(of_model(Job))
+    path = {"type": "string", "minLength": 1, "description": "The path of a fabric file."}
+    schema["properties"]["fabric"] = {"anyOf": [schema["properties"]["fabric"], path]}
+    return schema
+
+
+def of_fabric() -> dict[str, Any]:
+    """Return the JSON Schema of fabric files."""
+    return _with_ports(of_model(Fabric))
+
+
+def _with_ports(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with front-panel names of ports, which `tofino.ports` resolves, beside numbers."""
+    defined = schema["$defs"]
+    for model in (Attachment, Host, Nic, Rank):
+        if (found := defined.get(model.__name__)) is not None:
+            found["properties"]["port"] = {"anyOf": [found["properties"]["port"], _PORT_NAME]}
+    number = {"type": "integer", "minimum": 0}
+    ports = defined[Switch.__name__]["properties"]["ports"]
+    ports["patternProperties"] = {
+        name: {"anyOf": [settings, number]} for name, settings in ports["patternProperties"].items()
+    }
+    ports["additionalProperties"] = False
+    return schema

@@ -1,0 +1,129 @@
+"""A commented job file to start from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from typing import Final
+
+from checkmate.job.tofino import chips
+
+SCHEMA_FILE: Final = "job.schema.json"
+"""The JSON Schema beside the job file, which editors read."""
+_SHADOW: Final = 1 << 8
+"""Offset of shadow nodes' addresses in the training network."""
+_STUB: Final = 255 << 8
+"""Offset of the stub's address."""
+_RANKS_MAX: Final = 250
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a job file begins with. `ranks` and `shadow_nodes`: their hosts on the management network."""
+
+    job: str
+    ranks: Sequence[str]
+    shadow_nodes: Sequence[str]
+    nics: int
+    channels: int
+    replicas: int
+    target: str
+    switch: str
+    """The address of the switch's P4Runtime server."""
+    network: IPv4Network
+    """The training network, of at least 65,536 addresses."""
+    keys: str
+
+    @property
+    def named(self) -> bool:
+        """Whether ports are front-panel names."""
+        return self.target.startswith("tofino")
+
+
+def hosts(text: str, what: str) -> list[str]:
+    """Return hosts that are given as names with commas, or as a number. Raise `ValueError` for neither."""
+    if text.isdecimal() and 0 < int(text) <= _RANKS_MAX:
+        return [f"{what}{number}" for number in range(int(text))]
+    named = [name.strip() for name in text.split(",")]
+    if text.lstrip("-").isdecimal() or not all(named) or len(named) > _RANKS_MAX:
+        raise ValueError(f"must be a number from 1 to {_RANKS_MAX}, or hosts such as {what}0,{what}1")
+    return named
+
+
+def text(start: Start, file: str) -> str:
+    """Return the content of a job file with that name."""
+    return "\n".join([*_head(start, file), *_ranks(start), *_nodes(start), *_fabric(start), ""])
+
+
+def _head(start: Start, file: str) -> Iterator[str]:
+    yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
+    yield "# A training job. Replace what is marked (*) by your own addresses and ports, then check it:"
+    yield f"#   checkmate validate {file}"
+    yield ""
+    yield f"job: {start.job}"
+    yield f"channels: {start.channels}   # of the ring, 1 to 8; each has streams of its own"
+    yield f"replicas: {start.replicas}   # shadow nodes that hold each shard"
+    yield f"keys: {start.keys}  # the folder in which `checkmate keys {file}` makes keys"
+    yield ""
+
+
+def _ranks(start: Start) -> Iterator[str]:
+    yield "# Trainers. ip and mac (*): on the training network; mgmt: on the management network."
+    yield "dp_groups:  # one for each pipeline stage"
+    yield "  - ranks:  # in the order of the ring, each with its port of the switch (*)"
+    for rank, host in enumerate(start.ranks):
+        yield f"      - {{rank: {rank}, {_nic(start, rank + 1, rank + 1)}, mgmt: {_quoted(host)}}}"
+    yield ""
+
+
+def _nodes(start: Start) -> Iterator[str]:
+    yield "# Shadow nodes. mgmt: host and port of gRPC; step records use the next port."
+    yield "shadow_nodes:"
+    for node, host in enumerate(start.shadow_nodes):
+        yield f"  - id: {node}"
+        yield f"    mgmt: {_quoted(f'[{host}]:7000' if ':' in host else f'{host}:7000')}"
+        yield "    nics:  # one or two, ip, mac and port (*)"
+        for nic in range(start.nics):
+            number = node * start.nics + nic
+            yield f"      - {{{_nic(start, _SHADOW + number + 1, len(start.ranks) + number + 1)}}}"
+    yield ""
+
+
+def _fabric(start: Start) -> Iterator[str]:
+    yield "# Switches. Jobs that share them name one file instead: `fabric: fabric.yaml`, with what is below."
+    yield "fabric:"
+    yield "  switches:"
+    yield "    - name: tor"
+    yield f"      target: {start.target}"
+    if start.target == "tofino":
+        yield "      front_panel: wedge100bf-32x-odd  # the board (*)"
+    elif start.named:
+        yield "      ports:  # the device port of each port (*)"
+        every = len(start.ranks) + len(start.shadow_nodes) * start.nics
+        yield from (f"        {number + 1}/0: {_device_port(number)}" for number in range(every))
+    yield f"      address: {_quoted(start.switch)}  # of its P4Runtime server"
+    stub = f"ip: {start.network[_STUB + 1]}, mac: {_mac(_STUB + 1)}, port: 7471"
+    yield "      # An unused address of the training network, to which shadow nodes connect (*)."
+    yield f"      stub: {{{stub}}}"
+    yield "      # tls: {ca: ca.pem, cert: client.pem, key: client.key}  # for P4Runtime"
+
+
+def _device_port(connector: int) -> int:
+    """Return the device port of a Tofino 2's connector, if the board numbers them in order."""
+    chip = chips.CHIPS["tofino2"]
+    pipe, place = divmod(connector, (chip.last_front + 1 - chip.first_front) // chip.lanes)
+    return pipe << 7 | chip.first_front + place * chip.lanes
+
+
+def _nic(start: Start, address: int, port: int) -> str:
+    at = f'"{port}/0"' if start.named else str(port)
+    return f"ip: {start.network[address]}, mac: {_mac(address)}, switch: tor, port: {at}"
+
+
+def _mac(number: int) -> str:
+    return f'"02:00:00:00:{number >> 8:02x}:{number & 0xFF:02x}"'
+
+
+def _quoted(value: str) -> str:
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

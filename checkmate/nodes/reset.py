@@ -1,0 +1,87 @@
+"""`checkmate reset`: discards what the shadow nodes hold, so that the next start begins with iteration 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from checkmate.job.schema import Job
+from checkmate.nodes.standing import Answers, counted_holds, greatest_generation, node_name
+from checkmate.nodes.stubs import Stubs
+from checkmate.nodes.target import LAB_HINT
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.rpc.protocol import PROTOCOL
+from checkmate.wording import counted
+
+
+class NotReset(RuntimeError):
+    """Nothing was discarded, or not everywhere. The message names the nodes."""
+
+    exit_code = 1
+
+
+class NoNode(NotReset):
+    """No shadow node answers that knows what to discard."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Discard:
+    """What is to be discarded: all runs up to `generation`, on the nodes `answering` and on all others."""
+
+    generation: int
+    iteration: int | None
+    """The newest iteration that is held; `None` if no node holds anything."""
+    answering: tuple[int, ...]
+    silent: Mapping[int, str] = field(default_factory=dict)
+    """Why the other nodes do not answer. What they hold does not count any more either."""
+
+
+def ask(job: Job, stubs: Stubs) -> Discard:
+    """Return what there is to discard, from the nodes' statuses. Changes nothing.
+
+    Raises:
+        NotReset: Training runs.
+        NoNode: No node answers, or those that do know of no run, and others may hold one.
+    """
+    request = pb.StatusRequest(job=job.job, protocol=PROTOCOL)
+    nodes = [node.id for node in job.shadow_nodes]
+    answers = stubs.ask(nodes, lambda stub: stub.Status, request)
+    return decide(job, answers)
+
+
+def decide(job: Job, answers: Answers) -> Discard:
+    """Return what there is to discard. Raises like `ask`."""
+    silent = {node: said for node, said in answers.items() if isinstance(said, str)}
+    said = {node: one for node, one in answers.items() if isinstance(one, pb.NodeStatus)}
+    away = "; ".join(f"{node_name(job, node)}: {why}" for node, why in silent.items())
+    if not said:
+        raise NoNode(f"no shadow node of job {job.job} answers ({away}); {LAB_HINT}")
+    if running := {node: one.trainers for node, one in said.items() if one.trainers}:
+        node, ranks = next(iter(running.items()))
+        raise NotReset(
+            f"training of job {job.job} runs: {counted(ranks, 'rank is', 'ranks are')} connected to "
+            f"{node_name(job, node)}. Stop it first; a rank whose host has vanished counts for 15 s more"
+        )
+    generation = greatest_generation(answers)
+    if silent and not generation:
+        raise NoNode(
+            f"the shadow nodes of job {job.job} that answer hold nothing, and others may hold a run: {away}; "
+            "repeat the command once they answer"
+        )
+    held = [hold.stepped for _, hold in counted_holds(answers) if hold.seeded]
+    return Discard(max(generation, 1), max(held, default=None), tuple(said), silent)
+
+
+def discard(job: Job, stubs: Stubs, found: Discard) -> None:
+    """Discard it. May be repeated, also after it has failed half way.
+
+    Raises:
+        NotReset: Some of the nodes have not done it. The message names them.
+    """
+    done = stubs.reset(found.answering, found.generation)
+    failed = {node: said for node, said in done.items() if isinstance(said, str)}
+    if failed:
+        named = "; ".join(f"{node_name(job, node)}: {why}" for node, why in failed.items())
+        raise NotReset(f"not discarded on all shadow nodes ({named}); repeat the command")

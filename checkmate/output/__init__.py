@@ -1,0 +1,1 @@
+"""What commands print and log: consoles, tables, ASCII-only terminals, bounded logs."""

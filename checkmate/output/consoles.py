@@ -1,0 +1,50 @@
+"""Consoles for standard output and error, and progress on them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any, Final
+
+from rich.console import Console, ConsoleDimensions
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
+from rich.status import Status
+from rich.table import Column
+
+_PIPED: Final = 10_000
+"""Columns of an output that is not a terminal: whatever reads it gets whole lines."""
+_BAR: Final = 24
+_SPINNER: Final = "line"
+"""One that is ASCII."""
+
+
+def text_console(*, stderr: bool = False, **options: Any) -> Console:
+    """Return a console for standard output or error, with plain text: no highlights, no emoji."""
+    made = Console(stderr=stderr, highlight=False, emoji=False, **options)
+    if made.is_dumb_terminal:
+        made.size = ConsoleDimensions(*shutil.get_terminal_size())
+    elif not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _PIPED
+    return made
+
+
+def has_cursor(console: Console) -> bool:
+    """Return whether what is shown can be replaced: a terminal, and not a dumb one."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def waiting(console: Console, text: str) -> Status:
+    """Return a context manager that shows, on a terminal, what is being waited for."""
+    shown = console if has_cursor(console) else Console(quiet=True)
+    return shown.status(text, spinner=_SPINNER)
+
+
+def progress(console: Console, *more: ProgressColumn) -> Progress:
+    """Return progress bars that a terminal shows as long as they are open; `more`: what is right of a bar."""
+    columns = (SpinnerColumn(_SPINNER), folding("{task.description}"), BarColumn(_BAR), *more)
+    return Progress(*columns, console=console, transient=True, disable=not has_cursor(console))
+
+
+def folding(text: str) -> TextColumn:
+    """Return a column of a progress bar that takes several lines if the terminal is narrow."""
+    return TextColumn(text, markup=False, table_column=Column(overflow="fold"))

@@ -1,0 +1,87 @@
+"""Log lines of which many may come at once: one for all, or a bounded number."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+LINE_MOST: Final = 300
+"""Characters of a log line about a stranger."""
+_LINES_AT_ONCE: Final = 10
+_QUIET: Final = 0.5
+_LONGEST: Final = 5.0
+
+_log: Final = logging.getLogger("checkmate")
+
+
+class GatheredLog(Generic[T]):
+    """One log line for events of a kind: once none has come for half a second, or after five. Thread-safe."""
+
+    def __init__(self, level: int, line: Callable[[Sequence[T]], str]) -> None:
+        """Gather events for lines of `level`; `line` makes one of at least one event."""
+        self._level = level
+        self._line = line
+        self._lock = threading.Lock()
+        self._found: list[T] = []
+        self._first = self._newest = 0.0
+
+    def add(self, event: T) -> None:
+        """Add an event to the next line."""
+        with self._lock:
+            self._newest = time.monotonic()
+            self._found.append(event)
+            if len(self._found) == 1:
+                self._first = self._newest
+                self._wake(_QUIET)
+
+    def flush(self) -> None:
+        """Log what has come so far."""
+        with self._lock:
+            found, self._found = self._found, []
+        if found:
+            _log.log(self._level, "%s", self._line(found))
+
+    def _wake(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._due)
+        timer.daemon = True
+        timer.start()
+
+    def _due(self) -> None:
+        with self._lock:
+            wait = min(self._newest + _QUIET, self._first + _LONGEST) - time.monotonic()
+            if self._found and wait > 0:
+                self._wake(wait)
+                return
+        self.flush()
+
+
+def first_and_count(lines: Sequence[str]) -> str:
+    """Return the first of some lines about streams, and the number of the others."""
+    others = len(lines) - 1
+    return f"{lines[0]} (and {others:,} more like this)" if others else lines[0]
+
+
+class StrangerLog:
+    """Log lines that strangers cause: a few at once, then at most one a second, each of bounded length."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._full = 0.0  # when as many lines as at the beginning may be logged again
+        self._left_out = 0
+
+    def line(self, text: str) -> None:
+        """Log a line, or count it for the next one."""
+        with self._lock:
+            now = time.monotonic()
+            if self._full > now + _LINES_AT_ONCE - 1:
+                self._left_out += 1
+                return
+            self._full, left_out = max(self._full, now) + 1.0, self._left_out
+            self._left_out = 0
+        more = f" (and {left_out} more since the last such line)" if left_out else ""
+        _log.info("%s%s", text[:LINE_MOST], more)

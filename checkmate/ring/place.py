@@ -1,0 +1,68 @@
+"""A rank's place in its ring, and the errors of the ring, which name ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from checkmate.errors import CheckmateError
+from checkmate.keys.secret_files import SECRET_BYTES
+from checkmate.ring.greetings import Greeting
+from checkmate.wire import tag
+
+DEFAULT_PORT = 47000
+"""Port of channel 0; channel c uses this plus c."""
+
+PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()
+"""The key of rings that are not a job's, in labs and measurements. Everybody has it."""
+
+
+class RingError(CheckmateError, RuntimeError):
+    """The ring can't be connected, or is broken."""
+
+
+class RingTimeout(RingError):
+    """Another rank can't be reached, or does not come."""
+
+
+@dataclass(frozen=True)
+class RingPlace:
+    """A rank's place in its ring, for `connect_ring`."""
+
+    rank: int
+    ips: Sequence[str]
+    """One address per rank, in ring order."""
+    channels: int
+    port: int = DEFAULT_PORT
+    incarnation: int = 0
+    dscp_bit: int = tag.DEFAULT_DSCP_BIT
+    fingerprint: bytes = bytes(16)
+    """A hash (16 bytes) of everything that ranks must have in common, such as the buckets."""
+    key: bytes = field(default=PUBLIC_KEY, repr=False)
+    """The secret, 32 bytes, that only the ring's ranks have."""
+    names: Sequence[str] = ()
+    """The ranks' names in messages, in ring order; by default `rank 0`, `rank 1` and so on."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the ring."""
+        return len(self.ips)
+
+    @property
+    def previous(self) -> int:
+        """The rank that connects to this one."""
+        return (self.rank - 1) % self.ranks
+
+    def name(self, rank: int) -> str:
+        """Return a rank's name in messages."""
+        return self.names[rank] if self.names else f"rank {rank}"
+
+    @property
+    def own_name(self) -> str:
+        """This rank's name in messages."""
+        return self.name(self.rank)
+
+    def greeting(self, rank: int, channel: int) -> Greeting:
+        """Return what `rank` sends first on `channel`."""
+        return Greeting(self.ranks, rank, channel, self.incarnation, self.fingerprint)

@@ -1,0 +1,122 @@
+"""Help texts, suggestions for what was mistyped, and completion by the shells."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from checkmate.cli import main
+from checkmate.cli.completing import job_paths
+from tests.support.cli import COMMAND, invoke
+
+LAB = ("up", "down", "run", "list", "exec", "logs", "train")
+COMMANDS = [*(name for name in main.COMMANDS if name != "lab"), *(f"lab {name}" for name in LAB)]
+CHECKMATE = f"""#!{COMMAND[0]}
+from checkmate.cli.entry import main
+main()
+"""
+COMPLETED = """
+source script
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+_checkmate_completion checkmate
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    code, output = invoke(*command.split(), "--help")
+    assert code == 0
+    assert f"Example: checkmate {command}" in " ".join(output.split())
+    assert not re.search(r"<(int|float|str|path|list)|\{", output), "types instead of names"
+
+
+@pytest.mark.parametrize("group", ["", "lab"])
+def test_lists_of_commands_have_whole_summaries(group: str) -> None:
+    listed = " ".join(invoke(*group.split(), "--help")[1].partition("Commands:")[2].split())
+    for command in COMMANDS:
+        if command.partition(" ")[0] == group or not (group or " " in command):
+            summary, *_ = " ".join(invoke(*command.split(), "--help")[1].split("\n\n")[1].split()).split(". ")
+            assert f" {command.split()[-1]} {summary}" in f" {listed}"
+
+
+def test_arguments_are_called_the_same_everywhere() -> None:
+    for command in ("validate", "plan", "run", "status", "remove"):
+        output = invoke(command, "--help")[1]
+        assert f" {command} [OPTIONS] JOB...\n" in output
+        assert "\n  JOB...  Job files, or folders of them." in output
+    assert "[OPTIONS] [LAB...]" in invoke("lab", "down", "--help")[1]
+    assert "[OPTIONS] JOB\n" in invoke("shadow", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("valdate job.yaml", "validate"),
+        ("consolodate job.yaml", "consolidate"),
+        ("lab rnu single_tor", "run"),
+        ("validate --jsn job.yaml", "--json"),
+        ("plan --capcity job.yaml", "--capacity"),
+    ],
+)
+def test_what_was_mistyped_is_suggested(line: str, meant: str) -> None:
+    code, output = invoke(*line.split())
+    assert (code, meant in output.partition("No such")[2]) == (2, True), output
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with job files, a `checkmate` command, and bash's script of completion."""
+    (tmp_path / "checkmate").write_text(CHECKMATE)
+    (tmp_path / "checkmate").chmod(0o755)
+    (tmp_path / "jobs").mkdir()
+    for name in ("one.yaml", "jobs/gpt.yaml", "jobs/llama.yml", "notes.txt", ".hidden.yaml", "a b.yaml"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def shell(folder: Path, *command: str, **more: str) -> str:
+    environment = {**os.environ, **more, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["sha"], ["shadow"]),
+        (["validate", ""], ["jobs/", "one.yaml"]),
+        (["validate", "j"], ["jobs/", "jobs/gpt.yaml", "jobs/llama.yml"]),
+        (["shadow", "jobs/l"], ["jobs/llama.yml"]),
+        (["plan", "--pf"], ["--pfc"]),
+        (["lab", "up", "two"], ["two_stages", "two_tor"]),
+        (["lab", "run", "single_tor", "--target", ""], ["softswitch", "bmv2"]),
+        (["validate", "a"], [""]),  # bash completes this name itself, and quotes it
+    ],
+)
+def test_bash_completes(folder: Path, words: list[str], offered: list[str]) -> None:
+    (folder / "script").write_text(shell(folder, "bash", "-c", "checkmate --show-completion"))
+    found = shell(folder, "bash", "--norc", "-c", COMPLETED, "bash", "checkmate", *words)
+    assert found.splitlines() == offered
+
+
+def test_zsh_and_fish_complete(folder: Path) -> None:
+    """As their scripts ask for it; `checkmate` is a command of this folder."""
+    line = {"_TYPER_COMPLETE_ARGS": "checkmate validate jobs/"}
+    found = shell(folder, "checkmate", _CHECKMATE_COMPLETE="complete_zsh", **line)
+    assert '"jobs/gpt.yaml"\n"jobs/llama.yml"' in found
+    fish = {"_CHECKMATE_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    assert shell(folder, "checkmate", **fish, **line).splitlines() == ["jobs/gpt.yaml", "jobs/llama.yml"]
+
+
+def test_a_folder_that_cannot_be_listed_has_no_completions(folder: Path) -> None:
+    assert job_paths(f"{folder}/nowhere/") == []
+    assert job_paths(f"{folder}/notes.txt/") == []

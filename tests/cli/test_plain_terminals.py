@@ -1,0 +1,165 @@
+"""Commands on narrow and ASCII-only terminals, and piped: no figure is cut, no character is garbled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkmate.output.plain_text import is_ascii_only, plain
+from testbed.jobs import job_data, tofino_job_data
+from testbed.ports import free_port
+from tests.cli.test_live_views import switch
+from tests.cli.test_switch import write_job
+from tests.support.cli import COMMAND
+from tests.support.terminal import AtTerminal
+from topologies.describe.topology import load
+from topologies.picture import picture
+
+ALL = """
+import json, sys
+from checkmate.output.plain_text import use_plain_streams
+use_plain_streams()
+from checkmate.cli.main import app
+from checkmate.output.consoles import text_console
+from topologies.describe.topology import load
+from topologies.picture import host_table, show
+for line in json.loads(sys.argv[1]):
+    app(line, standalone_mode=False)
+for name in ("single_tor", "two_tor", "paper_testbed"):
+    show(load(name), text_console())
+    text_console().print(host_table(load(name), name))
+"""
+"""A program that runs command lines in turn, and prints what `lab up` does."""
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sequence[str]]:
+    """Return commands that print tables, in this order: their output is always the same."""
+    folder = tmp_path_factory.mktemp("jobs")
+    job, fabric = folder / "jöb.yaml", folder / "tofino.yaml"
+    job.write_text(yaml.safe_dump(job_data(nodes=3, ranks=4, replicas=2, channels=2)))
+    fabric.write_text(yaml.safe_dump(tofino_job_data()))
+    return (
+        ("lab", "list"),
+        ("validate", str(job)),
+        ("keys", "--out", str(folder / "keys"), str(job)),
+        ("plan", str(job)),
+        ("plan", str(job), "--capacity", "--model", "ResNet50", "--details", "--node-memory", "64GB"),
+        ("plan", str(fabric), "--pfc"),
+        ("cost", "--runs", "10", "--every", "500"),
+    )
+
+
+def environ(**changes: str) -> dict[str, str]:
+    return {**os.environ, "LANG": "C.UTF-8", "LC_ALL": "", "LC_CTYPE": "", **changes}
+
+
+def piped(lines: Sequence[Sequence[str]], **changes: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", ALL, json.dumps(lines)],
+        capture_output=True,
+        env=environ(**changes),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode("ascii" if changes else "utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(lines: Sequence[Sequence[str]]) -> str:
+    """Return what the commands print into a pipe, the first time and once keys are there."""
+    piped(lines)
+    return piped(lines)
+
+
+def test_a_pipe_gets_whole_lines(lines: Sequence[Sequence[str]], whole: str) -> None:
+    assert max(map(len, whole.splitlines())) > 100
+    assert "ranks sit on different ones; a shadow node on each\n" in whole
+    assert "├" not in whole and "─" in whole and "…" not in whole
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes"),
+    [
+        (80, {}),
+        (60, {}),
+        (60, {"LANG": "C"}),
+        (60, {"LC_ALL": "POSIX"}),
+        (60, {"PYTHONIOENCODING": "ascii"}),
+        (60, {"TERM": "dumb"}),
+    ],
+)
+def test_no_figure_is_cut_and_no_character_garbled(
+    lines: Sequence[Sequence[str]], whole: str, columns: int, changes: Mapping[str, str]
+) -> None:
+    line = [sys.executable, "-c", ALL, json.dumps(lines)]
+    with AtTerminal(line, columns=columns, rows=50, environ=changes) as shown:
+        assert shown.process.wait(100) == 0, shown.words
+        shown.end()
+        raw, words = shown.raw, shown.words
+    text = raw.decode("ascii" if changes else "utf-8")
+    assert "Traceback" not in text and "…" not in text
+    tight = "".join(words.split())
+    cut = [
+        word for word in whole.split() if word.isascii() and any(map(str.isdigit, word)) and word not in tight
+    ]
+    assert not cut
+    if changes:
+        assert "+" + "-" * 5 in text and "\\u2" not in text
+        assert r"j\xf6b.yaml" in tight or "demo: valid" in words
+
+
+def test_status_is_whole_on_any_terminal(tmp_path: Path) -> None:
+    port = free_port()
+    file = write_job(tmp_path, f"127.0.0.1:{port}")
+    with switch(port):
+        with AtTerminal([*COMMAND, "run", "--once", str(file)], environ={"TERM": "dumb"}) as shown:
+            assert shown.process.wait(60) == 0
+            shown.end()
+            assert b"\x1b" not in shown.raw and b"\r\n\r\n" not in shown.raw
+            assert any(line.startswith("switch tor0: program loaded, ") for line in shown.lines)
+        line = [*COMMAND, "status", str(file)]
+        found = {}
+        for columns in (20, 60, 76, 100):
+            with AtTerminal(line, columns=columns, environ={"LANG": "C"}) as shown:
+                assert shown.process.wait(60) == 0
+                shown.end()
+                found[columns] = shown.words
+        done = subprocess.run(line, capture_output=True, env=environ(COLUMNS="40"), text=True, check=False)
+    for words in (*found.values(), done.stdout):
+        assert words.isascii() or words is done.stdout
+        for named in ("lost", "bytes", "packets", "connected", "10.0.64.1", "10.0.64.2"):
+            assert named in "".join(words.split()), (named, words)
+    assert "side: first" in found[60] and "side: first" not in found[76]
+    assert max(map(len, done.stdout.splitlines())) <= 40
+
+
+def test_the_locale_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_ascii_only({"LANG": "C"}, terminal=False)
+    assert is_ascii_only({"LANG": "C", "LC_CTYPE": "C.UTF-8"}, terminal=False)  # which Python has set
+    assert is_ascii_only({"LC_ALL": "C", "LANG": "en_US.UTF-8"}, terminal=False)
+    assert is_ascii_only({"LANG": "en_US.UTF-8", "TERM": "dumb"}, terminal=True)
+    assert not is_ascii_only({"LANG": "en_US.UTF-8", "TERM": "dumb"}, terminal=False)
+    assert not is_ascii_only({"LANG": "C", "LC_CTYPE": "de_DE.UTF-8"}, terminal=True)
+    assert not is_ascii_only({"LANG": "C", "PYTHONIOENCODING": "utf-8"}, terminal=True)
+    assert not is_ascii_only({}, terminal=True)
+
+
+def test_drawings_have_similar_characters() -> None:
+    assert plain(picture(load("single_tor"))).count("\\") == 0
+    assert plain("a → b · … é\udce9") == r"a -> b * ... \xe9\udce9"
+
+
+def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
+    line = [*(one.encode() for one in COMMAND), b"validate", bytes(tmp_path) + b"/\xe9.yaml"]
+    done = subprocess.run(line, capture_output=True, env=environ(), check=False)
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr
+    assert rb"\udce9.yaml" in done.stderr

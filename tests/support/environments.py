@@ -1,0 +1,81 @@
+"""Environments with exactly the libraries of some extras, linked from this environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+import tomllib
+import venv
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def required(extras: Iterable[str] = ()) -> set[str]:
+    """Return the distributions that pip would install for the project with `extras`, by canonical name."""
+    wanted = [Requirement(f"{PROJECT['name']}[{','.join(extras)}]")]
+    done: set[str] = set()
+    while wanted:
+        one = wanted.pop()
+        if str(one) not in done:
+            done.add(str(one))
+            wanted += _needs(one)
+    return {str(canonicalize_name(Requirement(one).name)) for one in done} - {PROJECT["name"]}
+
+
+def _needs(one: Requirement) -> list[Requirement]:
+    if one.name == PROJECT["name"]:
+        optional = PROJECT["optional-dependencies"]
+        lines = [*PROJECT["dependencies"], *(line for extra in one.extras for line in optional[extra])]
+    else:
+        lines = metadata.requires(one.name) or []
+    found = [Requirement(line) for line in lines]
+    given = [{"extra": extra} for extra in ("", *one.extras)]
+    wanted = [each for each in found if not each.marker or any(map(each.marker.evaluate, given))]
+    return [each for each in wanted if _is_here(each)]
+
+
+def _is_here(one: Requirement) -> bool:
+    """CUDA's packages are not, if torch is a build for CPUs."""
+    try:
+        metadata.distribution(one.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def make(place: Path, extras: Iterable[str] = ()) -> Path:
+    """Make an environment at `place` and return its folder of packages. It has no pip and not the project."""
+    venv.create(place, with_pip=False, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(place)}))
+    tops: dict[str, list[set[str]]] = {}
+    for name in required(extras):
+        files = {str(file) for file in metadata.files(name) or [] if file.parts[0] != ".."}
+        for top in {file.partition("/")[0] for file in files}:
+            tops.setdefault(top, []).append({file for file in files if file.partition("/")[0] == top})
+    here = Path(sysconfig.get_path("purelib"))
+    for top, owners in tops.items():
+        # A folder of several distributions, such as google/, is linked file by file.
+        for name in {top} if len(owners) == 1 else set().union(*owners):
+            (packages / name).parent.mkdir(parents=True, exist_ok=True)
+            (packages / name).symlink_to(here / name)
+    return packages
+
+
+def run(
+    place: Path, *arguments: str | Path, path: Path | None = ROOT, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the environment's Python in `folder`, with modules of `path` too, and return what it printed."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    given = {} if path is None else {"PYTHONPATH": str(path)}
+    command = [place / "bin" / "python", *arguments]
+    return subprocess.run(
+        command, env=kept | given, cwd=folder, capture_output=True, text=True, check=False, timeout=60
+    )

@@ -1,0 +1,162 @@
+"""Each role's extra is enough for what the role does, and a missing one is named in one way everywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from checkmate.extras import LIBRARIES
+from testbed.jobs import job_data
+from tests.support import environments
+from tests.support.environments import PROJECT, ROOT, required
+
+CLI = ("-m", "checkmate.cli.entry")
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Return a function that makes an environment with the libraries of an extra; "" is the core."""
+    made: dict[str, Path] = {}
+
+    def make(extra: str) -> Path:
+        if extra not in made:
+            made[extra] = tmp_path_factory.mktemp(extra or "core")
+            environments.make(made[extra], [extra] if extra else [])
+        return made[extra]
+
+    return make
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job_data()))
+    return file
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    """Each brings exactly the modules that the message knows."""
+    owners = metadata.packages_distributions()
+    known = set().union(*LIBRARIES.values())
+    extras = PROJECT["optional-dependencies"].keys() - {"test", "docs"}
+    assert extras == LIBRARIES.keys()
+    for extra, modules in LIBRARIES.items():
+        assert {name for name in known if set(map(str.lower, owners[name])) & required([extra])} == modules
+
+
+def test_the_core_is_light() -> None:
+    assert not required() & {"torch", "grpcio", "numpy", "matplotlib", "finsy", "pyroute2"}
+    for extra in ("switch", "plan"):
+        assert "torch" not in required([extra])
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["validate JOB", "keys JOB", "plan JOB", "plan JOB --json", "--help", "shadow --help"],
+)
+def test_the_core_checks_jobs_makes_keys_and_plans(environment: Make, job_file: Path, command: str) -> None:
+    done = _run(environment(""), job_file, command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("extra", "command", "missing"),
+    [
+        ("", "run JOB", "switch"),
+        ("", "status JOB --wait", "switch"),
+        ("trainer", "remove JOB", "switch"),
+        ("switch", "shadow JOB --id 0 --insecure", "shadow"),
+        ("trainer", "shadow JOB --id 0 --insecure", "shadow"),
+        ("", "consolidate JOB --out new --insecure", "shadow"),
+        ("plan", "profile", "shadow"),
+        ("shadow", "profile --plot x.png", "plan"),
+        ("plan", "plan JOB --capacity --model GPT3-XL", "shadow"),
+        ("", "cost", "plan"),
+        ("switch", "cost --plot x.png", "plan"),
+        ("", "lab up single_tor", "demo"),
+        ("shadow", "lab up single_tor", "demo"),
+        ("", "softswitch", "switch"),
+        ("", "topologies.training.demo", "demo"),
+        ("", "checkmate.protect", "trainer"),
+        ("switch", "checkmate.restore", "trainer"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    environment: Make, job_file: Path, extra: str, command: str, missing: str
+) -> None:
+    done = _run(environment(extra), job_file, command)
+    subject, last = command.split(maxsplit=1)[0], done.stderr.splitlines()[-1]
+    said = re.fullmatch(
+        r"(?:error|checkmate\.extras\.ExtraMissing): (.*) needs (\w+), which is not (.*)", last
+    )
+    assert said, done.stderr
+    assert said[2] in LIBRARIES[missing] - LIBRARIES.get(extra, frozenset())
+    assert said[3] == f"installed; install it with: pip install 'checkmate-training[{missing}]'"
+    if "." in subject:
+        assert said[1] in (subject, "a lab")
+    else:
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert "--plot" in command or subject in said[1] or said[1] == "a lab"
+
+
+def test_a_missing_extra_is_in_the_json(environment: Make, job_file: Path) -> None:
+    error = json.loads(_run(environment(""), job_file, "status JOB --json").stdout)
+    assert error["exit"] == 2
+    assert "checkmate-training[switch]" in error["error"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "command", "status", "said"),
+    [
+        ("plan", "cost --runs 10 --plot x.png", 0, "figures: x.png"),
+        ("switch", "status JOB", 3, "127.0.0.1:9559"),
+        ("switch", "softswitch --help", 0, "--grpc-server-addr"),
+        ("shadow", "plan JOB --capacity --model GPT3-XL", 0, "GPT3-XL"),
+        ("shadow", "profile --model ResNet50 --seconds 0.1 --threads 1 --memory 1GB", 0, "ResNet50"),
+        ("shadow", "shadow JOB --id 7 --insecure", 2, "no shadow node 7"),
+        ("shadow", "consolidate JOB --out new --insecure --timeout 1", 3, "shadow node 0"),
+    ],
+)
+def test_an_extra_is_enough_for_its_role(
+    environment: Make, job_file: Path, extra: str, command: str, status: int, said: str
+) -> None:
+    done = _run(environment(extra), job_file, command)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extra", "packages"),
+    [
+        ("trainer", ["checkmate/training", "checkmate/ring", "checkmate/tagger", "checkmate/consolidate"]),
+        ("shadow", ["checkmate/shadow", "checkmate/consolidate", "checkmate/nodes"]),
+        ("switch", ["controlplane", "softswitch", "p4src"]),
+        ("demo", ["topologies", "checkmate/examples/gpt"]),
+    ],
+)
+def test_an_extra_has_all_that_its_modules_import(environment: Make, extra: str, packages: list[str]) -> None:
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    code = f"import importlib; [importlib.import_module(name) for name in {names}]"
+    done = environments.run(environment(extra), "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def _run(environment: Path, job_file: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of `checkmate`, `softswitch`, or the use of a name of the module `checkmate`."""
+    words = [str(job_file) if word == "JOB" else word for word in command.split()]
+    if words[0] in ("softswitch", "topologies.training.demo"):
+        return environments.run(environment, "-m", *words)
+    if words[0].startswith("checkmate."):
+        return environments.run(environment, "-c", f"import checkmate; {words[0]}")
+    return environments.run(environment, *CLI, *words, folder=job_file.parent)

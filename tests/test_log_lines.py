@@ -1,0 +1,66 @@
+"""Log lines of which many come at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from checkmate.output.log_lines import GatheredLog, StrangerLog, first_and_count
+from tests.support.waiting import wait_until
+
+
+def test_what_comes_together_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    gathered = GatheredLog(logging.WARNING, first_and_count)
+
+    def add() -> None:
+        for _ in range(256):
+            gathered.add("a stream: lost")
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert caplog.messages == []
+    wait_until(lambda: caplog.messages)
+    time.sleep(1)
+    assert caplog.messages == ["a stream: lost (and 2,047 more like this)"]
+    gathered.add("another: lost")
+    wait_until(lambda: len(caplog.messages) == 2)
+    assert caplog.messages[1] == "another: lost"
+
+
+def test_nothing_is_lost_or_told_twice_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    gathered = GatheredLog(logging.WARNING, first_and_count)
+    gathered.add("first")
+    gathered.flush()
+    gathered.flush()
+    assert caplog.messages == ["first"]
+    time.sleep(0.7)
+    assert caplog.messages == ["first"]
+
+
+def test_a_line_comes_even_if_events_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
+    gathered = GatheredLog(logging.WARNING, first_and_count)
+    start = time.monotonic()
+    while not caplog.messages:
+        gathered.add("again")
+        time.sleep(0.05)
+        assert time.monotonic() - start < 20
+    assert time.monotonic() - start > 4
+
+
+def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    strangers = StrangerLog()
+    for _ in range(1000):
+        strangers.line("x" * 1000)
+    assert len(caplog.messages) == 10
+    assert max(map(len, caplog.messages)) == 300
+    time.sleep(1.1)
+    strangers.line("later")
+    assert caplog.messages[-1] == "later (and 990 more since the last such line)"

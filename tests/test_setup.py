@@ -1,0 +1,89 @@
+"""Set-up checks the interpreter first, and takes the one that the user names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OLD = """#!/bin/sh
+exec {python} -c "import sys; sys.version_info = (3, 10, 12); exec(sys.argv.pop(1))" "$2"
+"""
+APT = '#!/bin/sh\necho "$@" >> {log}\nexit 9\n'
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout's set-up, on a host with an old python3, with apt-get, and without clang."""
+    folder = tmp_path / "checkout"
+    folder.joinpath("tools").mkdir(parents=True)
+    shutil.copy(ROOT / "tools" / "setup.sh", folder / "tools")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("sh", "dirname", "cat", "id", "grep"):
+        found = shutil.which(name)
+        assert found
+        (commands / name).symlink_to(found)
+    for name, text in {
+        "python3": OLD.format(python=sys.executable),
+        "apt-get": APT.format(log=tmp_path / "apt.log"),
+    }.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    return folder
+
+
+def setup(checkout: Path, python: str | None = None) -> tuple[int, str]:
+    environment = {"PATH": str(checkout.parent / "bin"), **({"PYTHON": python} if python else {})}
+    command = [checkout / "tools" / "setup.sh"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_an_old_python_is_named_before_any_package_is_installed(checkout: Path) -> None:
+    status, said = setup(checkout)
+    assert status == 2
+    assert said == (
+        "error: python3 is Python 3.10, but 3.11 or newer is needed; install one, then name it: "
+        "PYTHON=python3.12 make setup\n"
+    )
+    assert not (checkout.parent / "apt.log").exists()
+
+
+def test_a_named_python_is_taken(checkout: Path) -> None:
+    """It passes the check: the next thing is Debian's packages."""
+    status, said = setup(checkout, sys.executable)
+    assert "is Python" not in said
+    if os.geteuid() == 0:
+        assert status == 9, "apt-get's"  # the `update` before any installation
+        assert "update" in (checkout.parent / "apt.log").read_text()
+    else:
+        assert status == 2
+        assert "missing Debian packages: clang" in said
+
+
+def test_a_python_that_does_not_exist_is_named(checkout: Path) -> None:
+    status, said = setup(checkout, "python9.9")
+    assert status == 2
+    assert said.startswith("error: python9.9 does not run here;")
+
+
+def test_an_existing_environment_keeps_its_python(checkout: Path) -> None:
+    """Or `make test` would fail after `PYTHON=... make setup`."""
+    there = checkout / ".venv" / "bin" / "python"
+    there.parent.mkdir(parents=True)
+    there.symlink_to(sys.executable)
+    assert "3.10" not in setup(checkout)[1]
+
+
+def test_make_passes_the_named_python_on(checkout: Path) -> None:
+    shutil.copy(ROOT / "Makefile", checkout)
+    (checkout / "tools" / "setup.sh").write_text('#!/bin/sh\necho "$PYTHON"\n')
+    for command in (["make", "setup", "PYTHON=mine"], ["env", "PYTHON=mine", "make", "setup"]):
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+        assert done.stdout == "mine\n"

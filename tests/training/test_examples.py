@@ -1,0 +1,69 @@
+"""Each example loses a rank, resumes at the right iteration, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.labs.made import on_one_switch
+from tests.support.training import faulty
+from topologies.describe.topology import Topology, build, load
+from topologies.training.job import JobPlan, training_lab
+from topologies.training.orders import Kill
+from topologies.training.record import JobRecord
+from topologies.training.verdict import differences, leaves
+
+pytestmark = [*faulty.marks, pytest.mark.slow]
+
+ITERATIONS, KILLED = 30, 13
+PAIR = build("pair", on_one_switch(2, (1, 1)))
+SMALL_GPT = ("--layers", "1", "--width", "64", "--heads", "2", "--context", "32")
+
+
+def train(name: str, topology: Topology, plan: JobPlan, folder: Path) -> tuple[JobRecord, dict[str, object]]:
+    """Train in a new lab; return the ranks' records and the state that rank 0 saved."""
+    with training_lab(topology, "softswitch", name, plan, folder) as job:
+        job.start()
+        job.finish(faulty.SECONDS)
+        return job.record(), job.state()
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+
+
+@pytest.mark.parametrize(
+    ("example", "topology", "options"),
+    [
+        ("gpt.train", PAIR, SMALL_GPT),
+        ("resnet", PAIR, ()),
+        ("pipeline", load("two_stages"), ()),
+        ("loader", PAIR, ()),
+        pytest.param("accelerated", PAIR, (), marks=needs("accelerate")),
+        pytest.param("lightning", PAIR, (), marks=needs("lightning")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_example_resumes(
+    name: str, tmp_path: Path, example: str, topology: Topology, options: tuple[str, ...]
+) -> None:
+    module, arguments = f"checkmate.examples.{example}", ("--iterations", str(ITERATIONS), *options)
+    kill = Kill(1, KILLED, "before the step")
+    undisturbed = JobPlan(arguments, module, reduce="untagged")
+    reference, expected = train(name, topology, undisturbed, tmp_path / "undisturbed")
+    killed = JobPlan(arguments, module, kills=(kill,))
+    record, state = train(name, topology, killed, tmp_path / "killed")
+    (recovery,) = record.recoveries()
+    assert KILLED - 1 <= recovery.resumed_with <= KILLED
+    assert list(record.curve) == list(range(ITERATIONS))
+    assert record.losses == reference.losses
+    assert not record.changed_when_repeated
+    assert record.digests == reference.digests
+    assert len(leaves(state)) > 3
+    assert differences(state, expected) == []
+    first, last = (
+        sum(record.curve[i] for i in some) for some in (range(5), range(ITERATIONS - 5, ITERATIONS))
+    )
+    assert last < first  # it learns

@@ -1,0 +1,126 @@
+"""torchrun as an ordinary user, with exactly the capabilities that docs/security.md names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.shadow.recording_node import RecordingNode
+from tests.training.test_protect import job_file
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "security.md"
+NOBODY = 65534
+# setpriv itself still has capabilities when it executes the next program: `env` has none.
+USER = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "env"]
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, and sets file capabilities"),
+    pytest.mark.skipif(shutil.which("clang") is None, reason="the tagger needs clang"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Yield a folder of the user's, which pytest's own is not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, NOBODY, NOBODY)
+        yield Path(name)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[RecordingNode]]:
+    served = [RecordingNode(shards=[0]), RecordingNode(shards=[1])]
+    yield served
+    for node in served:
+        node.stop()
+
+
+def documented() -> list[str]:
+    """Return the lines of docs/security.md that make and use the starter."""
+    return re.findall(r"^(?:sudo|/usr/local/bin/tagging) .*$", GUIDE.read_text(), re.M)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    packages = [str(ROOT), sysconfig.get_path("purelib")]
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(packages),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "CHECKMATE_INSECURE": "1",
+    }
+
+
+@pytest.fixture
+def python(folder: Path) -> str:
+    """Return an interpreter that the user can execute, with the packages of this one."""
+    for path in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        command = [*USER, path, "-c", "import torch"]
+        try:
+            subprocess.run(command, env=environment(folder), cwd="/", capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return path
+    pytest.skip("another user can execute no interpreter that has torch")
+
+
+def torchrun(folder: Path, python: str, nodes: list[RecordingNode], starter: list[str]) -> str:
+    """Train with two ranks on this machine as the user; return what torchrun printed."""
+    data = job_file(folder, nodes)
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["-m", "tests.scripts.unprivileged", str(folder)]
+    done = subprocess.run(
+        [*USER, *starter, *command],
+        env={**environment(folder), "CHECKMATE_JOB": str(data)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_an_ordinary_user_trains_with_the_documented_starter(
+    folder: Path, python: str, nodes: list[RecordingNode]
+) -> None:
+    install, capabilities, use = documented()
+    starter = folder / "tagging"
+    made = install.replace("/usr/local/bin/tagging", str(starter)).replace("-g trainers", f"-g {NOBODY}")
+    subprocess.run(made.split()[1:], check=True)
+    subprocess.run([*capabilities.split()[1:-1], str(starter)], check=True)
+    options = use.split()[1 : use.split().index("torchrun")]
+    output = torchrun(folder, python, nodes, [str(starter), *options])
+    for rank in range(2):
+        said = json.loads((folder / f"rank{rank}.json").read_text())
+        assert "this process gave them up after it had protected a model" in said.pop("again"), output
+        assert said == {
+            "user": NOBODY,
+            "before": ["BPF", "NET_ADMIN", "PERFMON"],
+            "after": [],
+            "child": 0,
+        }
+
+
+def test_without_it_the_message_names_what_is_missing(
+    folder: Path, python: str, nodes: list[RecordingNode]
+) -> None:
+    output = torchrun(folder, python, nodes, [])
+    assert (
+        "checkmate.tagger.errors.TaggerUnavailable: the tagger can't run here: rank 0 (192.168.0.0)" in output
+    )
+    assert "CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN missing; start the script, or torchrun, by setpriv" in output
+    assert not list(folder.glob("*.json"))

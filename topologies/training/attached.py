@@ -1,0 +1,121 @@
+"""Training in a lab that is up: a controller if none serves, shadow nodes, and torchrun with any script.
+
+`checkmate lab train` is this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from topologies import state
+from topologies.crew import Crew, Member, serving
+from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host
+from topologies.kernel.namespaces import entered
+from topologies.lab import Lab
+from topologies.logs import LabLogs, LogLine
+from topologies.progress import StepProgress
+from topologies.training.job_processes import JobProcesses
+
+_LOOK_SECONDS: Final = 2.0
+_OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/elastic")
+"""The prefix of a script's traceback, and of torchrun's own log."""
+
+
+class LabTraining:
+    """A training that runs in a lab."""
+
+    def __init__(self, job: JobProcesses) -> None:
+        self._job = job
+        self._lab = job.crew.lab
+        self._logs = LabLogs(self._lab.directory, self._lab.topology.ranks[0].name)
+        self._looked = -math.inf
+        self._worker: int | None = None
+
+    def follow(self, show: Callable[[LogLine], None], tell: Callable[[str], None]) -> None:
+        """Train to the end; raise `LabError` if training fails.
+
+        Args:
+            show: Called with each line that rank 0 writes, except for tracebacks, which restarts cause.
+            tell: Called with the process number of the last rank's script, each time that it starts.
+        """
+
+        def tick() -> None:
+            self._look(tell)
+            self._show(show, whole=True)
+
+        try:
+            self._job.finish(math.inf, tick)
+        finally:
+            self._show(show, whole=False)
+
+    def await_output(self) -> None:
+        """Wait until rank 0 has written something."""
+        first, *_ = self._job.ranks.values()
+        with self._job.explained():
+            self._job.crew.wait(lambda: _wrote(first), "rank 0 to begin", math.inf)
+
+    def _show(self, show: Callable[[LogLine], None], *, whole: bool) -> None:
+        for line in self._logs.new(whole=whole):
+            if not (line.error and _OF_TORCHRUN.match(line.text)):
+                show(line)
+
+    def _look(self, tell: Callable[[str], None]) -> None:
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        name, member = list(self._job.ranks.items())[-1]
+        worker = next(iter(member.children()), self._worker)
+        if worker is not None and worker != self._worker:
+            tell(f"{name} is process {worker}; after kill -9 {worker}, training resumes")
+        self._worker = worker
+
+
+@contextlib.contextmanager
+def training_in(
+    name: str, script: Sequence[str], *, restarts: int, console: Console
+) -> Iterator[LabTraining]:
+    """Start a script on all ranks of a lab, which is locked meanwhile; at the end everything is stopped.
+
+    Args:
+        name: The lab.
+        script: The script and its arguments, as for torchrun.
+        restarts: The number of restarts after deaths of ranks.
+        console: Where the steps are shown.
+    """
+    state.require_root()
+    lab = Lab.attached(name)
+    if not script[0].startswith("-") and not Path(script[0]).is_file():
+        raise BadDescription(f"{script[0]} does not exist; name a script, or a module with -m")
+    with state.locked(name), Crew(lab) as crew, contextlib.ExitStack() as stack:
+        with StepProgress(console) as steps:
+            steps("controller")
+            stack.enter_context(serving(crew, unless_served=True))
+            steps("shadow nodes")
+            job = JobProcesses(crew)
+            job.start_shadow_nodes(without=[h for h in lab.topology.shadow_nodes if _serves(lab, h)])
+            steps(f"torchrun starts {len(lab.topology.ranks)} ranks")
+            job.start_ranks(script, restarts=restarts)
+            training = LabTraining(job)
+            training.await_output()
+        yield training
+        job.stop()
+
+
+def _wrote(member: Member) -> bool:
+    return not member.running or bool(member.said() or member.complaints())
+
+
+def _serves(lab: Lab, host: Host) -> bool:
+    """Return whether a shadow node runs on a host already."""
+    with entered(lab.namespace(CONTROLLER)), socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((str(host.mgmt), SHADOW_MGMT_PORT)) == 0

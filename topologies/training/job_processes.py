@@ -1,0 +1,109 @@
+"""The processes of a training job in a lab: shadow nodes, and a torchrun for each rank.
+
+They do not depend on the training script; `topologies.training.job` adds orders and records to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from topologies import torchrun
+from topologies.crew import CHECKMATE, Crew, Member
+from topologies.describe.topology import Host, LabError
+
+_SCRIPT_ERROR: Final = re.compile(
+    r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$",
+    re.MULTILINE,
+)
+_READY_SECONDS: Final = 60.0
+
+
+class JobProcesses:
+    """Shadow nodes and ranks of one job, by name. `shadow_cpus` are the CPUs of the shadow nodes."""
+
+    shadow_options: tuple[str, ...] = ("--no-view",)
+    """Options of `checkmate shadow`."""
+
+    def __init__(self, crew: Crew, *, shadow_cpus: Collection[int] | None = None) -> None:
+        self.crew = crew
+        self.shadows: dict[str, Member] = {}
+        self.ranks: dict[str, Member] = {}
+        self._shadow_cpus = shadow_cpus
+
+    def start_shadow_nodes(
+        self, programs: Mapping[int, Sequence[str]] | None = None, *, without: Collection[Host] = ()
+    ) -> None:
+        """Start the shadow nodes of the job, and wait until they serve.
+
+        `programs` are started instead of `checkmate` for some of them, by id; `without` are not started.
+        """
+        for host in self.crew.lab.topology.shadow_nodes:
+            if host not in without:
+                self._start_shadow_node(host, (programs or {}).get(host.number, CHECKMATE))
+        self.await_shadow_nodes()
+
+    def restart_shadow_node(self, node: int) -> None:
+        """Kill a shadow node with SIGKILL if it runs, start it again, and wait until it serves."""
+        host = self.crew.lab.topology.host(f"shadow{node}")
+        self.crew.kill(self.shadows[host.name])
+        self._start_shadow_node(host, CHECKMATE)
+        self.await_shadow_nodes()
+
+    def await_shadow_nodes(self) -> None:
+        """Wait until each shadow node serves."""
+        self.crew.wait(
+            lambda: all("ready" in member.said() for member in self.shadows.values()),
+            "shadow nodes to serve",
+            _READY_SECONDS,
+        )
+
+    def start_ranks(
+        self,
+        script: Sequence[str | Path],
+        *,
+        restarts: int = torchrun.RESTARTS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start each rank's torchrun of a script with its arguments."""
+        topology = self.crew.lab.topology
+        for rank in topology.ranks:
+            command = torchrun.command(topology, rank, script, restarts=restarts)
+            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
+
+    def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until the ranks have ended with status 0."""
+        with self.explained():
+            self.crew.finish(list(self.ranks.values()), seconds, tick)
+
+    def stop(self) -> None:
+        """Kill ranks that are still training with SIGKILL, then stop the shadow nodes as Ctrl-C does."""
+        for member in self.ranks.values():
+            self.crew.kill(member)
+        for member in self.shadows.values():
+            self.crew.stop(member)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add the error of each rank's script to a `LabError`, because torchrun does not report it.
+
+        If training failed on all ranks, these errors replace what torchrun reports.
+        """
+        try:
+            yield
+        except LabError as error:
+            ranks: dict[str, list[str]] = {}
+            for name, member in self.ranks.items():
+                for found in _SCRIPT_ERROR.findall(member.complaints())[-1:]:
+                    ranks.setdefault(found, []).append(name)
+            words = [f"{', '.join(names)} failed with: {found}" for found, names in ranks.items()]
+            failed = words and all(member.process.poll() for member in self.ranks.values())
+            raise LabError("; ".join(words if failed else [str(error), *words])) from None
+
+    def _start_shadow_node(self, host: Host, program: Sequence[str]) -> None:
+        job = str(self.crew.lab.job_file)
+        argv = [*program, "shadow", job, "--id", str(host.number), *self.shadow_options]
+        self.shadows[host.name] = self.crew.start(host.name, host.name, argv, cpus=self._shadow_cpus)
