@@ -26,7 +26,7 @@ struct sent {
 	int round; /* of the AllGather; negative for partial sums */
 };
 
-/* Describe send `step` on `channel`. Return 0, or -1 if there is no such send. */
+/* Describe send `step` on `channel`. Return 0, or -1 if the channel has no such step. */
 int slicing_send(const struct slicing *slicing, uint32_t channel, uint32_t step, struct sent *sent);
 
 #endif
