@@ -105,7 +105,8 @@ Fec = Literal["none", "firecode", "rs"]
 Metres = Annotated[float, Field(gt=0, le=10_000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
-ShadowNodeId = Annotated[int, Field(ge=0, le=65535, strict=True)]
+NODE_IDS_LAST: Final = 65535
+ShadowNodeId = Annotated[int, Field(ge=0, le=NODE_IDS_LAST, strict=True)]
 
 
 class _Model(BaseModel):
@@ -225,7 +226,7 @@ class Host(Attachment):
 class Rank(Host):
     """A training rank: `rank` is its number in the whole job."""
 
-    rank: Annotated[int, Field(ge=0, strict=True)]
+    rank: Annotated[int, Field(ge=0, le=65535, strict=True)]
     mgmt: HostName | None = None
 
     @property
