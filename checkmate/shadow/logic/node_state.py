@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.commit import NEVER, Committee, Progress
-from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
+from checkmate.shadow.logic.commit import NEVER, Committee, Progress, behind_lines
+from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.logic.starts import EndedStarts
-from checkmate.wording import at_iteration, counted
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A step to do now."""
-
-    group: ShadowGroup
-    hold: HoldState
-    iteration: int
+from checkmate.wording import at_iteration
 
 
 class NodeState:
@@ -121,10 +111,7 @@ class NodeState:
         return max([self.ended.discarded, *(group.begin.generation for group in self.groups.values())])
 
     def reset(self, generation: int) -> None:
-        """Discard all groups, for good. Runs up to `generation` do not count any more, on any node.
-
-        Raises `CallRefused` if a run of a greater generation has begun here.
-        """
+        """Discard all groups, for good. Raise `CallRefused` if a greater generation has begun here."""
         self.ended.discard(generation, self.generation)
         self.fence()
         self._effects += [Close(hold) for _, hold in self.holds]
@@ -308,10 +295,6 @@ class NodeState:
 
     def _say_behind(self) -> None:
         """Log which nodes stop to count because the others continued without them, and which count again."""
-        behind = self.committee.behind
-        for node in behind.keys() - self._behind:
-            lag = counted(behind[node], "iteration")
-            self._log(logging.WARNING, f"shadow node {node} is {lag} behind, and does not count")
-        for node in self._behind - behind.keys():
-            self._log(logging.INFO, f"shadow node {node} has caught up")
-        self._behind = frozenset(behind)
+        for line in behind_lines(self._behind, self.committee.behind):
+            self._log(*line)
+        self._behind = frozenset(self.committee.behind)
