@@ -254,12 +254,8 @@ class Lab:
             self._await_switch(switch)
 
     def _write_job(self) -> None:
-        title = f"{self.topology.name}: {self.topology.title}"
-        fabric = job_files.fabric(self.topology, self.target)
-        topology = job_files.topology_data(self.topology)
-        for name, data in ((job_files.FABRIC_FILE, fabric), (job_files.TOPOLOGY_FILE, topology)):
-            self.directory.joinpath(name).write_text(job_files.as_yaml(data, title))
-        self.job_file.write_text(job_files.as_yaml(job_files.job(self.topology, self.name), title))
+        for name, text in job_files.files(self.topology, self.name, self.target).items():
+            self.directory.joinpath(name).write_text(text)
         job = read_job(self.job_file)
         make_keys([(job, keys_folder(job))], dt.datetime.now(dt.UTC))
 

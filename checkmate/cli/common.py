@@ -51,6 +51,19 @@ class UsageFault(Exception):
     """Keys that `--json` prints beside the error."""
 
 
+class Declined(UsageFault):
+    """The user does not want what a command is about to do."""
+
+    exit_code = 1
+
+
+def confirm(question: str, otherwise: str) -> None:
+    """Ask on the terminal. Raise `Declined`, with the words of `otherwise`, unless the answer is yes."""
+    err.print(f"{question} [y/N] ", end="", markup=False)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Declined(otherwise)
+
+
 def print_json(data: Mapping[str, object], *, line: bool = False) -> None:
     """Print one JSON document on standard output, on a line of its own if several follow each other."""
     text = json.dumps({"version": JSON_VERSION, **data}, indent=None if line else 2, default=str)

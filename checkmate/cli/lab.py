@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from checkmate.cli import lab_inside
-from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import AsJson, UsageFault, confirm, err, out, print_json, says_errors
 from checkmate.cli.completing import lab_names, target_names, topology_names
 from checkmate.cli.helping import App
 from checkmate.output.consoles import waiting
@@ -132,9 +132,9 @@ def down(
     state.require_root()
     kept = []
     chosen = _meant(names or [], every=every, if_up=if_up)
-    if every and chosen and not yes and sys.stdin.isatty() and out.is_terminal:
+    if every and chosen and not yes and sys.stdin.isatty() and err.is_terminal:
         _show(_standing())
-        typer.confirm(f"remove {counted(len(chosen), 'lab')} with all that runs there?", abort=True)
+        confirm(f"Remove {counted(len(chosen), 'lab')} with all that runs there?", "nothing was removed")
     for name in chosen:
         try:
             with waiting(err, f"removing {name}"):

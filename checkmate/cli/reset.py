@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from checkmate.cli.common import AsJson, Insecure, JobArgument, UsageFault, err, out, print_json, says_errors
+from checkmate.cli.common import (
+    AsJson,
+    Insecure,
+    JobArgument,
+    UsageFault,
+    confirm,
+    err,
+    out,
+    print_json,
+    says_errors,
+)
 from checkmate.job.files import read_job
 from checkmate.job.schema import Job
 from checkmate.keys.access import access
@@ -18,12 +28,6 @@ from checkmate.nodes.reset import Discard
 from checkmate.nodes.standing import node_name
 from checkmate.nodes.stubs import Stubs
 from checkmate.privileges import keep_only, to_read
-
-
-class Kept(UsageFault):
-    """The user has declined."""
-
-    exit_code = 1
 
 
 @says_errors
@@ -50,6 +54,7 @@ def reset(
         found = resetting.ask(loaded, stubs)
         if not yes:
             _confirm(loaded, found)
+            found = resetting.ask_again(loaded, stubs, found)
         resetting.discard(loaded, stubs, found)
     for node, why in found.silent.items():
         what = f"{node_name(loaded, node)} does not answer ({why}). What it holds does not count any more"
@@ -68,12 +73,10 @@ def reset(
 
 
 def _confirm(job: Job, found: Discard) -> None:
-    """Ask, on a terminal. Raise `UsageFault` without one, and `Kept` if the answer is no."""
+    """Ask, on a terminal. Raise `UsageFault` without one, and `Declined` if the answer is no."""
     if not sys.stdin.isatty():
         raise UsageFault(f"{_what(job, found)} about to be discarded: add --yes, because nobody can be asked")
-    err.print(f"{_what(job, found)} about to be discarded. Continue? [y/N] ", end="", markup=False)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise Kept("nothing was discarded")
+    confirm(f"{_what(job, found)} about to be discarded. Continue?", "nothing was discarded")
 
 
 def _what(job: Job, found: Discard) -> str:

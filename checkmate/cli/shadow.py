@@ -23,8 +23,9 @@ from checkmate.cli.common import (
     says_errors,
     view_console,
 )
+from checkmate.job.addresses import split_address
 from checkmate.job.files import read_job
-from checkmate.job.schema import Job, split_address
+from checkmate.job.schema import Job
 from checkmate.keys.roles import Role, role_folder
 from checkmate.output.consoles import waiting
 from checkmate.privileges import Capability, keep_only, to_listen, to_read

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address
 from typing import Any, Final
 
 from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
-from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
+from checkmate.job.schema import NODE_IDS_LAST, Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import validated
 from checkmate.wire.tag import SHADOW_IDS_MAX
@@ -169,12 +169,13 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
     ids = [node.fields.get("id") for node in nodes]
     groups = raw.get("dp_groups") if isinstance(raw, dict) else None
     replicas = raw.get("replicas", 1) if isinstance(raw, dict) else 1
+    replicas = replicas if _is_number(replicas, SHADOW_IDS_MAX) else 0
     every = len(ids) if isinstance(raw, dict) and isinstance(raw.get("shadow_nodes"), list) else 0
     for index, group in enumerate(groups if isinstance(groups, list) else []):
         listed = group.get("shadow_nodes") if isinstance(group, dict) else None
         path: Path = ("dp_groups", index, "shadow_nodes")
         for position, node in enumerate(listed if isinstance(listed, list) else []):
-            if not isinstance(node, int):
+            if not _is_number(node, NODE_IDS_LAST):
                 continue  # reported with the file's structure
             if ids and None not in ids and node not in ids:
                 known = ", ".join(map(str, ids))
@@ -182,7 +183,7 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
             if node in (listed or [])[:position]:
                 yield Fault((*path, position), f"shadow node {node} is listed twice; each holds one shard")
         holders = len(listed) if isinstance(listed, list) else every
-        if isinstance(replicas, int) and holders and replicas > holders:
+        if 0 < holders < replicas:
             yield Fault(
                 ("replicas",),
                 f"{replicas} replicas need as many shadow nodes; dp_groups[{index}] has {holders}",
@@ -190,3 +191,7 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
         if holders > SHADOW_IDS_MAX and not isinstance(listed, list):
             most = f"a DP group has at most {SHADOW_IDS_MAX} shadow nodes, not {holders}"
             yield Fault(path, f"{most}; list the ones it uses")
+
+
+def _is_number(value: object, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from checkmate.job.schema import Ip, records_beside
+from checkmate.job.addresses import records_beside
+from checkmate.job.schema import Ip
 
 Path = tuple[str | int, ...]
 _IP: TypeAdapter[IPv4Address] = TypeAdapter(Ip)

@@ -6,7 +6,6 @@ reads files.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -22,56 +21,23 @@ from pydantic import (
     model_validator,
 )
 
-from checkmate.job.host_names import host_name
+from checkmate.job.addresses import (
+    checked_host,
+    checked_host_port,
+    checked_ip,
+    checked_mac,
+    records_beside,
+    split_address,
+)
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
 
-_MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
 """Unicast addresses, for editors."""
 _DSCP_BITS: Final = (1, 2, 4, 8, 16, 32)
-_HOST_PORT = re.compile(r"(?P<host>[^:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 CPU_PORT: Final = 510
 """CPU port of the v1model program (`CPU_PORT` in the P4 source)."""
-
-
-def _mac(value: object) -> str:
-    if not isinstance(value, str) or not _MAC.fullmatch(value.lower()):
-        raise ValueError("must be a MAC address such as 02:00:00:00:00:01 (in quotes)")
-    mac = value.lower()
-    if int(mac[:2], 16) & 1 or mac == "00:00:00:00:00:00":
-        raise ValueError("must be a unicast MAC address such as 02:00:00:00:00:01")
-    return mac
-
-
-def _ip(value: object) -> IPv4Address:
-    try:
-        address = IPv4Address(value) if isinstance(value, (str, IPv4Address)) else None
-    except ValueError:
-        address = None
-    if address is None or address.is_multicast or address.is_unspecified or int(address) == 0xFFFFFFFF:
-        raise ValueError("must be a host's IPv4 address such as 10.0.0.1")
-    return address
-
-
-def _host_port(value: str) -> str:
-    found = _HOST_PORT.fullmatch(value)
-    if not found or not 0 < int(found["port"]) < 65536:
-        raise ValueError("must be host:port such as 192.168.0.5:7000")
-    return value
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of `host:port` or `[host]:port`, as sockets expect them."""
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def records_beside(mgmt: str) -> tuple[str, int]:
-    """Return the default address for step records of a node: the port after that of `mgmt`."""
-    host, port = split_address(mgmt)
-    return host, port + 1
 
 
 def _dscp_bit(value: int) -> int:
@@ -94,10 +60,12 @@ def _device_port(value: object) -> object:
     return {"device_port": value} if isinstance(value, int) else value
 
 
-Mac = Annotated[str, BeforeValidator(_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
-Ip = Annotated[IPv4Address, BeforeValidator(_ip)]
-HostName = Annotated[str, AfterValidator(host_name)]
-HostPort = Annotated[str, AfterValidator(_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})]
+Mac = Annotated[str, BeforeValidator(checked_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
+Ip = Annotated[IPv4Address, BeforeValidator(checked_ip)]
+HostName = Annotated[str, AfterValidator(checked_host)]
+HostPort = Annotated[
+    str, AfterValidator(checked_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})
+]
 Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
 PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
 Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
@@ -105,7 +73,8 @@ Fec = Literal["none", "firecode", "rs"]
 Metres = Annotated[float, Field(gt=0, le=10_000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
-ShadowNodeId = Annotated[int, Field(ge=0, le=65535, strict=True)]
+NODE_IDS_LAST: Final = 65535
+ShadowNodeId = Annotated[int, Field(ge=0, le=NODE_IDS_LAST, strict=True)]
 
 
 class _Model(BaseModel):
@@ -225,7 +194,7 @@ class Host(Attachment):
 class Rank(Host):
     """A training rank: `rank` is its number in the whole job."""
 
-    rank: Annotated[int, Field(ge=0, strict=True)]
+    rank: Annotated[int, Field(ge=0, le=65535, strict=True)]
     mgmt: HostName | None = None
 
     @property

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from checkmate.job.schema import Job, split_address
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job
 
 
 class Role(StrEnum):

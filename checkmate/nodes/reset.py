@@ -51,6 +51,16 @@ def ask(job: Job, stubs: Stubs) -> Discard:
     return decide(job, answers)
 
 
+def ask_again(job: Job, stubs: Stubs, found: Discard) -> Discard:
+    """Return what there is to discard some time after `found`. Raise `NotReset` also if it is more."""
+    now = ask(job, stubs)
+    if (now.generation, now.iteration) != (found.generation, found.iteration):
+        raise NotReset(
+            f"job {job.job} was trained in the meantime, so nothing was discarded; repeat the command"
+        )
+    return now
+
+
 def decide(job: Job, answers: Answers) -> Discard:
     """Return what there is to discard. Raises like `ask`."""
     silent = {node: said for node, said in answers.items() if isinstance(said, str)}

@@ -21,9 +21,9 @@ from checkmate.keys.roles import Secret
 from checkmate.output.log_lines import GatheredLog, first_and_count
 from checkmate.shadow import locks, memory
 from checkmate.shadow.hold import Hold
-from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
+from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
 from checkmate.shadow.logic.hold_state import HoldState
-from checkmate.shadow.logic.node_state import Due, NodeState
+from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.connector import Connector, Reader
 from checkmate.shadow.receive.inlet import Inlet

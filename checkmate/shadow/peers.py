@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from checkmate.job.schema import split_address
+from checkmate.job.addresses import split_address
 from checkmate.nodes.standing import Shard
 from checkmate.nodes.stubs import refusal
 from checkmate.rpc import shadow_pb2 as pb

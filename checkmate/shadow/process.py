@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
-from checkmate.job.schema import Job, split_address
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role
 from checkmate.shadow import memory

@@ -12,7 +12,8 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from checkmate.job.schema import Job, split_address
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job
 from checkmate.keys.contexts import server_credentials
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc import shadow_pb2_grpc as rpc

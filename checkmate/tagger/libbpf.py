@@ -70,8 +70,8 @@ NEEDED = (Capability.BPF, Capability.PERFMON, Capability.NET_ADMIN)
 """Without PERFMON, the verifier refuses the program."""
 _SETS = "+bpf,+perfmon,+net_admin"
 _REMEDY = (
-    f"start the script, or torchrun, by setpriv --inh-caps={_SETS} --ambient-caps={_SETS} "
-    "(docs/security.md#trainers-without-root), or as root"
+    f"start the script, or torchrun, by setpriv --inh-caps={_SETS} --ambient-caps={_SETS}, "
+    "which for an ordinary user must be an administrator's copy (`checkmate docs security`), or as root"
 )
 _GONE = "this process gave them up after it had protected a model: without root, protect once in a process"
 _PRINT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)

@@ -98,6 +98,23 @@ def test_a_fault_shows_a_value_in_part(tmp_path: Path) -> None:
     assert len(found.message) < 200
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("replicas: 2", "replicas: {}"),
+        ("shadow_nodes:\n- id: 0", "shadow_nodes:\n- id: {}"),
+        ("rank: 1", "rank: {}"),
+        ("dp_groups:\n- ranks:", "dp_groups:\n- shadow_nodes: [0, {0}, {0}]\n  ranks:"),
+    ],
+)
+def test_a_huge_number_is_shown_in_part(tmp_path: Path, right: str, wrong: str) -> None:
+    assert right in RIGHT
+    found = faults(tmp_path / "job.yaml", RIGHT.replace(right, wrong.format("0x" + "f" * 900)))
+    assert found
+    assert all(len(fault.message) < 300 for fault in found)
+    assert len({(fault.line, fault.path) for fault in found}) == len(found)
+
+
 ODD = st.sampled_from(
     [
         *("~", "[]", "{}", "-1", "1e999", ".nan", "true", "[[1]]", "{1: 2}", "{null: 1}", "{[a]: 1}"),

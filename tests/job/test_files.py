@@ -84,7 +84,12 @@ def edited(path: str, value: Any) -> dict[str, Any]:
         ("channels", 9, "channels", "must be from 1 to 8, not 9"),
         ("channels", "two", "channels", "must be a whole number from 1 to 8, not 'two'"),
         ("channels", 1.5, "channels", "must be a whole number from 1 to 8, not 1.5"),
-        ("dp_groups/0/ranks/1/rank", "a", "dp_groups[0].ranks[1].rank", "must be a whole number, not 'a'"),
+        (
+            "dp_groups/0/ranks/1/rank",
+            "a",
+            "dp_groups[0].ranks[1].rank",
+            "must be a whole number from 0 to 65535, not 'a'",
+        ),
         (
             "fabric/links",
             [[{"switch": "tor0", "port": 1.5}, {"switch": "tor0", "port": 9}]],

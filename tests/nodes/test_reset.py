@@ -181,13 +181,7 @@ def test_on_a_terminal_it_asks(
 ) -> None:
     here, training, _ = two_nodes(stack)
     leave(here, training)
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(here.job.model_dump(mode="json", exclude_none=True)))
-    ours, theirs = pty.openpty()
-    stack.callback(os.close, ours)
-    command = ["setsid", "--ctty", "--wait", *COMMAND, "reset", str(file)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    process, ours = _asked(stack, here, tmp_path / "job.yaml")
     shown = _until(ours, b"[y/N]")
     assert b"iteration 0 and all before it are about to be discarded" in b" ".join(shown.split())
     os.write(ours, typed)
@@ -195,6 +189,33 @@ def test_on_a_terminal_it_asks(
     assert process.wait(10) == status
     assert said in " ".join(shown.decode().split())
     assert here.status(0).holds_nothing == (status == 0)
+
+
+@needs_buffers
+def test_training_that_begins_while_it_asks_is_not_discarded(stack: ExitStack, tmp_path: Path) -> None:
+    here, training, _ = two_nodes(stack)
+    leave(here, training)
+    process, ours = _asked(stack, here, tmp_path / "job.yaml")
+    _until(ours, b"[y/N]")
+    again = here.training()
+    again.incarnation = training.incarnation + 1
+    again.begin([0, 1], generation=3, start=b"the second start")
+    wait_until(lambda: all(here.status(number).trainers for number in here.nodes), "trainers to connect")
+    os.write(ours, b"y\n")
+    shown = " ".join(_until(ours).decode().split())
+    assert (process.wait(10), "runs: 2 ranks are connected" in shown) == (1, True)
+    assert all(here.status(number).holds for number in here.nodes)
+
+
+def _asked(stack: ExitStack, here: World, file: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start `checkmate reset` on a terminal; return the process, and our end of the terminal."""
+    file.write_text(yaml.safe_dump(here.job.model_dump(mode="json", exclude_none=True)))
+    ours, theirs = pty.openpty()
+    stack.callback(os.close, ours)
+    command = ["setsid", "--ctty", "--wait", *COMMAND, "reset", str(file)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    return process, ours
 
 
 def _until(terminal: int, end: bytes | None = None) -> bytes:

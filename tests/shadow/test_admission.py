@@ -15,7 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from checkmate.job.schema import Job, split_address
+from checkmate.job.addresses import split_address
+from checkmate.job.schema import Job
 from checkmate.keys.access import INSECURE
 from checkmate.keys.contexts import channel_credentials, server_credentials
 from checkmate.keys.errors import KeysError

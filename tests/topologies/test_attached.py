@@ -168,6 +168,7 @@ def test_training_resumes_after_a_kill_with_a_controller_that_serves_already(
 
 @needs_clang
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Path) -> None:
     lab.release()
     script = tmp_path / "script.py"
@@ -182,6 +183,19 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
         assert not alive(running)
+    with started("train", lab.name, "--", "script.py", folder=tmp_path) as process:
+        until(process, "^waits$")
+        process.kill()  # its processes go on
+    with (
+        started("exec", lab.name, "rank1", "--", "sh", "-c", "echo up; exec sleep 300") as users,
+        started("train", lab.name, "--", "script.py", folder=tmp_path) as process,
+    ):
+        until(users, "^up$")
+        until(process, "^waits$")
+        assert users.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert set(namespaces.processes(namespaces.of_lab(lab.name))) <= {*before, users.pid}
     script.write_text("raise ValueError('the cat sleeps')\n")
     with started("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
         until(process, "^error: rank0, rank1, rank2, rank3 failed with: ValueError: the cat sleeps$")
@@ -260,7 +274,7 @@ def test_on_a_terminal_down_lists_all_labs_and_asks(
             shown += piece
     os.close(ours)
     assert process.wait(30) == bool(left)
-    assert (b"remove 2 labs" in shown) == (not arguments)
+    assert (b"Remove 2 labs" in shown) == (not arguments)
     assert sorted(path.name for path in tmp_path.glob("labs/*")) == left
     assert b"two" in shown
 

@@ -30,6 +30,17 @@ def target_of(text: str) -> Target:
     raise BadDescription(f"no target {text!r}; there are {' and '.join(TARGETS)}")
 
 
+def files(topology: Topology, lab: str, target: Target) -> dict[str, str]:
+    """Return the text of each YAML file of a lab, by the file's name."""
+    title = f"{topology.name}: {topology.title}"
+    data = {
+        FABRIC_FILE: fabric(topology, target),
+        TOPOLOGY_FILE: topology_data(topology),
+        JOB_FILE: job(topology, lab),
+    }
+    return {name: as_yaml(content, title) for name, content in data.items()}
+
+
 def fabric(topology: Topology, target: Target) -> dict[str, Any]:
     """Return the switches and links of a lab, as data of a fabric file."""
     links = [[{"switch": s, "port": p} for s, p in (link.a, link.b)] for link in topology.links]

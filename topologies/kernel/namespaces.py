@@ -10,14 +10,12 @@ import ctypes
 import errno
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pyroute2 import IPRoute, config, netns
 
-from topologies.describe.topology import LabError
-from topologies.kernel.processes import all_processes, signal_each
+from topologies.kernel.processes import all_processes, kill_all, signal_each
 from topologies.signals import undisturbed
 
 FOLDER = Path(netns.NETNS_RUN_DIR)
@@ -100,11 +98,7 @@ def end_processes(names: Iterable[str], kill_more: Callable[[], None] = lambda: 
     chosen = list(names)
     signal_each(lambda: processes(chosen), signal.SIGTERM, _TERM_SECONDS)
     kill_more()
-    deadline = time.monotonic() + _KILL_SECONDS
-    while left := processes(chosen):
-        if time.monotonic() > deadline:
-            raise LabError(f"processes {', '.join(map(str, left))} do not end, even after SIGKILL")
-        signal_each(lambda: processes(chosen), signal.SIGKILL, _KILL_SECONDS)
+    kill_all(lambda: processes(chosen), _KILL_SECONDS)
 
 
 def _identity(path: Path) -> tuple[int, int]:

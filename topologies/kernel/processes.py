@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from topologies.describe.topology import BadDescription
+from topologies.describe.topology import BadDescription, LabError
 
 _ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
@@ -76,6 +76,23 @@ def signal_each(find: Callable[[], Collection[int]], number: signal.Signals, sec
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def kill_all(find: Callable[[], Collection[int]], seconds: float) -> None:
+    """Send SIGKILL to what `find` returns until that is nothing. Raise `LabError` if some processes stay."""
+    deadline = time.monotonic() + seconds
+    while left := find():
+        if time.monotonic() > deadline:
+            raise LabError(f"processes {', '.join(map(str, left))} do not end, even after SIGKILL")
+        signal_each(find, signal.SIGKILL, seconds)
+
+
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Return whether a process was started with this environment variable."""
+    try:
+        return os.fsencode(f"{name}={value}") in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def described(pid: int) -> str | None:

@@ -17,15 +17,18 @@ from typing import Final
 from rich.console import Console
 
 from topologies import state
-from topologies.crew import Crew, Member, serving
+from topologies.crew import TEMPORARY, Crew, Member, serving
 from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host
+from topologies.kernel import namespaces
 from topologies.kernel.namespaces import entered
+from topologies.kernel.processes import has_variable, kill_all
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
 from topologies.training.job_processes import JobProcesses
 
 _LOOK_SECONDS: Final = 2.0
+_END_SECONDS: Final = 10.0
 _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/elastic")
 """The prefix of a script's traceback, and of torchrun's own log."""
 
@@ -97,6 +100,8 @@ def training_in(
         raise BadDescription(f"{script[0]} does not exist; name a script, or a module with -m")
     with state.locked(name), Crew(lab) as crew, contextlib.ExitStack() as stack:
         with StepProgress(console) as steps:
+            steps("processes of an earlier training")
+            _end_remains(lab)
             steps("controller")
             stack.enter_context(serving(crew, unless_served=True))
             steps("shadow nodes")
@@ -112,6 +117,16 @@ def training_in(
 
 def _wrote(member: Member) -> bool:
     return not member.running or bool(member.said() or member.complaints())
+
+
+def _end_remains(lab: Lab) -> None:
+    """End what a `lab train` that was killed has left, but nothing that a user has started in the lab."""
+    names, temporary = namespaces.of_lab(lab.name), str(lab.directory / TEMPORARY)
+
+    def left() -> list[int]:
+        return [one for one in namespaces.processes(names) if has_variable(one, "TMPDIR", temporary)]
+
+    kill_all(left, _END_SECONDS)
 
 
 def _serves(lab: Lab, host: Host) -> bool:

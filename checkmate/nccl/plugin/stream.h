@@ -44,7 +44,7 @@ struct stream {
 	_Atomic int error; /* errno of what broke it */
 };
 
-/* Begin with a connected, blocking socket, which the stream owns. Return NULL if the system refuses memory or a thread. */
+/* Begin with a connected, blocking socket, which the stream owns. Return NULL without memory or a thread for it. */
 struct stream *stream_open(int fd, bool sends, const struct tagging *tagging);
 /* Post a message. Return its request, or NULL if too many are in progress. */
 struct request *stream_post(struct stream *stream, void *data, size_t size, const struct send_mark *mark);

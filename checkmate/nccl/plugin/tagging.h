@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Ranges of one socket's bytes that the kernel tags (checkmate/tagger/tagger.h). A range is in the kernel before its first
- * byte is written, and stays until its last byte is acknowledged. Used by one thread at a time, but for
+ * Ranges of one socket's bytes that the kernel tags (checkmate/tagger/tagger.h). A range is in the kernel before its
+ * first byte is written, and stays until its last byte is acknowledged. Used by one thread at a time, but for
  * `tagging_acknowledge`.
  */
 #ifndef CHECKMATE_NCCL_TAGGING_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The tuner that NCCL loads: versions 4 to 6. The gradients' AllReduces use the ring, the SIMPLE protocol and at most the
- * job's channels. Other communicators keep NCCL's choice.
+ * The tuner that NCCL loads: versions 4 to 6. The gradients' AllReduces use the ring, the SIMPLE protocol and at most
+ * the job's channels. Other communicators keep NCCL's choice.
  */
 #include "job.h"
 

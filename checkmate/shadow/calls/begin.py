@@ -35,16 +35,7 @@ def begin(node: Node, request: pb.BeginRequest) -> list[str]:
     layout = check_begin(node.job, request, shards, machine_memory.total())
     with node.moving() as state:
         start = start_of(request)
-        if start in state.fenced_starts:
-            raise CallRefused(
-                f"incarnation {request.incarnation} is fenced: start training in a new one",
-                precondition=True,
-            )
-        if 0 < state.discarded >= request.generation:
-            raise CallRefused(
-                f"generation {request.generation} was discarded by `checkmate reset`: start training again",
-                precondition=True,
-            )
+        state.ended.check(request)
         old = state.groups.get(request.group)
         if old and start_of(old.begin) == start and old.layout.fingerprint == layout.fingerprint:
             old.reached = max(old.reached, request.next_iteration)
@@ -124,7 +115,7 @@ def locked_status(node: Node) -> pb.NodeStatus:
         fenced=state.fenced,
         incarnation=max(state.committee.incarnation, 0),
         generation=state.generation,
-        discarded=state.discarded,
+        discarded=state.ended.discarded,
         trainers=node.trainers(),
         holds=[hold_status(group, hold) for group, hold in holds],
         torch=torch.__version__,

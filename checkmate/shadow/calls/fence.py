@@ -22,9 +22,10 @@ from checkmate.shadow.logic.bounds import (
     check_protocol,
     check_settle,
 )
+from checkmate.shadow.logic.effects import Due
 from checkmate.shadow.logic.group import CallRefused, ShadowGroup, check_job, in_start, source_of
 from checkmate.shadow.logic.hold_state import HoldState
-from checkmate.shadow.logic.node_state import Due, NodeState
+from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.phase import Phase
 from checkmate.shadow.node import Node
 from checkmate.wording import at_iteration

@@ -12,11 +12,13 @@ holder, after a gap, whose state is still complete at the last committed iterati
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
 from checkmate.nodes.standing import Shard
+from checkmate.wording import counted
 
 NEVER: Final = -2
 """An iteration before -1, which is the state before the first iteration."""
@@ -201,3 +203,12 @@ class Committee:
             if other.progress and self._counts(other, now):
                 kept.update(other.progress.kept)
         return {shard for shard, at in kept if at == self.committed}
+
+
+def behind_lines(before: Set[int], behind: Mapping[int, int]) -> Iterator[tuple[int, str]]:
+    """Yield level and text of a log line for each node that stops to count, or counts again."""
+    for node in sorted(behind.keys() - before):
+        lag = counted(behind[node], "iteration")
+        yield logging.WARNING, f"shadow node {node} is {lag} behind, and does not count"
+    for node in sorted(before - behind.keys()):
+        yield logging.INFO, f"shadow node {node} has caught up"

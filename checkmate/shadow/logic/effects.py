@@ -1,9 +1,11 @@
-"""Effects: actions that a node's state requests, and that `node.Node` carries out in order."""
+"""Effects: actions that a node's state requests, and that `node.Node` carries out in order; and due steps."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import HoldState
 
 
@@ -45,3 +47,12 @@ class Log(NamedTuple):
 
 
 Effect = Connect | Join | Empty | Close | Release | Log
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A step to do now."""
+
+    group: ShadowGroup
+    hold: HoldState
+    iteration: int

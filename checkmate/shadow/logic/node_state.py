@@ -7,30 +7,18 @@ out the requested effects (`effects`). After each event it calls `refresh`, whic
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from checkmate.job.schema import Job
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.shadow.logic.commit import NEVER, Committee, Progress
-from checkmate.shadow.logic.effects import Close, Connect, Effect, Empty, Join, Log, Release
-from checkmate.shadow.logic.group import CallRefused, ShadowGroup, Start, check_job, in_start, start_of
+from checkmate.shadow.logic.commit import NEVER, Committee, Progress, behind_lines
+from checkmate.shadow.logic.effects import Close, Connect, Due, Effect, Empty, Join, Log, Release
+from checkmate.shadow.logic.group import ShadowGroup, Start, check_job, in_start, start_of
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped
 from checkmate.shadow.logic.patience import PatienceMeter
 from checkmate.shadow.logic.phase import Phase
-from checkmate.wording import at_iteration, counted
-
-_REMEMBERED = 64  # fenced starts of training
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A step to do now."""
-
-    group: ShadowGroup
-    hold: HoldState
-    iteration: int
+from checkmate.shadow.logic.starts import EndedStarts
+from checkmate.wording import at_iteration
 
 
 class NodeState:
@@ -45,10 +33,7 @@ class NodeState:
         """The start of training of `committee`."""
         self.committee = self._new_committee(-1, b"", now)
         self.phase = Phase.OPEN
-        self.fenced_starts: deque[Start] = deque(maxlen=_REMEMBERED)
-        """Starts of training that a restart has ended, and that cannot begin again."""
-        self.discarded = 0
-        """The greatest generation that was discarded (`reset`); 0: none."""
+        self.ended = EndedStarts()
         self.reserved: dict[int, list[float]] = {}
         """Iterations that are kept readable, with the end of each reservation."""
         self.troubles: list[str] = []
@@ -113,9 +98,7 @@ class NodeState:
         """Refuse known starts of training, and continue to commit recorded iterations."""
         self.phase = Phase.FENCED if self.fenced else max(self.phase, Phase.DRAINING)
         for group in self.groups.values():
-            start = start_of(group.begin)
-            if start not in self.fenced_starts:
-                self.fenced_starts.append(start)
+            self.ended.end(start_of(group.begin))
 
     def fence(self) -> None:
         """Stop commits in this start of training for good."""
@@ -125,26 +108,17 @@ class NodeState:
     @property
     def generation(self) -> int:
         """The greatest generation that this node knows."""
-        return max([self.discarded, *(group.begin.generation for group in self.groups.values())])
+        return max([self.ended.discarded, *(group.begin.generation for group in self.groups.values())])
 
     def reset(self, generation: int) -> None:
-        """Discard all groups, for good. Runs up to `generation` do not count any more, on any node.
-
-        Raises `CallRefused` if a run of a greater generation has begun here.
-        """
-        if generation < self.generation:
-            raise CallRefused(
-                f"generation {self.generation} has begun here, and only those up to {generation} were to be "
-                "discarded",
-                precondition=True,
-            )
+        """Discard all groups, for good. Raise `CallRefused` if a greater generation has begun here."""
+        self.ended.discard(generation, self.generation)
         self.fence()
         self._effects += [Close(hold) for _, hold in self.holds]
         if any(hold.holds_something for _, hold in self.holds):
             self._log(logging.WARNING, f"reset: what it held up to generation {generation} is discarded")
         self.groups.clear()
         self.troubles.clear()
-        self.discarded = generation
 
     def refresh(self, now: float) -> None:
         """Update which iterations are complete and which holds are live, and decide on that basis.
@@ -321,10 +295,6 @@ class NodeState:
 
     def _say_behind(self) -> None:
         """Log which nodes stop to count because the others continued without them, and which count again."""
-        behind = self.committee.behind
-        for node in behind.keys() - self._behind:
-            lag = counted(behind[node], "iteration")
-            self._log(logging.WARNING, f"shadow node {node} is {lag} behind, and does not count")
-        for node in self._behind - behind.keys():
-            self._log(logging.INFO, f"shadow node {node} has caught up")
-        self._behind = frozenset(behind)
+        for line in behind_lines(self._behind, self.committee.behind):
+            self._log(*line)
+        self._behind = frozenset(self.committee.behind)

@@ -190,7 +190,7 @@ class DriftWatch:
                 "iteration %d: %s changed between the optimizer's or scheduler's step, when it was "
                 "captured, and the next forward. If that change belongs to the iteration, a resumed run "
                 "lacks it. Mark the end of iterations with `for batch in protection.steps(loader)`, or with "
-                "protection.mark() as the last statement of the loop (docs/training.md)",
+                "protection.mark() as the last statement of the loop (`checkmate docs training`)",
                 iteration,
                 _listed(changed),
             )

@@ -13,10 +13,10 @@ from checkmate.job.schema import Job
 from checkmate.nodes.target import Target, find_target
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.calls.begin import hold_status
-from checkmate.shadow.logic.effects import Empty
+from checkmate.shadow.logic.effects import Due, Empty
 from checkmate.shadow.logic.group import ShadowGroup
 from checkmate.shadow.logic.hold_state import AHEAD, HoldSnapshot, HoldState, Stepped, StreamState
-from checkmate.shadow.logic.node_state import Due, NodeState
+from checkmate.shadow.logic.node_state import NodeState
 from checkmate.shadow.logic.records import Records
 from checkmate.shadow.node import STALL
 from checkmate.shadow.receive.plans import SETS, hold_plans
