@@ -22,6 +22,7 @@ from tests.support.terminal import AtTerminal
 from topologies.describe.topology import load
 from topologies.picture import picture
 
+pytestmark = pytest.mark.xdist_group("machine")  # `lab list` shows the labs of other tests
 ALL = """
 import json, sys
 from checkmate.output.plain_text import use_plain_streams
