@@ -103,7 +103,8 @@ def shell(folder: Path, *command: str, **more: str) -> str:
     ],
 )
 def test_bash_completes(folder: Path, words: list[str], offered: list[str]) -> None:
-    (folder / "script").write_text(shell(folder, "bash", "-c", "checkmate --show-completion"))
+    asked = "checkmate --show-completion; true"  # a further command, so that bash stays and is found
+    (folder / "script").write_text(shell(folder, "bash", "-c", asked))
     found = shell(folder, "bash", "--norc", "-c", COMPLETED, "bash", "checkmate", *words)
     assert found.splitlines() == offered
 

@@ -97,7 +97,7 @@ def torchrun(folder: Path, python: str, nodes: list[RecordingNode], starter: lis
 def test_an_ordinary_user_trains_with_the_documented_starter(
     folder: Path, python: str, nodes: list[RecordingNode]
 ) -> None:
-    install, capabilities, use = documented()
+    _, install, capabilities, use = documented()
     starter = folder / "tagging"
     made = install.replace("/usr/local/bin/tagging", str(starter)).replace("-g trainers", f"-g {NOBODY}")
     subprocess.run(made.split()[1:], check=True)
