@@ -206,6 +206,7 @@ def compressed(blob: bytes) -> bytes:
         (archive(b"\x80\x02cnumpy\ndtype\nX\x03\x00\x00\x00V,,\x85R."), "syntax"),
         (b"PK\x03\x04", "not a zip file"),
     ],
+    ids=["compressed", "large", "pickle", "cut"],  # archives have the time, so they cannot be the names
 )  # fmt: skip
 def test_state_takes_no_more_memory_than_it_has_bytes(blob: bytes, words: str) -> None:
     with pytest.raises(state.StateError, match=f"unreadable state: .*{words}"):
