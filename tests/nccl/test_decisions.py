@@ -134,7 +134,12 @@ def buckets_of(alone: dict[int, TracedCollective]) -> list[NcclBucket]:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "_n5_" not in name or "loops" in name])
+QUICK = ("full_n2_c1", "loops_n3_c2", "null_n3_c2", "sends_n3_c3")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_boundary_ranks_tag_each_reduced_send_once(make: Make, name: str, side: int) -> None:
     trace = Trace.read(name)
