@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Final
+
+from checkmate.compiled import CompilerRefused, compiled
 
 SOURCES: Final = Path(__file__).with_name("plugin")
 PACKAGES: Final = "apt-get install gcc libc6-dev linux-libc-dev"
@@ -35,31 +33,18 @@ def shared_object(cache: Path | None = None) -> Path:
         PluginError: A C compiler or a header is missing, or the cache can't be written.
     """
     files = [*sorted(SOURCES.glob("*.[ch]")), _TAGGER_HEADER]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + " ".join(_FLAGS).encode())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = (cache or base / "checkmate") / f"libnccl-net-checkmate-{digest.hexdigest()[:16]}.so"
     try:
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _compile(target)
+        return compiled("libnccl-net-checkmate.so", files, _FLAGS, _command, cache)
+    except CompilerRefused as error:
+        raise PluginError(f"the C compiler refused the NCCL plugin ({error}): {PACKAGES}") from None
     except OSError as error:
         raise PluginError(
             f"no access to the compiled plugin ({error}): set XDG_CACHE_HOME to a folder you can write to"
         ) from None
-    return target
 
 
-def _compile(target: Path) -> None:
+def _command() -> list[str]:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise PluginError(f"the NCCL plugin needs a C compiler: {PACKAGES}")
-    # Several ranks may compile at once, each into its own file; the rename is atomic.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        fresh = Path(scratch) / "plugin.so"
-        sources = [str(file) for file in sorted(SOURCES.glob("*.c"))]
-        command = [compiler, *_FLAGS, *sources, "-o", str(fresh)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            words = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-            raise PluginError(f"{compiler} refused the NCCL plugin ({words[0]}): {PACKAGES}")
-        fresh.replace(target)
+    return [compiler, *_FLAGS, *map(str, sorted(SOURCES.glob("*.c")))]

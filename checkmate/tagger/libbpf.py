@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
 import platform
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkmate.compiled import CompilerRefused, compiled
 from checkmate.privileges import Capability, effective, given_up
 from checkmate.tagger.errors import TaggerUnavailable
 
@@ -33,35 +31,22 @@ def object_file(cache: Path | None = None) -> Path:
     Raises:
         TaggerUnavailable: clang or a header is missing, or the cache can't be written.
     """
-    digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + " ".join(_FLAGS).encode())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = (cache or base / "checkmate") / f"tagger-{digest.hexdigest()[:16]}.o"
     try:
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _compile(target)
+        return compiled("tagger.o", [SOURCE, HEADER], _FLAGS, _command, cache)
+    except CompilerRefused as error:
+        raise TaggerUnavailable(f"clang refused {SOURCE.name}: {error}", PACKAGES) from None
     except OSError as error:
         raise TaggerUnavailable(
             f"no access to its compiled program: {error}", "set XDG_CACHE_HOME to a folder you can write to"
         ) from None
-    return target
 
 
-def _compile(target: Path) -> None:
+def _command() -> list[str]:
     clang = shutil.which("clang")
     if clang is None:
         raise TaggerUnavailable("clang, which compiles its eBPF program, is not on PATH", PACKAGES)
     # Debian has asm/types.h in the architecture's own folder, which clang's bpf target doesn't search.
-    include = f"-I/usr/include/{platform.machine()}-linux-gnu"
-    # Several ranks may compile at once, each into its own file; the rename is atomic.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        fresh = Path(scratch) / "tagger.o"
-        command = [clang, *_FLAGS, include, "-c", str(SOURCE), "-o", str(fresh)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            words = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-            raise TaggerUnavailable(f"clang refused {SOURCE.name}: {words[0]}", PACKAGES)
-        fresh.replace(target)
+    return [clang, *_FLAGS, f"-I/usr/include/{platform.machine()}-linux-gnu", "-c", str(SOURCE)]
 
 
 _LIBRARY = "libbpf.so.1"

@@ -1,0 +1,54 @@
+"""Programs that are compiled when they are first needed, and kept in a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class CompilerRefused(Exception):
+    """The compiler failed; the message is the first line that it wrote."""
+
+
+def compiled(
+    name: str,
+    files: Sequence[Path],
+    flags: Sequence[str],
+    command: Callable[[], Sequence[str]],
+    cache: Path | None = None,
+) -> Path:
+    """Return the path of a compiled program. Compile it unless it is in the cache.
+
+    The cache is `$XDG_CACHE_HOME/checkmate` by default, or `~/.cache/checkmate`.
+
+    Args:
+        name: The program's file name, without the digest that is added before its ending.
+        files: The files that it is made of.
+        flags: The compiler's flags.
+        command: Returns the compiler's command, to which its output is added.
+        cache: Another cache.
+
+    Raises:
+        CompilerRefused: The compiler failed.
+        OSError: The cache can't be used.
+    """
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files) + " ".join(flags).encode())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    stem, ending = os.path.splitext(name)
+    target = (cache or base / "checkmate") / f"{stem}-{digest.hexdigest()[:16]}{ending}"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    wanted = command()
+    # Several ranks may compile at once, each into its own file; the rename is atomic.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        fresh = Path(scratch) / name
+        done = subprocess.run([*wanted, "-o", str(fresh)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompilerRefused((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0])
+        fresh.replace(target)
+    return target
