@@ -16,7 +16,6 @@ from checkmate.planner.models.named import Model
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import Layout, make_layout
-from checkmate.wire.schedule import tagged_chunks
 
 
 @dataclass(frozen=True)
@@ -175,11 +174,12 @@ class Demand:
         if key not in self._of_stream:
             ranks = len(self.job.dp_groups[boundary.group].ranks)
             found = [0] * (ranks - 1)
-            for bucket in self.layouts[boundary.group].schedule:
+            layout = self.layouts[boundary.group]
+            for bucket in layout.schedule:
                 if bucket.shadow_id != stream.shadow_id:
                     continue
-                chunks = tagged_chunks(
-                    bucket.elements, self.job.channels, stream.channel, ranks, boundary.side
+                chunks = layout.slicing.tagged_chunks(
+                    bucket, self.job.channels, stream.channel, ranks, boundary.side
                 )
                 for chunk in chunks:
                     found[chunk.round] += len(chunk.where) * bucket.itemsize

@@ -45,7 +45,15 @@ class Hold:
         self.layout, self.replica = layout, replica
         self.lock = locks.ordered_lock("hold")
         layouts = [
-            stream_layout(layout.schedule, channels, s.channel, ranks, side=s.side, shadow_id=plan.shard)
+            stream_layout(
+                layout.schedule,
+                channels,
+                s.channel,
+                ranks,
+                side=s.side,
+                shadow_id=plan.shard,
+                slicing=layout.slicing,
+            )
             for s in plan.streams
         ]
         check_lengths(layouts)

@@ -10,12 +10,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
 from checkmate.errors import CheckmateError
-from checkmate.wire.schedule import Bucket
+from checkmate.wire.nccl_slicing import KIND as NCCL_KIND
+from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.schedule import RING_SLICING, Bucket, Slicing
 
 BUCKET_BYTES: Final = 25 * 1024 * 1024
 """Size at which a bucket is closed, as in DDP (`bucket_cap_mb`)."""
@@ -121,6 +123,7 @@ class Layout:
     shards: int
     bucket_bytes: int
     buckets: tuple[BucketLayout, ...]
+    slicing: Slicing = RING_SLICING
 
     @cached_property
     def schedule(self) -> tuple[Bucket, ...]:
@@ -145,7 +148,13 @@ class Layout:
     def to_json(self) -> str:
         """Return a description from which the other side builds the same layout."""
         parameters = [asdict(parameter) for parameter in self.parameters]
-        said = {"parameters": parameters, "shards": self.shards, "bucket_bytes": self.bucket_bytes}
+        said: dict[str, Any] = {
+            "parameters": parameters,
+            "shards": self.shards,
+            "bucket_bytes": self.bucket_bytes,
+        }
+        if self.slicing != RING_SLICING:  # layouts from before there was another one have no name of it
+            said["slicing"] = dict(self.slicing.describe())
         return json.dumps(said, sort_keys=True)
 
     @cached_property
@@ -160,7 +169,7 @@ def from_json(text: str) -> Layout:
         said = json.loads(text)
         parameters = [_parameter(p) for p in said["parameters"]]
         shards, bucket_bytes = _numbers([said["shards"], said["bucket_bytes"]])
-        return make_layout(parameters, shards, bucket_bytes)
+        return make_layout(parameters, shards, bucket_bytes, _slicing(said.get("slicing")))
     except KeyError as error:
         raise LayoutError(f"not a layout: it lacks {error}") from None
     except (TypeError, ValueError, RecursionError) as error:
@@ -187,7 +196,28 @@ def _numbers(said: Any) -> tuple[int, ...]:
     return tuple(said)
 
 
-def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int = BUCKET_BYTES) -> Layout:
+def _slicing(said: Any) -> Slicing:
+    """Return the slicing of a description, which is the ring's if it names none.
+
+    Raise `TypeError` or `ValueError` if it is none that is known here.
+    """
+    if said is None:
+        return RING_SLICING
+    if not isinstance(said, dict) or said.get("kind") != NCCL_KIND:
+        raise ValueError(f"its slicing is none that this version of Checkmate knows: {str(said)[:80]}")
+    parameters = {name: value for name, value in said.items() if name != "kind"}
+    known = [one.name for one in fields(NcclSlicing)]
+    if sorted(parameters) != sorted(known) or not all(type(value) is int for value in parameters.values()):
+        raise TypeError(f"the parameters of its slicing must be {', '.join(known)}, each a number")
+    return NcclSlicing(**parameters)
+
+
+def make_layout(
+    parameters: Sequence[Parameter],
+    shards: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    slicing: Slicing = RING_SLICING,
+) -> Layout:
     """Lay out a model's trained parameters.
 
     They are taken in reverse order, in which backward completes their gradients, cut into shards of similar
@@ -197,6 +227,7 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
         parameters: the parameters, in registration order.
         shards: the number of shards.
         bucket_bytes: size at which a bucket is closed.
+        slicing: how the AllReduce cuts buckets.
 
     Returns:
         The layout, whose buckets are without empty parameters.
@@ -219,7 +250,7 @@ def make_layout(parameters: Sequence[Parameter], shards: int, bucket_bytes: int 
     buckets: list[BucketLayout] = []
     for shard, run in _runs(order, parameters, shards).items():
         buckets += _buckets(run, parameters, shard, bucket_bytes)
-    return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets))
+    return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets), slicing)
 
 
 def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) -> dict[int, list[int]]:

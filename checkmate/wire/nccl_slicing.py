@@ -7,11 +7,14 @@ calls of NCCL 2.30.7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Final
 
-from checkmate.wire.schedule import FIRST
+from checkmate.wire.schedule import FIRST, Bucket, Chunk
+
+KIND: Final = "nccl"
+"""Its name in layouts."""
 
 SLICES: Final = 2
 """Sends of each step of the ring; the second may be empty."""
@@ -20,6 +23,8 @@ _LINE: Final = 16
 _STEPS: Final = 8
 """Parts of a connection's buffer, of which a chunk has four, and a send at most two."""
 _CHUNK_UNIT: Final = 512
+BUFFER_LEAST: Final = 64 << 10
+"""The smallest supported buffer. A shadow node keeps a place for each chunk, so chunks may not be tiny."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class NcclSlicing:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for sizes that NCCL does not have."""
-        for name, size, least in (("cell", self.cell, _LINE), ("buffer", self.buffer, 2 * _CHUNK_UNIT)):
+        for name, size, least in (("cell", self.cell, _LINE), ("buffer", self.buffer, BUFFER_LEAST)):
             if size < least or size % _LINE:
                 raise ValueError(f"{name} {size}: must be a multiple of {_LINE} bytes, at least {least}")
 
@@ -85,6 +90,18 @@ class NcclSlicing:
         for send in self.sends(part, itemsize, ranks, 0 if side == FIRST else ranks - 1):
             if send.where and (send.round == 0 or (send.round > 0 and side != FIRST)):
                 yield send
+
+    def tagged_chunks(
+        self, bucket: Bucket, channels: int, channel: int, ranks: int, side: int
+    ) -> Iterator[Chunk]:
+        """Yield the tagged sends of one bucket in a boundary's stream on `channel`, in order."""
+        part = self.part(bucket.elements, bucket.itemsize, channels, channel)
+        for send in self.tagged(part, bucket.itemsize, ranks, side):
+            yield Chunk(send.round, send.chunk, send.where)
+
+    def describe(self) -> Mapping[str, str | int]:
+        """Return its name, as `kind`, and its parameters."""
+        return {"kind": KIND, **asdict(self)}
 
     def _chunk(self, left: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a chunk in a loop over the ring that begins with `left` elements."""

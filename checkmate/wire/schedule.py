@@ -6,8 +6,9 @@ tag chunks, and shadow nodes to map each byte of a stream to its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 FIRST, LAST = 0, 1
 """The side of a boundary: the ring's first or last rank."""
@@ -89,6 +90,36 @@ class Bucket:
         return self.elements * self.itemsize
 
 
+class Slicing(Protocol):
+    """The way in which an AllReduce cuts buckets. The layout has it, so that both sides cut alike."""
+
+    def tagged_chunks(
+        self, bucket: Bucket, channels: int, channel: int, ranks: int, side: int
+    ) -> Iterator[Chunk]:
+        """Yield the non-empty chunks of one bucket in a boundary's stream on `channel`, in order."""
+
+    def describe(self) -> Mapping[str, str | int]:
+        """Return its name, as `kind`, and its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingSlicing:
+    """The slicing of Checkmate's own ring. It has no parameters."""
+
+    def tagged_chunks(
+        self, bucket: Bucket, channels: int, channel: int, ranks: int, side: int
+    ) -> Iterator[Chunk]:
+        """Yield the non-empty chunks of one bucket in a boundary's stream on `channel`, in order."""
+        yield from tagged_chunks(bucket.elements, channels, channel, ranks, side)
+
+    def describe(self) -> Mapping[str, str | int]:
+        """Return its name."""
+        return {"kind": "ring"}
+
+
+RING_SLICING: Slicing = RingSlicing()
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The place of a tagged chunk: `offset` in the stream's iteration, elements `where` of `bucket`."""
@@ -111,15 +142,29 @@ class StreamLayout:
 
 
 def stream_layout(
-    buckets: Sequence[Bucket], channels: int, channel: int, ranks: int, *, side: int, shadow_id: int
+    buckets: Sequence[Bucket],
+    channels: int,
+    channel: int,
+    ranks: int,
+    *,
+    side: int,
+    shadow_id: int,
+    slicing: Slicing = RING_SLICING,
 ) -> StreamLayout:
-    """Return the layout of stream (side, channel, shadow id) if the ring gathers `buckets` in this order."""
-    pieces = []
+    """Return the layout of stream (side, channel, shadow id) if `buckets` are reduced in this order.
+
+    Chunks that continue each other are one piece.
+    """
+    pieces: list[Piece] = []
     offset = 0
     for index, bucket in enumerate(buckets):
         if bucket.shadow_id != shadow_id:
             continue
-        for chunk in tagged_chunks(bucket.elements, channels, channel, ranks, side):
-            pieces.append(Piece(offset, index, chunk.where))
+        for chunk in slicing.tagged_chunks(bucket, channels, channel, ranks, side):
+            last = pieces[-1] if pieces else None
+            if last is not None and (last.bucket, last.where.stop) == (index, chunk.where.start):
+                pieces[-1] = Piece(last.offset, index, range(last.where.start, chunk.where.stop))
+            else:
+                pieces.append(Piece(offset, index, chunk.where))
             offset += len(chunk.where) * bucket.itemsize
     return StreamLayout(tuple(pieces), tuple(bucket.itemsize for bucket in buckets), offset)

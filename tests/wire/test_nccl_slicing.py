@@ -75,7 +75,7 @@ def test_a_channel_without_a_part_sends_nothing() -> None:
     assert not list(SLICING.sends(range(0), 4, 2, 0))
 
 
-@pytest.mark.parametrize(("cell", "buffer"), [(0, 4 << 20), (100, 4 << 20), (16384, 512), (16384, 100_001)])
+@pytest.mark.parametrize(("cell", "buffer"), [(0, 4 << 20), (100, 4 << 20), (16384, 32768), (16384, 100_001)])
 def test_sizes_that_nccl_does_not_have(cell: int, buffer: int) -> None:
     with pytest.raises(ValueError, match="must be a multiple of 16 bytes"):
         NcclSlicing(cell, buffer)
