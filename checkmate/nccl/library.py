@@ -43,8 +43,8 @@ class _Bucket(ctypes.Structure):
         ("elements", ctypes.c_uint64),
         ("itemsize", ctypes.c_uint32),
         ("shadow_id", ctypes.c_uint32),
+        ("allowed", ctypes.c_uint32),
         ("used", ctypes.c_uint32),
-        ("launches", ctypes.c_uint32),
     )
 
 
@@ -68,8 +68,8 @@ class NcclBucket:
     elements: int
     itemsize: int
     shadow_id: int
-    used: int = 0
-    """Channels that carry it; 0 if NCCL is to show it."""
+    allowed: int = 0
+    """Channels that NCCL may use for it; 0 for all, which the plugin's tuner ensures."""
 
 
 class NcclLibrary:
@@ -95,7 +95,7 @@ class NcclLibrary:
 
         Args:
             place: The rank's place.
-            channels: The most channels of a collective.
+            channels: The communicator's number of channels.
             slicing: NCCL's slicing.
             incarnation: The start of training, in tags.
             sockets_map: File descriptor of the tagger's map of sockets; -1 to tag nothing.
@@ -118,7 +118,7 @@ class NcclLibrary:
 
     def set_buckets(self, buckets: Sequence[NcclBucket]) -> None:
         """Set the buckets, whose AllReduces are tagged. Raise `ValueError` if they are too many."""
-        made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.used) for b in buckets]
+        made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.allowed) for b in buckets]
         if self._library.checkmate_nccl_buckets((_Bucket * len(made))(*made), len(made)):
             raise ValueError(f"{len(made)} buckets are too many for the NCCL plugin")
 

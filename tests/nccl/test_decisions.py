@@ -243,14 +243,14 @@ def test_another_algorithm_stops_tagging(make: Make, more: dict[str, Any], words
 
 
 def test_what_does_not_fit_stops_tagging_with_a_reason(make: Make) -> None:
-    one = TracedCollective(10_000, "ncclFloat32", 1)
+    one, two = (TracedCollective(10_000, "ncclFloat32", channels) for channels in (1, 2))
     cases = [
         ([NcclBucket(address(1), 10_000, 4, 0)], one, "is not that of a bucket"),
         ([NcclBucket(address(0), 10_000, 2, 0)], one, "bucket 0 has elements of 2 bytes"),
-        ([NcclBucket(address(0), 10_000, 4, 0, used=2)], one, "uses 1 channels; 2 were expected"),
+        ([NcclBucket(address(0), 10_000, 4, 0)], two, "bucket 0 has 2 channels, and not 1"),
     ]
     for buckets, collective, words in cases:
-        sender = make("2.30", 0, 2, 2)
+        sender = make("2.30", 0, 2, 1)
         sender.library.set_buckets(buckets)
         sender.collective(0, collective)
         assert words in sender.library.trouble

@@ -63,18 +63,26 @@ static bool equal(const char *text, const char *expected)
 	return text && !strcmp(text, expected);
 }
 
-/* Learn how many channels carry a bucket. Return false if that differs from what is known. */
-static bool learn_used(struct nccl_bucket *bucket, uint32_t channels, bool channels_are_used)
+static struct slicing slicing_of(const struct nccl_bucket *bucket)
 {
-	if (!bucket->used && channels_are_used)
-		bucket->used = channels;
-	return bucket->used && bucket->used <= job.channels && (!channels_are_used || bucket->used == channels);
+	return (struct slicing){
+		.elements = bucket->elements,
+		.itemsize = bucket->itemsize,
+		.cell = job.cell,
+		.buffer = job.buffer,
+		.channels = job.channels,
+		.allowed = bucket->allowed ? bucket->allowed : job.channels,
+		.ranks = job.ranks,
+		.index = job.rank,
+	};
 }
 
 void *start_coll(uint64_t comm_hash, const struct profiler_coll *coll, bool channels_are_used)
 {
 	struct nccl_bucket *bucket;
 	struct event_coll *made;
+	struct slicing slicing;
+	uint32_t expected;
 	int number;
 
 	if (!job_tags() || !job_is_ours(comm_hash) || !equal(coll->function, "AllReduce"))
@@ -95,19 +103,21 @@ void *start_coll(uint64_t comm_hash, const struct profiler_coll *coll, bool chan
 			 coll->datatype ? coll->datatype : "an unknown type");
 		return NULL;
 	}
-	if (!learn_used(bucket, coll->channels, channels_are_used)) {
-		job_fail("bucket %d uses %u channels; %u were expected, and at most %u", number, coll->channels,
-			 bucket->used, job.channels);
+	slicing = slicing_of(bucket);
+	expected = channels_are_used ? slicing_used(&slicing) : slicing.allowed;
+	if (coll->channels != expected) {
+		job_fail("bucket %d has %u channels, and not %u: another tuner, or fewer channels in the communicator",
+			 number, coll->channels, expected);
 		return NULL;
 	}
-	bucket->launches++;
+	bucket->used = slicing_used(&slicing);
 	made = &colls[atomic_fetch_add(&colls_begun, 1) % COLLS];
 	*made = (struct event_coll){
 		.kind = KIND_COLL,
 		.bucket = number,
 		.serial = atomic_load(&colls_begun),
 		.shadow_id = bucket->shadow_id,
-		.slicing = {bucket->elements, bucket->itemsize, job.cell, job.buffer, bucket->used, job.ranks, job.rank},
+		.slicing = slicing,
 	};
 	return made;
 }

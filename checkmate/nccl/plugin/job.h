@@ -21,7 +21,7 @@ struct nccl_job {
 	uint32_t address; /* of the NIC for gradients, in network order */
 	uint32_t ranks;
 	uint32_t rank;
-	uint32_t channels; /* at most */
+	uint32_t channels; /* of the communicator */
 	uint32_t cell;
 	uint32_t buffer;
 	uint32_t incarnation;
@@ -36,8 +36,8 @@ struct nccl_bucket {
 	uint64_t elements;
 	uint32_t itemsize;
 	uint32_t shadow_id;
-	uint32_t used; /* channels; 0 until NCCL has shown it */
-	uint32_t launches;
+	uint32_t allowed; /* channels that NCCL may use; 0 for all of the job's */
+	uint32_t used; /* channels that carry it; 0 until NCCL has shown it */
 };
 
 extern struct nccl_job job;
