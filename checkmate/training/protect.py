@@ -31,7 +31,7 @@ from checkmate.training.checks import (
 from checkmate.training.default_log import show_log
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.gradients.wiring import connect
+from checkmate.training.gradients.wiring import reducer
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
@@ -139,8 +139,8 @@ def _assemble(
     """
     names = trained(watched.ddp)
     parameters = list(names.values())
-    ring = connect(place, layout, start, undo)
-    hook = GradientHook(watched.ddp, layout, parameters, ring, start.next_iteration)
+    reduces = reducer(place, layout, start, {parameter.device for parameter in parameters}, undo)
+    hook = GradientHook(watched.ddp, layout, parameters, reduces, start.next_iteration)
     undo.callback(hook.close)
     steps, buffers = StepExclusion(start.next_iteration), _buffers(place, watched, parameters, start)
     device = parameters[0].device.type

@@ -29,6 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import checkmate
 from checkmate.ring import RingPlace, connect_ring
 from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.reducing import RingReducer
 from checkmate.training.start.membership import lay_out, trained
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
@@ -47,7 +48,8 @@ class UntaggedRing(Unprotected):
         layout = lay_out(ddp, shards)
         ips = [f"127.0.0.{rank + 1}" for rank in range(dist.get_world_size())]
         self._ring = connect_ring(RingPlace(dist.get_rank(), ips, channels, fingerprint=layout.fingerprint))
-        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
+        reducer = RingReducer(self._ring, layout)
+        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), reducer, 0)
         self._hook.register()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.ring import Ring, RingError, RingPlace, connect_ring
 from checkmate.state import dtype_name, from_held, in_memory_order
 from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.reducing import RingReducer
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from testbed.ports import free_port
 from tests.support.rings import averaged, loopback, same_bits
@@ -85,7 +86,8 @@ def hooked(
     layout, parameters = layout_of(ddp.module, case.shards)
     place = RingPlace(rank, loopback(count), case.channels, port=port, fingerprint=layout.fingerprint)
     with connect_ring(place, timeout=20) as ring:
-        hook = GradientHook(ddp, layout, parameters, ring, FIRST_ITERATION)
+        reducer = RingReducer(ring, layout, pinned=case.device == "cuda")
+        hook = GradientHook(ddp, layout, parameters, reducer, FIRST_ITERATION)
         hook.register()
         try:
             yield hook, ring
@@ -307,7 +309,7 @@ def refuse(rank: int, count: int, port: int) -> list[str]:
     ddp = DistributedDataParallel(model)
     with connect_ring(RingPlace(rank, loopback(count), 1, port=port), timeout=20) as ring:
         less = make_layout(layout.parameters[1:], 1)
-        hook = GradientHook(ddp, less, parameters[1:], ring, 0)
+        hook = GradientHook(ddp, less, parameters[1:], RingReducer(ring, less), 0)
         hook.register()
         with pytest.raises(RuntimeError) as raised:
             ddp(torch.ones(1, 4)).sum().backward()

@@ -215,7 +215,7 @@ def test_what_fails_half_way_leaves_nothing(nodes: list[RecordingNode], tmp_path
     }
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert "hook allreduce_hook already" in found["hook"].pop("error")
+        assert "already has the communication hook allreduce_hook" in found["hook"].pop("error")
         assert found["late"].pop("error") == "RuntimeError: no hook"
         assert "NoScaler" in found["scaler"].pop("error")
         found.get("alone", {}).pop("error", None)

@@ -28,6 +28,7 @@ from checkmate.ring.connections import PlainSocket
 from checkmate.ring.place import RingPlace
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.reducing import RingReducer
 from checkmate.training.start.membership import join, lay_out, trained
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.verdict import digest
@@ -71,7 +72,9 @@ class Untagged(Unprotected):
         layout = lay_out(ddp, session.shards)
         place = RingPlace(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
         self._ring = connect_ring(place)
-        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), self._ring, 0)
+        parameters = list(trained(ddp).values())
+        reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda)
+        self._hook = GradientHook(ddp, layout, parameters, reducer, 0)
         self._hook.register()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The DDP communication hook: reduces gradients in our layout, over our ring.
+"""The DDP communication hook: has gradients reduced in our layout.
 
 DDP's own buckets change after the first iteration and after a restart, so they only tell which parameters are
 ready. A bucket of the layout is reduced when all of its parameters are ready, in order of index. Therefore
@@ -18,8 +18,9 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.ring import AllReduce, Ring, RingError
-from checkmate.training.gradients.staging import Gradients, Staging, staging_for
+from checkmate.ring import RingError
+from checkmate.training.gradients.reducing import Reducer
+from checkmate.training.gradients.staging import Gradients, Staging
 from checkmate.training.start.install import check_format
 from checkmate.wire.layout import Layout
 
@@ -56,7 +57,7 @@ class GradientHook:
         ddp: DistributedDataParallel,
         layout: Layout,
         parameters: Sequence[nn.Parameter],
-        ring: Ring,
+        reducer: Reducer,
         first_iteration: int,
     ) -> None:
         self.iteration = first_iteration - 1
@@ -70,13 +71,9 @@ class GradientHook:
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(parameters)
         }
-        pinned = any(parameter.device.type == "cuda" for parameter in parameters)
-        self.tensors = [
-            torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), pin_memory=pinned)
-            for bucket in layout.buckets
-        ]
+        self._reducer = reducer
         self._flats = {
-            number: self.tensors[index][place.start : place.stop]
+            number: reducer.tensors[index][place.start : place.stop]
             for number, (index, place) in layout.where.items()
         }
         self._lock = threading.RLock()
@@ -90,15 +87,14 @@ class GradientHook:
         self._stagings: dict[torch.device, Staging] = {}
         with ExitStack() as undo:
             for device in {parameter.device for parameter in parameters}:
-                self._stagings[device] = staging_for(device, self._staging_failed)
+                self._stagings[device] = reducer.staging(device, self._staging_failed)
                 undo.callback(self._stagings[device].close)
             self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
             self._finisher.start()
             undo.callback(self._finisher.join)
             undo.callback(self._reduced.put, None)
-            self._allreduce = undo.enter_context(
-                AllReduce(ring, layout.schedule, self.tensors, self._reduced.put, self._fail)
-            )
+            reducer.open(self._reduced.put, self._fail)
+            undo.callback(reducer.close)
             self._undo = undo.pop_all()
 
     def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
@@ -143,10 +139,10 @@ class GradientHook:
 
     def passed(self, ends: Mapping[tuple[int, int], int]) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
-        return self._allreduce.passed(ends)
+        return self._reducer.passed(ends)
 
     def close(self) -> None:
-        """End the threads. A reduction in progress fails and breaks the ring, which the caller closes."""
+        """End the threads and the reducer. A reduction in progress fails."""
         self._undo.close()
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
@@ -204,7 +200,7 @@ class GradientHook:
             try:
                 while self._next < len(self._unready) and not self._unready[self._next]:
                     self._next += 1
-                    self._allreduce.submit(self._next - 1)
+                    self._reducer.submit(self._next - 1)
             except RingError as error:
                 self._fail(error)
 
@@ -217,8 +213,8 @@ class GradientHook:
                 self._staging_failed(error)
 
     def _give_back(self, index: int) -> None:
-        if index == len(self.tensors) - 1:
-            self._ends[self.iteration] = self._allreduce.ends()
+        if index == len(self._layout.buckets) - 1:
+            self._ends[self.iteration] = self._reducer.ends()
             self._ends.pop(self.iteration - _KEPT, None)
         back: dict[_Pending, list[int]] = {}
         with self._lock:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from contextlib import ExitStack
+
+import torch
 
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.gradients.reducing import Reducer, RingReducer
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Layout
+
+
+def reducer(
+    place: Membership, layout: Layout, start: Start, devices: Collection[torch.device], undo: ExitStack
+) -> Reducer:
+    """Return what reduces gradients on these devices; `undo` closes what it uses. All ranks call it.
+
+    Raises as `connect`.
+    """
+    pinned = any(device.type == "cuda" for device in devices)
+    return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned)
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:

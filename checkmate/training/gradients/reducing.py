@@ -1,0 +1,89 @@
+"""What averages gradients over the ranks: the interface behind which `protect` works, and our ring's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from checkmate.ring import AllReduce, Ring, RingError
+from checkmate.training.gradients.staging import Staging, staging_for
+from checkmate.wire.layout import Layout
+
+Ends = Mapping[tuple[int, int], int]
+"""The number of tagged bytes of each stream, by channel and shard."""
+
+
+class Reducer(Protocol):
+    """Averages the layout's buckets over a DP group, in order of index, each once per iteration."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """One flat tensor per bucket, which gradients are copied into, and in which their average is."""
+
+    def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
+        """Return what copies gradients between this device and `tensors`."""
+
+    def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
+        """Begin.
+
+        Args:
+            on_done: Called with a bucket's index, in order, when its average may be copied back by the
+                staging's `give`, and the bucket be filled again after that.
+            on_error: Called at most once, from any thread, if no more buckets can be reduced.
+        """
+
+    def submit(self, index: int) -> None:
+        """Reduce the next bucket, which has this rank's gradients. Raise `RingError` after an error."""
+
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Return the end of each stream that this rank tags, after all buckets that are done."""
+
+    def passed(self, ends: Ends) -> bool:
+        """Return whether the next rank has acknowledged all bytes up to these ends."""
+
+    def close(self) -> None:
+        """End. Buckets in progress are lost."""
+
+
+def zero_buckets(layout: Layout, device: torch.device, *, pinned: bool = False) -> list[torch.Tensor]:
+    """Return a flat tensor of zeros for each bucket of a layout."""
+    return [
+        torch.zeros(bucket.elements, dtype=getattr(torch, bucket.dtype), device=device, pin_memory=pinned)
+        for bucket in layout.buckets
+    ]
+
+
+class RingReducer:
+    """Reduces in host memory, over the tagging ring, which its creator closes."""
+
+    def __init__(self, ring: Ring, layout: Layout, *, pinned: bool = False) -> None:
+        """Allocate buckets, in `pinned` memory if gradients are on a GPU."""
+        self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, torch.device("cpu"), pinned=pinned)
+        self._ring, self._buckets = ring, layout.schedule
+        self._allreduce: AllReduce
+
+    def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
+        """Return what copies gradients between this device and host memory."""
+        return staging_for(device, on_error)
+
+    def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
+        """Start the ring's threads."""
+        self._allreduce = AllReduce(self._ring, self._buckets, self.tensors, on_done, on_error)
+
+    def submit(self, index: int) -> None:
+        """Reduce the next bucket. Raise `RingError` if the ring is broken."""
+        self._allreduce.submit(index)
+
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Return each stream's number of tagged bytes."""
+        return self._allreduce.ends()
+
+    def passed(self, ends: Ends) -> bool:
+        """Return whether the next rank has acknowledged all bytes up to these ends."""
+        return self._allreduce.passed(ends)
+
+    def close(self) -> None:
+        """End the threads. A bucket in progress fails and breaks the ring."""
+        self._allreduce.close()
