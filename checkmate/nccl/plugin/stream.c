@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <endian.h>
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -126,6 +127,19 @@ static struct request *next_request(struct stream *stream)
 	return request;
 }
 
+void stream_fail(struct stream *stream, int error)
+{
+	char host[INET_ADDRSTRLEN] = "?", why[TROUBLE_MAX];
+	int none = 0;
+
+	if (!atomic_compare_exchange_strong(&stream->error, &none, error) || atomic_load(&stream->closing))
+		return;
+	inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
+	snprintf(why, sizeof(why), "the connection of rank %u %s %s broke: %s", job.rank, stream->sends ? "to" : "from",
+		 host, strerror(error));
+	job_break(stream->epoch, why);
+}
+
 static void *run(void *argument)
 {
 	struct stream *stream = argument;
@@ -135,13 +149,7 @@ static void *run(void *argument)
 		int error = stream->sends ? send_message(stream, request) : receive_message(stream, request);
 
 		if (error) {
-			char host[INET_ADDRSTRLEN] = "?";
-
-			inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
-			atomic_store(&stream->error, -error);
-			if (!stream->closing)
-				job_log(NCCL_LOG_WARN, "the connection %s %s broke: %s",
-					stream->sends ? "to" : "from", host, strerror(-error));
+			stream_fail(stream, -error);
 			return NULL;
 		}
 		atomic_store(&request->state, REQUEST_DONE);
@@ -161,6 +169,7 @@ struct stream *stream_open(int fd, bool sends, const struct tagging *tagging)
 		return NULL;
 	stream->fd = fd;
 	stream->sends = sends;
+	stream->epoch = job_epoch();
 	if (tagging)
 		stream->tagging = *tagging;
 	pthread_mutex_init(&stream->tagging.lock, NULL);
@@ -187,7 +196,7 @@ struct request *stream_post(struct stream *stream, void *data, size_t size, cons
 	request->data = data;
 	request->size = size;
 	if (mark)
-		request->decision = decide(mark, size, &stream->order);
+		request->decision = decide(mark, data, size, &stream->order);
 	atomic_store(&request->state, REQUEST_QUEUED);
 	pthread_mutex_lock(&stream->lock);
 	stream->posted++;

@@ -29,17 +29,21 @@ static int call(int command, const struct tagging *tagging, void *value)
 	return syscall(SYS_bpf, command, &attributes, sizeof(attributes)) ? -errno : 0;
 }
 
-int tagging_prepare(struct tagging *tagging, int fd)
+void tagging_begin(struct tagging *tagging, int fd)
+{
+	memset(tagging, 0, sizeof(*tagging));
+	pthread_mutex_init(&tagging->lock, NULL);
+	tagging->fd = fd;
+}
+
+int tagging_prepare(struct tagging *tagging)
 {
 	int tos = 0, error;
 	socklen_t size = sizeof(tos);
 
-	memset(tagging, 0, sizeof(*tagging));
-	pthread_mutex_init(&tagging->lock, NULL);
-	tagging->fd = fd;
 	if (job.sockets_map < 0)
 		return 0;
-	if (getsockopt(fd, IPPROTO_IP, IP_TOS, &tos, &size))
+	if (getsockopt(tagging->fd, IPPROTO_IP, IP_TOS, &tos, &size))
 		return -errno;
 	tagging->socket.plain_tos = (uint32_t)tos & ~(job.dscp_bit << 2);
 	tagging->socket.tagged_tos = tagging->socket.plain_tos | job.dscp_bit << 2;
@@ -97,22 +101,30 @@ static int await_ranges(struct tagging *tagging, uint32_t most)
 	}
 }
 
+/* Learn the connection's first sequence number from the kernel, once. */
+static int learn_first_sequence(struct tagging *tagging)
+{
+	struct tagged_socket seen;
+	int error;
+
+	if (!tagging->prepared || tagging->socket.established)
+		return 0;
+	error = call(BPF_MAP_LOOKUP_ELEM, tagging, &seen);
+	if (error || !seen.established)
+		return error ? error : -ENOTCONN; /* not created in the tagger's cgroup */
+	tagging->socket.established = 1;
+	tagging->socket.first_sequence = seen.first_sequence;
+	return 0;
+}
+
 static int add(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
 {
 	struct tagged_socket *socket = &tagging->socket;
+	int error = learn_first_sequence(tagging);
 	uint32_t at;
-	int error = 0;
 
-	if (!socket->established) {
-		struct tagged_socket seen;
-
-		error = call(BPF_MAP_LOOKUP_ELEM, tagging, &seen);
-		if (error || !seen.established)
-			return error ? error : -ENOTCONN; /* not created in the tagger's cgroup */
-		socket->established = 1;
-		socket->first_sequence = seen.first_sequence;
-	}
-	error = await_ranges(tagging, TAGGER_RANGES - 1);
+	if (!error)
+		error = await_ranges(tagging, TAGGER_RANGES - 1);
 	if (error)
 		return error;
 	at = socket->tail++ % TAGGER_RANGES;
@@ -124,20 +136,22 @@ static int add(struct tagging *tagging, uint32_t length, uint32_t channel, uint3
 		.channel = (uint8_t)channel,
 		.incarnation = (uint8_t)job.incarnation,
 	};
-	tagging->live[at].end = tagging->kernel_end = tagging->written + length;
+	tagging->live[at].end = tagging->written + length;
 	tagging->live[at].position = position + length;
 	tagging->live[at].shadow_id = shadow_id;
 	tagging->live[at].channel = channel;
+	if (!tagging->prepared)
+		return 0;
+	tagging->kernel_end = tagging->live[at].end;
 	return call(BPF_MAP_UPDATE_ELEM, tagging, socket);
 }
 
 int tagging_announce(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
 {
-	int error = 0;
+	int error;
 
 	pthread_mutex_lock(&tagging->lock);
-	if (tagging->prepared)
-		error = add(tagging, length, channel, shadow_id, position);
+	error = add(tagging, length, channel, shadow_id, position);
 	pthread_mutex_unlock(&tagging->lock);
 	return error;
 }

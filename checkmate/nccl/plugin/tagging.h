@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Ranges of one socket's bytes that the kernel tags (checkmate/tagger/tagger.h). A range is in the kernel before its
- * first byte is written, and stays until its last byte is acknowledged. Used by one thread at a time, but for
- * `tagging_acknowledge`.
+ * first byte is written, and stays until its last byte is acknowledged. Without the tagger, ranges are only counted.
+ * Used by one thread at a time, but for `tagging_acknowledge`.
  */
 #ifndef CHECKMATE_NCCL_TAGGING_H
 #define CHECKMATE_NCCL_TAGGING_H
@@ -15,7 +15,7 @@
 
 struct tagging {
 	int fd;
-	bool prepared;
+	bool prepared; /* the kernel knows the socket */
 	pthread_mutex_t lock; /* of the fields below */
 	uint64_t written;
 	uint64_t kernel_end; /* of the newest range that the kernel knows, in bytes written; 0 for none */
@@ -28,8 +28,9 @@ struct tagging {
 	} live[TAGGER_RANGES];
 };
 
-/* Prepare a socket before it connects. Return 0, or a negative errno. */
-int tagging_prepare(struct tagging *tagging, int fd);
+void tagging_begin(struct tagging *tagging, int fd);
+/* Prepare the socket for tags, before it connects. Return 0, or a negative errno. */
+int tagging_prepare(struct tagging *tagging);
 /* Count bytes that were written. */
 void tagging_wrote(struct tagging *tagging, uint64_t nbytes);
 /* Announce the next `length` bytes as tagged. Return 0, or a negative errno. */
