@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
@@ -16,14 +16,19 @@ import typer
 from checkmate.cli.common import UsageFault, out, says_errors
 from checkmate.job import editor_schema, starter
 from checkmate.job.files import SUFFIXES, JobError, read_job
-from checkmate.job.schema import Switch
+from checkmate.job.schema import Job, Switch
 from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
 
 TARGETS: Final = get_args(Switch.model_fields["target"].annotation)
+COLLECTIVES: Final = get_args(Job.model_fields["collective"].annotation)
 
 
 def _targets() -> list[str]:
     return list(TARGETS)
+
+
+def _collectives() -> list[str]:
+    return list(COLLECTIVES)
 
 
 @says_errors
@@ -40,6 +45,14 @@ def init(
         str, typer.Option("--shadow-nodes", help="Number of shadow nodes, or their hosts.", metavar="HOSTS")
     ] = "1",
     nics: Annotated[int, typer.Option("--nics", min=1, max=2, help="NICs of a shadow node.")] = 1,
+    collective: Annotated[
+        str,
+        typer.Option(
+            "--collective",
+            help=f"What reduces gradients: {' or '.join(COLLECTIVES)}.",
+            autocompletion=_collectives,
+        ),
+    ] = "ring",
     channels: Annotated[
         int, typer.Option("--channels", min=1, max=CHANNELS_MAX, help="Channels of the ring.")
     ] = 1,
@@ -111,16 +124,22 @@ def _network(text: str) -> IPv4Network:
     return network
 
 
-def _target(text: str) -> str:
-    if text not in TARGETS:
-        raise ValueError(f"must be {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, not {text}")
-    return text
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return a parser of one of these words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be {', '.join(choices[:-1])} or {choices[-1]}, not {text}")
+        return text
+
+    return parse
 
 
 _PARSED: Final[dict[str, Callable[[str], object]]] = {
     "ranks": lambda text: starter.hosts(text, "trainer"),
     "shadow_nodes": lambda text: starter.hosts(text, "shadow"),
-    "target": _target,
+    "collective": _one_of(COLLECTIVES),
+    "target": _one_of(TARGETS),
     "network": _network,
 }
 _QUESTIONS: Final = {

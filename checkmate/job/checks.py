@@ -53,6 +53,7 @@ def within_job(raw: Any) -> list[Fault]:
         *_unknown_switches([*ranks, *nics, *links], switches),
         *_unreachable(ranks, nics, _link_pairs(raw, links), switches),
         *_shadow_lists(raw, nodes),
+        *_misplaced_for_nccl(raw, ranks),
         *tofino_faults(raw),
     ]
 
@@ -191,6 +192,32 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
         if holders > SHADOW_IDS_MAX and not isinstance(listed, list):
             most = f"a DP group has at most {SHADOW_IDS_MAX} shadow nodes, not {holders}"
             yield Fault(path, f"{most}; list the ones it uses")
+
+
+def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
+    """Yield ranks that NCCL would connect in another way: past the switch, or in another order."""
+    if not isinstance(raw, dict) or raw.get("collective") != "nccl":
+        return
+    first: dict[tuple[object, str], Part] = {}
+    before: dict[object, int] = {}
+    for rank in ranks:
+        number, host = rank.fields.get("rank"), rank.fields.get("mgmt")
+        if number is not None and number < before.setdefault(rank.path[1], number):
+            yield Fault(
+                (*rank.path, "rank"),
+                f"rank {number} follows rank {before[rank.path[1]]}; with collective: nccl, list the ranks "
+                "of a DP group in ascending order, because NCCL's ring has that order",
+            )
+        before[rank.path[1]] = max(number or 0, before.get(rank.path[1], 0))
+        if host is None:
+            continue
+        other = first.setdefault((rank.path[1], host), rank)
+        if other is not rank:
+            yield Fault(
+                (*rank.path, "mgmt"),
+                f"{host} is the host of {show_path(other.path)} already; with collective: nccl, each rank of "
+                "a DP group needs a host of its own (one GPU for each, as in HSDP's replicate groups)",
+            )
 
 
 def _is_number(value: object, most: int) -> bool:

@@ -240,6 +240,8 @@ class Job(_Model):
     job: Name
     fabric: Fabric
     tag: TagSettings = TagSettings()
+    collective: Literal["ring", "nccl"] = "ring"
+    """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
     keys: Path | None = None

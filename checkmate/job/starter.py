@@ -26,6 +26,7 @@ class Start:
     ranks: Sequence[str]
     shadow_nodes: Sequence[str]
     nics: int
+    collective: str
     channels: int
     replicas: int
     target: str
@@ -62,6 +63,7 @@ def _head(start: Start, file: str) -> Iterator[str]:
     yield f"#   checkmate validate {file}"
     yield ""
     yield f"job: {start.job}"
+    yield f"collective: {start.collective}   # reduces gradients: ring (Checkmate's own), or nccl on GPUs"
     yield f"channels: {start.channels}   # of the ring, 1 to 8; each has streams of its own"
     yield f"replicas: {start.replicas}   # shadow nodes that hold each shard"
     yield f"keys: {start.keys}  # the folder in which `checkmate keys {file}` makes keys"

@@ -16,6 +16,8 @@ from checkmate.planner.models.named import Model
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import Layout, make_layout
+from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.schedule import RING_SLICING
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,10 @@ class Demand:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Each DP group's layout."""
-        return tuple(layout_of(model, self.job.shards(group)) for group, model in enumerate(self.models))
+        return tuple(
+            layout_of(model, self.job.shards(group), self.job.collective)
+            for group, model in enumerate(self.models)
+        )
 
     @cached_property
     def streams(self) -> tuple[boundaries.Stream, ...]:
@@ -222,9 +227,10 @@ def socket_bytes(streams: int, receive_buffer: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def layout_of(model: Model, shards: int) -> Layout:
-    """Return the layout of a model in training."""
-    return make_layout(model.parameters, shards)
+def layout_of(model: Model, shards: int, collective: str = "ring") -> Layout:
+    """Return the layout of a model in training. Versions of NCCL differ by some KiB in a stream."""
+    slicing = NcclSlicing() if collective == "nccl" else RING_SLICING
+    return make_layout(model.parameters, shards, slicing=slicing)
 
 
 def _shard(layout: Layout, group: int, number: int, nodes: tuple[int, ...]) -> ShardDemand:

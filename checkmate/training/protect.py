@@ -7,13 +7,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.nodes.stubs import Stubs
@@ -31,17 +31,18 @@ from checkmate.training.checks import (
 from checkmate.training.default_log import show_log
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.gradients.wiring import reducer
+from checkmate.training.gradients.wiring import make_reducer
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
-from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
 from checkmate.training.record.windows import Slices
+from checkmate.training.start.buffers import recorded_buffers
 from checkmate.training.start.followers import Followers, Opening
-from checkmate.training.start.install import lay_out_state, own_buffers
+from checkmate.training.start.install import lay_out_state
 from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out, trained
+from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.wire.layout import Layout
 
 _log: Final = logging.getLogger("checkmate")
@@ -51,6 +52,10 @@ FLUSH_SECONDS: Final = 10.0
 """How long `close` waits for the shadow nodes to step the last iteration."""
 HASTE_SECONDS: Final = 0.5
 """The same after an error: the job will be restarted."""
+_UNTAGGED: Final = (
+    "gradients are not tagged, so shadow nodes don't follow: %s. Training goes on without checkpoints; "
+    "protect(required=True) makes this an error"
+)
 
 
 def protect(
@@ -61,6 +66,7 @@ def protect(
     scaler: Scaler | None = None,
     extra: Callable[[], Any] | None = None,
     wait: float = WAIT,
+    required: bool = False,
 ) -> Protection:
     """Have the job's shadow nodes follow this run.
 
@@ -76,13 +82,16 @@ def protect(
             times per iteration.
         wait: How many seconds to wait until the shadow nodes are connected and seeded. Training begins in any
             case, and never waits for a node later.
+        required: With `collective: nccl`, whether it is an error if gradients can't be tagged. Otherwise
+            training goes on with a warning, and without shadow nodes.
 
     Returns:
         The protection. Use it as a context manager, or call its `close` at the end of training.
 
     Raises:
         SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
-            or a model of this process is protected already.
+            or a model of this process is protected already; or gradients can't be tagged although that is
+            `required`.
         RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join() or another
             communication hook.
         UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step.
@@ -103,7 +112,7 @@ def protect(
     check_script(watched)
     check_kept(watched)
     names = trained(ddp)
-    layout = lay_out(ddp, place.shards)
+    layout = lay_out(ddp, place.shards, slicing_of(place, ddp))
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
@@ -112,7 +121,7 @@ def protect(
         start = standing.take_start() or _start_afresh(place, stubs, min(wait, restore.FRESH_SECONDS))
         standing.hold()
         undo.callback(standing.release)
-        return _assemble(place, watched, layout, spec, stubs, start, deadline, undo)
+        return _assemble(place, watched, layout, spec, stubs, start, deadline, undo, required=required)
 
 
 def _start_afresh(place: Membership, stubs: Stubs, timeout: float) -> Start:
@@ -132,6 +141,8 @@ def _assemble(
     start: Start,
     deadline: float,
     undo: ExitStack,
+    *,
+    required: bool,
 ) -> Protection:
     """Create all parts in turn, and bring the nodes up.
 
@@ -139,10 +150,15 @@ def _assemble(
     """
     names = trained(watched.ddp)
     parameters = list(names.values())
-    reduces = reducer(place, layout, start, {parameter.device for parameter in parameters}, undo)
-    hook = GradientHook(watched.ddp, layout, parameters, reduces, start.next_iteration)
+    devices = {parameter.device for parameter in parameters}
+    reducer, untagged = make_reducer(place, layout, start, devices, undo, required=required)
+    if untagged:
+        place = replace(place, followed=False)
+        if place.first:
+            _log.warning(_UNTAGGED, "; ".join(untagged))
+    hook = GradientHook(watched.ddp, layout, parameters, reducer, start.next_iteration)
     undo.callback(hook.close)
-    steps, buffers = StepExclusion(start.next_iteration), _buffers(place, watched, parameters, start)
+    steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
     opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
@@ -161,23 +177,11 @@ def _assemble(
         await_departed=publisher.await_departed,
     )
     undo.callback(recorder.close, last=False)
-    followers.bring_up(deadline)
+    if place.followed:
+        followers.bring_up(deadline)
     hook.register(recorder.reduced)  # last, because DDP can't unregister a hook
     loop = Loop(recorder, resumed_in(place, start), lambda: hook.iteration >= start.next_iteration)
     return Protection(place, start, hook, recorder, loop, publisher, followers, undo)
-
-
-def _buffers(
-    place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
-) -> Buffers:
-    """Return the buffers that this rank records; only the first rank records those that all ranks share."""
-    ddp, optimizer = watched.ddp, watched.optimizer
-    if place.first:
-        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(parameters)), everything=True)
-    if synchronised(ddp):
-        return Buffers(dict, everything=False)
-    changed = own_buffers(start.record, place.position)
-    return Buffers(lambda: kept_beside(ddp), everything=False, changed=changed)
 
 
 class Protection:

@@ -33,6 +33,7 @@ from checkmate.training.start.install import (
     part_of,
 )
 from checkmate.training.start.membership import Membership, ModelStanding, Start
+from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.training.start.plans import RestartPlan
 
 A = TypeVar("A", RestartPlan, disk.OnDisk)
@@ -93,7 +94,8 @@ def restore(
     Raises:
         RestoreError: No complete state is available to resume from, or it does not fit the script.
         SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
-            or a model of this process is protected already.
+            or a model of this process is protected already, or the job has `collective: nccl` and NCCL
+            can't reduce on the model's device.
         KeysError: The keys of role trainer are missing or can't be used.
         RefusedError: `scheduler` or `scaler` is something else.
     """
@@ -103,6 +105,7 @@ def restore(
     standing = ModelStanding.of(ddp)
     watched = Watched(ddp, optimizer, scheduler, scaler)
     check_script(watched)
+    slicing_of(place, ddp)  # refuses before anything is restored
     with Stubs(place.job, place.keys()) as stubs:
         start, extra = _begin(place, watched, stubs, timeout, checkpoints)
     standing.start = start
@@ -213,7 +216,7 @@ def _from_disk(
 
 def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
     """Fetch and install the planned iteration; return the user's `extra`."""
-    layout = membership.lay_out(watched.ddp, place.shards)
+    layout = membership.lay_out(watched.ddp, place.shards, slicing_of(place, watched.ddp))
     parameters = list(membership.trained(watched.ddp).values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     plan = start.plan

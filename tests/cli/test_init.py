@@ -34,9 +34,19 @@ def test_what_it_writes_is_valid(tmp_path: Path, target: str, options: list[str]
 
 
 def test_options_are_in_the_file(tmp_path: Path) -> None:
-    options = ["--network", "10.8.0.0/14", "--switch", "10.1.1.1:9559", "--keys", "/etc/keys"]
+    options = [
+        "--collective",
+        "nccl",
+        "--network",
+        "10.8.0.0/14",
+        "--switch",
+        "10.1.1.1:9559",
+        "--keys",
+        "/etc/keys",
+    ]
     invoke("init", tmp_path / "gpt.yaml", "--ranks", "a,b", "--shadow-nodes", "c,d", "--nics", "2", *options)
     job = read_job(tmp_path / "gpt.yaml")
+    assert job.collective == "nccl"
     (group,), (switch,) = job.dp_groups, job.fabric.switches
     assert [(rank.mgmt, str(rank.ip)) for rank in group.ranks] == [("a", "10.8.0.1"), ("b", "10.8.0.2")]
     assert [(node.mgmt, len(node.nics)) for node in job.shadow_nodes] == [("c:7000", 2), ("d:7000", 2)]
@@ -50,6 +60,7 @@ def test_options_are_in_the_file(tmp_path: Path) -> None:
         (["--ranks", "a,,b"], "--ranks must be a number"),
         (["--ranks", "1"], "dp_groups[0].ranks: needs at least 2 items, has 1"),
         (["--replicas", "2"], "replicas: 2 replicas need as many shadow nodes"),
+        (["--collective", "gloo"], "--collective must be ring or nccl, not gloo"),
         (["--target", "asic"], "--target must be softswitch, bmv2, tofino or tofino2, not asic"),
         (["--network", "10.0.0.0/24"], "--network must be an IPv4 network of /16 or larger"),
         (["--switch", "nowhere"], "must be host:port"),

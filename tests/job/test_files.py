@@ -81,6 +81,7 @@ def edited(path: str, value: Any) -> dict[str, Any]:
     ("change", "value", "path", "message"),
     [
         ("colour", 1, "colour", "unknown key"),
+        ("collective", "gloo", "collective", "must be 'ring' or 'nccl', not 'gloo'"),
         ("channels", 9, "channels", "must be from 1 to 8, not 9"),
         ("channels", "two", "channels", "must be a whole number from 1 to 8, not 'two'"),
         ("channels", 1.5, "channels", "must be a whole number from 1 to 8, not 1.5"),
@@ -286,6 +287,29 @@ def test_an_older_job_file_is_told_what_has_replaced_its_tls_files(tmp_path: Pat
     found = faults(write(tmp_path, data))
     assert set(found) == {"mgmt_tls"}
     assert "replaced by keys: remove it, run `checkmate keys FILE`" in found["mgmt_tls"]
+
+
+def test_with_nccl_ranks_are_in_ascending_order(tmp_path: Path) -> None:
+    data = job_data(ranks=3)
+    first, second, _ = data["dp_groups"][0]["ranks"]
+    first["rank"], second["rank"] = 1, 0
+    assert read_job(write(tmp_path, data)).collective == "ring"
+    (message,) = faults(write(tmp_path, {**data, "collective": "nccl"})).values()
+    assert message.startswith("rank 0 follows rank 1; with collective: nccl, list the ranks of a DP group in")
+
+
+def test_with_nccl_no_two_ranks_of_a_dp_group_share_a_host(tmp_path: Path) -> None:
+    data = job_data(groups=2, nodes=2)
+    for group in data["dp_groups"]:
+        for rank, host in zip(group["ranks"], ("gpu0", "gpu1", "gpu0"), strict=True):
+            rank["mgmt"] = host
+    assert read_job(write(tmp_path, data)).collective == "ring"
+    found = faults(write(tmp_path, {**data, "collective": "nccl"}))
+    assert set(found) == {f"dp_groups[{group}].ranks[2].mgmt" for group in (0, 1)}
+    message = found["dp_groups[1].ranks[2].mgmt"]
+    assert message.startswith(
+        "gpu0 is the host of dp_groups[1].ranks[0] already; with collective: nccl, each"
+    )
 
 
 def test_a_link_of_one_job_is_no_host_port_of_another(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def fault(file: Path) -> str:
         (
             (),
             "colour",
-            "unknown key; the keys here are job, fabric, tag, channels, replicas, keys, dp_groups, ",
+            "unknown key; the keys here are job, fabric, tag, collective, channels, replicas, keys, ",
         ),
         (("dp_groups", 0, "ranks", 0), "adresses", "unknown key; did you mean addresses?"),
         (("fabric", "switches", 0), "adress", "unknown key; did you mean address?"),

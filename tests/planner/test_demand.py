@@ -46,6 +46,14 @@ def test_every_byte_of_an_iteration_comes_once_to_each_holder(jobs: list[Job], s
 
 
 @given(some_jobs(most=1), SIZES)
+def test_nccl_moves_as_many_bytes(jobs: list[Job], sizes: list[int]) -> None:
+    (made,) = jobs
+    whole = model(*sizes)
+    found = demand(made.model_copy(update={"collective": "nccl"}), whole)
+    assert sum(nic.nbytes for nic in found.nics) == whole.nbytes * len(made.dp_groups) * made.replicas
+
+
+@given(some_jobs(most=1), SIZES)
 def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list[int]) -> None:
     (made,) = jobs
     found = demand(made, model(*sizes))

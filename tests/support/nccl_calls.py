@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,7 @@ class Caller:
         _KEPT.extend((self._profile_callback, self._log_callback))
         self._net_context = c_void_p()
         self._profiler_context = c_void_p()
+        self._phandles = itertools.count(1)
         self._step_of_phandle: dict[int, int | None] = {}
         self._place_of_step: dict[int, tuple[int | None, int]] = {}
         self._earlier: int | None = None
@@ -219,7 +221,7 @@ class Caller:
 
         As in NCCL 2.26, net events of version 3 name an earlier step.
         """
-        request, phandle = c_void_p(), id(data) & 0xFFFF or 1
+        request, phandle = c_void_p(), next(self._phandles)
         self._step_of_phandle[phandle] = step
         if step is not None and self.versions.profiler > 3:
             self._call(self._profiler, 4, c_void_p(step), _SEND_PEER_WAIT, None)
@@ -231,6 +233,7 @@ class Caller:
         result = self._call(
             self._net, 10, c_void_p(comm), data, c_size_t(nbytes), 0, None, c_void_p(phandle), byref(request)
         )
+        del self._step_of_phandle[phandle]
         return result, request.value
 
     def irecv(self, comm: int, data: Any, room: int) -> tuple[int, int | None]:

@@ -44,7 +44,33 @@ class Staging:
         """End the threads."""
 
 
-class CudaStaging(Staging):
+class StreamStaging(Staging):
+    """Copies on one stream of a GPU, on which buckets are reduced, too. Nothing waits for the device."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
+        """Queue the copies, and call `ready`, whose work on the stream follows them."""
+        _copy(self._stream, flats, gradients, gradients, after=torch.cuda.current_stream(self._device))
+        ready()
+
+    def give(self, gradients: Tensors, flats: Tensors) -> None:
+        """Queue the copies."""
+        _copy(self._stream, gradients, flats, gradients)
+
+    def future(self) -> Gradients:
+        """Return a future that makes the waiting stream wait for this one."""
+        return torch.futures.Future(devices=[self._device])
+
+    def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
+        """Set the future's result, with this stream as the current one."""
+        with torch.cuda.stream(self._stream):
+            future.set_result(buffer)
+
+
+class CudaStaging(StreamStaging):
     """Copies through pinned memory, on one stream per direction, in parallel to computation.
 
     `flats` must be pinned. A thread of its own waits for the copies, so that the ring's threads never wait
@@ -52,10 +78,9 @@ class CudaStaging(Staging):
     """
 
     def __init__(self, device: torch.device, on_error: Callable[[Exception], None]) -> None:
-        self._device = device
+        super().__init__(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self._on_error = on_error
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._taken: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = (
             queue.SimpleQueue()
         )
@@ -64,34 +89,14 @@ class CudaStaging(Staging):
 
     def begin(self) -> None:
         """Do not overwrite our buckets before the last iteration's gradients were copied back."""
-        self._down.wait_stream(self._up)
+        self._down.wait_stream(self._stream)
 
     def take(self, flats: Tensors, gradients: Tensors, ready: Callable[[], None]) -> None:
         """Copy in the background; this object's thread calls `ready`."""
-        self._down.wait_stream(torch.cuda.current_stream(self._device))  # it computes the gradients
-        with torch.cuda.stream(self._down):
-            torch._foreach_copy_(flats, gradients, non_blocking=True)
-            for gradient in gradients:
-                gradient.record_stream(self._down)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._down)
+        _copy(self._down, flats, gradients, gradients, after=torch.cuda.current_stream(self._device))
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._down)
         self._taken.put((event, ready))
-
-    def give(self, gradients: Tensors, flats: Tensors) -> None:
-        """Start copying in the background."""
-        with torch.cuda.stream(self._up):
-            torch._foreach_copy_(gradients, flats, non_blocking=True)
-            for gradient in gradients:
-                gradient.record_stream(self._up)
-
-    def future(self) -> Gradients:
-        """Return a future that makes the waiting stream wait for the copying one."""
-        return torch.futures.Future(devices=[self._device])
-
-    def complete(self, future: Gradients, buffer: torch.Tensor) -> None:
-        """Set the future's result, with the copying stream as the current one."""
-        with torch.cuda.stream(self._up):
-            future.set_result(buffer)
 
     def close(self) -> None:
         """End the thread."""
@@ -106,3 +111,20 @@ class CudaStaging(Staging):
                 ready()
         except Exception as error:  # noqa: BLE001 - otherwise backward would wait for ever
             self._on_error(error)
+
+
+def _copy(
+    stream: torch.cuda.Stream,
+    to: Tensors,
+    source: Tensors,
+    gradients: Tensors,
+    *,
+    after: torch.cuda.Stream | None = None,
+) -> None:
+    """Queue copies on a stream, `after` the one that computes gradients. Their memory stays until then."""
+    if after is not None:
+        stream.wait_stream(after)
+    with torch.cuda.stream(stream):
+        torch._foreach_copy_(to, source, non_blocking=True)
+        for gradient in gradients:
+            gradient.record_stream(stream)

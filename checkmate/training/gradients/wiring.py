@@ -12,21 +12,42 @@ from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.gradients.reducing import Reducer, RingReducer
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Layout
 
 
-def reducer(
-    place: Membership, layout: Layout, start: Start, devices: Collection[torch.device], undo: ExitStack
-) -> Reducer:
-    """Return what reduces gradients on these devices; `undo` closes what it uses. All ranks call it.
+def make_reducer(
+    place: Membership,
+    layout: Layout,
+    start: Start,
+    devices: Collection[torch.device],
+    undo: ExitStack,
+    *,
+    required: bool,
+) -> tuple[Reducer, list[str]]:
+    """Return what reduces gradients, and why it does not tag them. All ranks call it.
 
-    Raises as `connect`.
+    Args:
+        place: This rank's place.
+        layout: The layout.
+        start: The start of training.
+        devices: The devices that have gradients.
+        undo: Closes what the reducer uses.
+        required: Whether it is an error if NCCL's sends can't be tagged. Our ring always tags.
+
+    Raises:
+        SessionError: NCCL's sends can't be tagged, and that is required.
+        Others: As `connect`.
     """
-    pinned = any(device.type == "cuda" for device in devices)
-    return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned)
+    if place.job.collective == "ring":
+        pinned = any(device.type == "cuda" for device in devices)
+        return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned), []
+    (device,) = devices
+    maker = NcclMaker(place, layout, start, device, undo, required)
+    return maker.make(), maker.troubles
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:

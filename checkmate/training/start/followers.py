@@ -167,6 +167,8 @@ class Followers:
 
     def await_stepped(self, iteration: int, deadline: float) -> None:
         """Wait until the nodes have stepped an iteration; log a warning if they have not by the deadline."""
+        if not self.lines:
+            return
         opening = self._opening
         incarnation = opening.start.plan.incarnation
         if missing := await_stepped(self._place, self._stubs, incarnation, iteration, deadline):

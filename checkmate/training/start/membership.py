@@ -26,7 +26,7 @@ from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.record.buffers import synchronised
 from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
-from checkmate.wire.schedule import side_of
+from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wording import counted
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
@@ -47,6 +47,8 @@ class Membership:
     """Index of its DP group."""
     position: int
     """Position in its DP group's ring."""
+    followed: bool = True
+    """Whether shadow nodes follow; they can't if gradients are not tagged."""
 
     @property
     def ranks(self) -> int:
@@ -95,7 +97,9 @@ class Membership:
 
     @property
     def nodes(self) -> list[ShadowNode]:
-        """Shadow nodes of its group."""
+        """Shadow nodes of its group that follow."""
+        if not self.followed:
+            return []
         return [self.job.node(number) for number in dict.fromkeys(self.job.shadow_list(self.group))]
 
     def keys(self) -> RoleKeys | None:
@@ -186,7 +190,7 @@ def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.requires_grad and name not in ignored}
 
 
-def lay_out(ddp: DistributedDataParallel, shards: int) -> Layout:
+def lay_out(ddp: DistributedDataParallel, shards: int, slicing: Slicing = RING_SLICING) -> Layout:
     """Return the layout of a model's trained parameters. Buckets are as large as DDP's own (`bucket_cap_mb`).
 
     Raises:
@@ -196,7 +200,7 @@ def lay_out(ddp: DistributedDataParallel, shards: int) -> Layout:
         Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))
         for name, p in trained(ddp).items()
     ]
-    return make_layout(parameters, shards, ddp.bucket_bytes_cap)
+    return make_layout(parameters, shards, ddp.bucket_bytes_cap, slicing)
 
 
 @dataclass

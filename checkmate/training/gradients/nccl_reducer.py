@@ -1,0 +1,127 @@
+"""Has NCCL average gradients, on the device on which they are. The plugin tags what NCCL sends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from checkmate.ring import RingError
+from checkmate.training.gradients.reducing import Ends, zero_buckets
+from checkmate.training.gradients.staging import Staging, StreamStaging
+from checkmate.training.start.nccl_runtime import Communicator
+from checkmate.wire.layout import Layout
+
+_log: Final = logging.getLogger("checkmate")
+
+
+class Tags(Protocol):
+    """What the plugin has tagged."""
+
+    @property
+    def trouble(self) -> str:
+        """Why tagging has stopped; empty if it has not."""
+
+    @property
+    def broken(self) -> str:
+        """Why a connection broke; empty if none did."""
+
+    def count(self, channel: int, shadow_id: int) -> tuple[int, int]:
+        """Return a stream's tagged bytes, and those that the next rank has acknowledged."""
+
+
+class NcclReducer:
+    """Reduces the layout's buckets with NCCL, one launch each. Its creator closes the communicator.
+
+    Nothing waits for the device: `submit` queues a launch on the communicator's stream, and `staging` copies
+    there, too. So the end of a stream follows from the number of launches, not from what was sent so far.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        communicator: Communicator,
+        tags: Tags | None,
+        streams: Mapping[tuple[int, int], int],
+        name: str,
+        *,
+        required: bool = False,
+    ) -> None:
+        """Allocate buckets on the communicator's device.
+
+        Args:
+            layout: The layout.
+            communicator: Reduces them.
+            tags: The plugin; `None` if it can't be used.
+            streams: Bytes in each iteration of the streams that this rank tags, by channel and shard.
+            name: This rank's name in messages.
+            required: Whether the end of tagging is an error.
+        """
+        self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
+        self.communicator: Final = communicator
+        self._tags, self._streams, self._name, self._required = tags, streams, name, required
+        self.failed = False
+        """Whether NCCL has failed."""
+        self._iterations = 0
+        self._told = False
+        self._on_done: Callable[[int], None]
+
+    def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
+        """Return what copies gradients on the communicator's stream."""
+        stream = self.communicator.stream
+        return Staging() if stream is None else StreamStaging(device, stream)
+
+    def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
+        """Begin. `submit` raises all errors itself."""
+        self._on_done = on_done
+
+    def submit(self, index: int) -> None:
+        """Launch the next bucket's AllReduce.
+
+        Raises:
+            RingError: NCCL has failed, or tagging has ended although it is required.
+        """
+        if self._tags is not None and self._tags.broken:
+            self.failed = True
+            raise RingError(f"{self._name}: {self._tags.broken}")
+        if self._required and (trouble := self._trouble()):
+            raise RingError(f"{self._name}: gradients are not tagged any more: {trouble}")
+        try:
+            self.communicator.all_reduce(self.tensors[index], average=True)
+        except RuntimeError as error:
+            self.failed = True
+            broken = self._tags.broken if self._tags is not None else ""
+            raise RingError(f"{self._name}: NCCL: {broken or error}") from error
+        self._iterations += index == len(self.tensors) - 1
+        self._on_done(index)
+
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Return the end of each stream after all launches."""
+        return {stream: nbytes * self._iterations for stream, nbytes in self._streams.items()}
+
+    def passed(self, ends: Ends) -> bool:
+        """Return whether the next rank has acknowledged all bytes up to these ends.
+
+        If tagging has stopped, nothing more comes: then shadow nodes notice that bytes are lost.
+        """
+        if self._tags is None:
+            return True
+        done = all(self._tags.count(*stream)[1] >= end for stream, end in ends.items())
+        return done or bool(self._trouble())
+
+    def close(self) -> None:
+        """Do nothing: launches end with the communicator."""
+
+    def _trouble(self) -> str:
+        """Return why tagging has stopped, and log it once; "" if it has not."""
+        trouble = "" if self._tags is None else self._tags.trouble
+        if trouble and not self._told:
+            self._told = True
+            _log.warning(
+                "%s: gradients are not tagged any more: %s. Training continues without new checkpoints",
+                self._name,
+                trouble,
+            )
+        return trouble

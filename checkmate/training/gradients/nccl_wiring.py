@@ -1,0 +1,169 @@
+"""Creates what has NCCL reduce and tag gradients, on all ranks together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
+from typing import Any
+
+import torch
+
+from checkmate.nccl.building import PluginError, shared_object
+from checkmate.nccl.environment import environment_troubles, version_trouble
+from checkmate.nccl.interfaces import interface_of, speed_of
+from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace, settings
+from checkmate.ring import RingError
+from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.gradients.calibration import calibrate
+from checkmate.training.gradients.nccl_reducer import NcclReducer
+from checkmate.training.start import exchange, nccl_runtime
+from checkmate.training.start.membership import Membership, SessionError, Start
+from checkmate.training.start.nccl_runtime import Communicator
+from checkmate.wire.layout import Layout
+from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.schedule import stream_layout
+
+
+@dataclass
+class NcclMaker:
+    """Makes a rank's reducer step by step. Each step's troubles are those of all ranks."""
+
+    place: Membership
+    layout: Layout
+    start: Start
+    device: torch.device
+    undo: ExitStack
+    required: bool
+    library: NcclLibrary | None = None
+    tagger: Tagger | None = None
+    troubles: list[str] = field(default_factory=list)
+    """Of all ranks; if there is one, no rank tags."""
+    _reducer: NcclReducer | None = None
+
+    def make(self) -> NcclReducer:
+        """Return the reducer. Gradients are tagged if `troubles` is empty afterwards.
+
+        Raises:
+            SessionError: On all ranks, if one of them can't tag, and tagging is required.
+            RingError: NCCL can't connect the ranks.
+        """
+        self._agree(self._prepare())
+        if self.library is None or self.troubles:
+            return self._untagged(self._open())
+        with self.library.expected():
+            reducer = self._tagging(self.library, self._open())
+            self._agree(calibrate(self.place, self.layout, self.library, reducer))
+        if self.tagger is not None:
+            self.tagger.give_up_capabilities()
+        if self.troubles:
+            self.library.stop(self.troubles[0])
+            return self._untagged(reducer.communicator)
+        return reducer
+
+    def _agree(self, trouble: str) -> None:
+        """Note the troubles of all ranks. Raise `SessionError` on all if tagging is required."""
+        said: Any = exchange.shortened(f"{self.place.name}: {trouble}") if trouble else None
+        told = exchange.gather(said, named=self.place.named)
+        self.troubles += [str(one) for one in told if one]
+        if self.troubles and self.required:
+            raise SessionError(f"gradients can't be tagged: {self.troubles[0]}")
+
+    def _prepare(self) -> str:
+        """Load the plugin, and attach the tagger on boundary ranks. Return why that is impossible, or ""."""
+        version, channels = nccl_runtime.runtime.version(), self.place.job.channels
+        fingerprints = exchange.gather([*version, self.layout.fingerprint.hex()], named=self.place.named)
+        if trouble := version_trouble(version) or self._different(fingerprints):
+            return trouble
+        try:
+            plugin = shared_object()
+            trouble = next(environment_troubles(os.environ, plugin, channels), "")
+            if trouble:
+                return trouble
+            address = IPv4Address(self.place.ips[self.place.position])
+            interface = interface_of(address)
+            library = NcclLibrary(plugin)
+            if self.place.side is not None:
+                self.tagger = self.undo.enter_context(Tagger.attach())
+        except (PluginError, ValueError, OSError) as error:
+            return str(error)
+        except TaggerUnavailable as error:
+            return f"{error.missing}; {error.remedy}"
+        assert isinstance(self.layout.slicing, NcclSlicing)
+        library.begin(
+            NcclPlace(self.place.position, self.place.ranks, address, interface, speed_of(interface)),
+            channels=channels,
+            slicing=self.layout.slicing,
+            incarnation=self.start.plan.incarnation,
+            sockets_map=-1 if self.tagger is None else self.tagger.sockets_map,
+            dscp_bit=self.place.job.tag.dscp_bit,
+        )
+        for name, value in settings().items():
+            os.environ.setdefault(name, value)
+        self.undo.callback(library.stop, "training has ended")
+        self.library = library
+        return ""
+
+    def _different(self, told: list[Any]) -> str:
+        """Return which rank of this group has another NCCL or model than the first, or ""."""
+        own = [rank.rank for rank in self.place.job.dp_groups[self.place.group].ranks]
+        by_rank = {rank: told[rank] for rank in own}
+        first = by_rank[own[0]]
+        for rank, theirs in by_rank.items():
+            if theirs[:3] != first[:3]:
+                names = [
+                    f"{self.place.named(r)} has {_dotted(v)}" for r, v in ((own[0], first), (rank, theirs))
+                ]
+                return f"versions of NCCL differ: {', '.join(names)}; install the same on all hosts"
+            if theirs != first:
+                return f"{self.place.named(rank)} has another model, or another NCCL_BUFFSIZE"
+        return ""
+
+    def _open(self) -> Communicator:
+        try:
+            made = nccl_runtime.runtime.open(self.place, self.device)
+        except RuntimeError as error:
+            raise RingError(f"{self.place.name}: NCCL can't connect the ranks: {error}") from error
+        self.undo.callback(lambda: made.close(broken=self._reducer is None or self._reducer.failed))
+        return made
+
+    def _untagged(self, communicator: Communicator) -> NcclReducer:
+        self._reducer = NcclReducer(self.layout, communicator, None, {}, self.place.name)
+        return self._reducer
+
+    def _tagging(self, library: NcclLibrary, communicator: Communicator) -> NcclReducer:
+        """Return the reducer whose sends the plugin tags, from after the calibration on."""
+        streams = dict(self._streams()) if self.place.side is not None else {}
+        self._reducer = reducer = NcclReducer(
+            self.layout, communicator, library, streams, self.place.name, required=self.required
+        )
+        library.set_buckets(
+            [
+                NcclBucket(tensor.data_ptr(), bucket.elements, bucket.itemsize, bucket.shadow_id)
+                for tensor, bucket in zip(reducer.tensors, self.layout.schedule, strict=True)
+            ]
+        )
+        return reducer
+
+    def _streams(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Yield this rank's streams, by channel and shard, with their bytes in each iteration."""
+        side = self.place.side
+        assert side is not None
+        for channel in range(self.place.job.channels):
+            for shard in sorted({bucket.shadow_id for bucket in self.layout.schedule}):
+                found = stream_layout(
+                    self.layout.schedule,
+                    self.place.job.channels,
+                    channel,
+                    self.place.ranks,
+                    side=side,
+                    shadow_id=shard,
+                    slicing=self.layout.slicing,
+                )
+                yield (channel, shard), found.nbytes
+
+
+def _dotted(version: list[Any]) -> str:
+    return ".".join(map(str, version[:3]))

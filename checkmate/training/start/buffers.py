@@ -1,0 +1,25 @@
+"""The buffers that a rank records, by its place in its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
+from checkmate.training.record.capture import Watched
+from checkmate.training.start.install import own_buffers
+from checkmate.training.start.membership import Membership, Start
+
+
+def recorded_buffers(
+    place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
+) -> Buffers:
+    """Return the buffers that this rank records; only the first rank records those that all ranks share."""
+    ddp, optimizer = watched.ddp, watched.optimizer
+    if place.first:
+        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(parameters)), everything=True)
+    if synchronised(ddp):
+        return Buffers(dict, everything=False)
+    changed = own_buffers(start.record, place.position)
+    return Buffers(lambda: kept_beside(ddp), everything=False, changed=changed)

@@ -1,0 +1,137 @@
+"""NCCL, in PyTorch's hands: its version, and the communicator of gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.nccl.environment import Version
+from checkmate.nccl.environment import slicing_of as nccl_slicing
+from checkmate.training.start.membership import Membership, SessionError, trained
+from checkmate.wire.schedule import RING_SLICING, Slicing
+
+
+def slicing_of(place: Membership, ddp: DistributedDataParallel) -> Slicing:
+    """Return how the job's collective slices buckets.
+
+    Raises:
+        SessionError: This rank has no NCCL for its model, or NCCL_BUFFSIZE is not supported.
+    """
+    if place.job.collective == "ring":
+        return RING_SLICING
+    if trouble := runtime.trouble({parameter.device for parameter in trained(ddp).values()}):
+        raise SessionError(f"{place.name}: {trouble}")
+    try:
+        return nccl_slicing(runtime.version(), os.environ)
+    except ValueError as error:
+        raise SessionError(f"{place.name}: {error}") from None
+
+
+class Communicator(Protocol):
+    """NCCL's communicator of a DP group's gradients. It has a launch for each call, in order."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that has its tensors."""
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream on which it works; `None` if its calls return when they are done."""
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> None:
+        """Launch an AllReduce in place, of the average or the sum. Raise `RuntimeError` after an error."""
+
+    def synchronize(self) -> None:
+        """Wait until everything launched is done."""
+
+    def close(self, *, broken: bool) -> None:
+        """End it; `broken` does not wait for the other ranks."""
+
+
+class NcclRuntime(Protocol):
+    """What Checkmate needs of PyTorch's NCCL."""
+
+    def version(self) -> Version:
+        """Return NCCL's version."""
+
+    def trouble(self, devices: Collection[torch.device]) -> str:
+        """Return why it can't reduce gradients on these devices, or ""."""
+
+    def open(self, place: Membership, device: torch.device) -> Communicator:
+        """Make the communicator of a rank's DP group. All ranks of the job call it."""
+
+
+class TorchCommunicator:
+    """A process group of backend nccl."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> None:
+        """Launch an AllReduce on the stream, after what the current one has. The process does not wait."""
+        operator = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a CUDA graph would capture it: leave backward out of CUDA graphs")
+            work: Any = dist.all_reduce(tensor, op=operator, group=self._group, async_op=True)
+            work.wait()  # the stream waits, not the process
+
+    def synchronize(self) -> None:
+        """Wait until everything launched is done."""
+        assert self.stream is not None
+        self.stream.synchronize()
+
+    def close(self, *, broken: bool) -> None:
+        """Destroy the process group; abort it first if it is `broken`."""
+        if broken:
+            backend: Any = self._group._get_backend(self.device)
+            backend.abort()
+        dist.destroy_process_group(self._group)
+
+
+class TorchNccl:
+    """PyTorch's NCCL on this rank's GPU."""
+
+    def version(self) -> Version:
+        """Return NCCL's version."""
+        major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+        return major, minor, patch
+
+    def trouble(self, devices: Collection[torch.device]) -> str:
+        """Return why it can't reduce gradients on these devices, or ""."""
+        names = sorted({str(device) for device in devices})
+        if any(device.type != "cuda" for device in devices):
+            return (
+                f"the model is on {', '.join(names)}, and collective: nccl needs it on a GPU: move it there "
+                "before DDP, or set collective: ring in the job file"
+            )
+        if len(names) > 1:
+            return f"the model is on {', '.join(names)}, and collective: nccl needs one GPU for each rank"
+        if not dist.is_nccl_available():
+            return "this PyTorch has no NCCL: install one for CUDA, or set collective: ring in the job file"
+        return ""
+
+    def open(self, place: Membership, device: torch.device) -> Communicator:
+        """Make a process group for each DP group, as torch requires of all ranks. Return this rank's."""
+        own: dist.ProcessGroup | None = None
+        for number, group in enumerate(place.job.dp_groups):
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.min_ctas = options.config.max_ctas = place.job.channels
+            made = dist.new_group([rank.rank for rank in group.ranks], backend="nccl", pg_options=options)
+            if number == place.group:
+                own = made
+        assert own is not None
+        return TorchCommunicator(own, device)
+
+
+runtime: NcclRuntime = TorchNccl()
+"""Tests put a double in its place."""

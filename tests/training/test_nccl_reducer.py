@@ -1,0 +1,257 @@
+"""Gradients are averaged by a double of NCCL that sends through the plugin, in real processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.job.schema import Job
+from checkmate.nccl.environment import slicing_of
+from checkmate.ring import RingError
+from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.nccl_reducer import NcclReducer
+from checkmate.training.gradients.nccl_wiring import NcclMaker
+from checkmate.training.start import membership, nccl_runtime
+from checkmate.training.start.membership import Membership, SessionError, Start
+from checkmate.training.start.plans import RestartPlan
+from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.nccl_slicing import NcclSlicing
+from testbed.jobs import job_data
+from tests.support.nccl_double import DoubleNccl
+from tests.support.training.rank_processes import RankProcesses
+
+ITERATIONS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as processes:
+        yield processes
+
+
+def place_of(rank: int, count: int, channels: int) -> Membership:
+    data = job_data(ranks=count, nodes=2, channels=channels)
+    for one in data["dp_groups"][0]["ranks"]:
+        one["ip"] = "127.0.0.1"
+    made = Job.model_validate({**data, "collective": "nccl"})
+    return membership.place(made, rank, count, range(count))
+
+
+def layout_of(double: DoubleNccl) -> Layout:
+    sizes = [(70_001, "float32"), (33_333, "bfloat16"), (5, "float32"), (40_000, "float64"), (1, "bfloat16")]
+    known = [Parameter(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)]
+    return make_layout(known, 2, 200_000, slicing_of(double.version(), {}))
+
+
+def prepare(
+    rank: int, count: int, channels: int, double: DoubleNccl, undo: ExitStack, *, required: bool = False
+) -> NcclMaker:
+    nccl_runtime.runtime = double
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        del os.environ[name]
+    start = Start(RestartPlan("nothing", 7, "run"))
+    place = place_of(rank, count, channels)
+    return NcclMaker(place, layout_of(double), start, torch.device("cpu"), undo, required)
+
+
+def reduce(rank: int, count: int, channels: int, double: DoubleNccl) -> dict[str, Any]:
+    """Reduce the layout some times; check the averages, and return the streams' ends and counts."""
+    with ExitStack() as undo:
+        maker = prepare(rank, count, channels, double, undo)
+        reducer = maker.make()
+        done: list[int] = []
+        reducer.open(done.append, lambda error: None)
+        undo.callback(reducer.close)
+        for iteration in range(ITERATIONS):
+            for index, tensor in enumerate(reducer.tensors):
+                torch.manual_seed(100 * index + iteration)
+                averaged = torch.randint(-16, 16, (count, len(tensor)))  # small numbers, so sums are exact
+                tensor.copy_(averaged[rank] * count)
+                reducer.submit(index)
+                assert torch.equal(tensor, averaged.sum(0).to(tensor.dtype))
+        assert done == [*range(len(reducer.tensors))] * ITERATIONS
+        ends = reducer.ends()
+        deadline = time.monotonic() + 10
+        while not (passed := reducer.passed(ends)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        dist.barrier()
+        library = maker.library
+        assert library is not None, maker.troubles
+        counts = {stream: library.count(*stream) for stream in ends}
+        return {"troubles": maker.troubles, "ends": ends, "counts": counts, "passed": passed}
+
+
+TAGGING = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("clang") is None, reason="the tagger needs root and clang"
+)
+
+
+@TAGGING
+@pytest.mark.parametrize(
+    ("count", "channels", "release"),
+    [(2, 1, "2.30"), (3, 2, "2.29"), pytest.param(4, 4, "2.28", marks=pytest.mark.slow)],
+)
+def test_averages_are_exact_and_every_byte_is_tagged_once(
+    ranks: RankProcesses, count: int, channels: int, release: str
+) -> None:
+    found = ranks.run(count, reduce, channels, DoubleNccl(release))
+    assert [one["troubles"] for one in found] == [[]] * count
+    assert all(one["passed"] for one in found)
+    total = 0
+    for one in found:
+        assert {stream: tagged for stream, (tagged, _) in one["counts"].items()} == one["ends"]
+        assert {stream: seen for stream, (_, seen) in one["counts"].items()} == one["ends"]
+        total += sum(one["ends"].values())
+    layout = layout_of(DoubleNccl(release))
+    assert total == ITERATIONS * sum(bucket.nbytes for bucket in layout.schedule)
+
+
+def untagged(
+    rank: int, count: int, doubles: list[DoubleNccl], environ: list[dict[str, str]], required: bool
+) -> list[str]:
+    """Return the troubles because of which nothing is tagged, or the error; check that averages are right."""
+    with ExitStack() as undo:
+        maker = prepare(rank, count, 2, doubles[rank], undo, required=required)
+        os.environ |= environ[rank]
+        try:
+            reducer = maker.make()
+        except SessionError as error:
+            return [f"{type(error).__name__}: {error}"]
+        reducer.open(lambda index: None, lambda error: None)
+        for index, tensor in enumerate(reducer.tensors):
+            tensor.fill_(count * (rank + 1))
+            reducer.submit(index)
+            assert (tensor == sum(range(1, count + 1))).all()
+        assert reducer.ends() == {}
+        assert reducer.passed({})
+        if maker.library is not None:
+            assert not any(maker.library.count(channel, shard)[0] for channel in (0, 1) for shard in (0, 1))
+        dist.barrier()
+        return maker.troubles
+
+
+OTHER_CELLS = DoubleNccl("2.29", NcclSlicing(cell=8192))
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(
+    ("doubles", "environ", "words"),
+    [
+        ([OTHER_CELLS] * 2, [{}, {}], "NCCL sends"),
+        ([DoubleNccl("2.25")] * 2, [{}, {}], "NCCL 2.25.5 is not supported, but 2.26 to 2.30 are"),
+        ([DoubleNccl("2.29"), DoubleNccl("2.30")], [{}, {}], "versions of NCCL differ: rank 0 (192.168.0.0)"),
+        ([DoubleNccl()] * 2, [{}, {"NCCL_ALGO": "Tree"}], "rank 1 (192.168.0.1): NCCL_ALGO is Tree, which"),
+    ],
+    ids=["calibration", "version", "versions", "environment"],
+)
+@TAGGING
+def test_what_cannot_be_tagged_is_reduced_nevertheless(
+    ranks: RankProcesses,
+    doubles: list[DoubleNccl],
+    environ: list[dict[str, str]],
+    words: str,
+    required: bool,
+) -> None:
+    found = ranks.run(2, untagged, doubles, environ, required)
+    assert found[0] == found[1]
+    assert words in found[0][0]
+    assert found[0][0].startswith("SessionError: gradients can't be tagged: rank ") == required
+
+
+def lose(rank: int, count: int) -> str:
+    """Reduce until rank 1 closes its connections; return rank 0's error."""
+    with ExitStack() as undo:
+        reducer = prepare(rank, count, 2, DoubleNccl(), undo).make()
+        reducer.open(lambda index: None, lambda error: None)
+        reducer.submit(0)
+        if rank:
+            return ""
+        with pytest.raises(RingError) as raised:
+            for index in range(1, len(reducer.tensors)):
+                reducer.submit(index)
+        with pytest.raises(RingError):  # for good
+            reducer.submit(0)
+        assert reducer.failed
+        return str(raised.value)
+
+
+@TAGGING
+def test_a_rank_that_ends_is_an_error_on_the_other(ranks: RankProcesses) -> None:
+    told, _ = ranks.run(2, lose)
+    assert told.startswith("rank 0 (192.168.0.0): ")
+
+
+def refused(rank: int, count: int) -> str:
+    """Return why a job with `collective: nccl` has no slicing on this machine's CPU."""
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    with pytest.raises(SessionError) as raised:
+        nccl_runtime.runtime = nccl_runtime.TorchNccl()
+        nccl_runtime.slicing_of(place_of(rank, count, 1), ddp)
+    return str(raised.value)
+
+
+def test_models_on_a_cpu_are_refused(ranks: RankProcesses) -> None:
+    told = ranks.run(2, refused)
+    for rank in range(2):
+        assert told[rank] == (
+            f"rank {rank} (192.168.0.{rank}): the model is on cpu, and collective: nccl needs it on a GPU: "
+            "move it there before DDP, or set collective: ring in the job file"
+        )
+
+
+class Doubling:
+    """A communicator that doubles tensors on a GPU, on a stream of its own."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> None:
+        """Double a tensor."""
+        assert average
+        with torch.cuda.stream(self.stream):
+            tensor *= 2
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        assert self.stream is not None
+        self.stream.synchronize()
+
+    def close(self, *, broken: bool) -> None:
+        """Do nothing."""
+
+
+def double_gradients(rank: int, count: int) -> None:
+    """Check that gradients go through the reducer's buckets in the order of the streams."""
+    torch.manual_seed(1)
+    alone = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.Linear(2000, 3)).cuda()
+    ddp = DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=1)
+    layout = membership.lay_out(ddp, 2)
+    reducer = NcclReducer(layout, Doubling(), None, {}, "rank 0")
+    hook = GradientHook(ddp, layout, list(membership.trained(ddp).values()), reducer, 0)
+    hook.register()
+    for _ in range(4):
+        batch = torch.randn(64, 2000, device="cuda")
+        for model in (alone, ddp):
+            model.zero_grad()
+            model(batch).square().sum().backward()
+        for ours, theirs in zip(alone.parameters(), ddp.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad * 2, theirs.grad)
+    hook.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="reducing on a GPU's stream needs a CUDA device")
+def test_gradients_are_reduced_on_the_stream_of_a_gpu(ranks: RankProcesses) -> None:
+    ranks.run(1, double_gradients)
