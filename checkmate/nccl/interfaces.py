@@ -19,6 +19,8 @@ _SYS: Final = Path("/sys/class/net")
 
 def interface_of(address: IPv4Address) -> str:
     """Return the name of the interface that has an address. Raise `ValueError` if none has."""
+    if address.is_loopback:  # the whole network is its
+        return "lo"
     room = array.array("B", bytes(_ROOM))
     place, _ = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -87,7 +87,7 @@ def test_processes_that_load_the_plugin_need_its_name_and_others_its_path() -> N
 
 
 def test_an_address_has_an_interface() -> None:
-    assert interface_of(IPv4Address("127.0.0.1")) == "lo"
+    assert interface_of(IPv4Address("127.0.0.1")) == interface_of(IPv4Address("127.8.9.1")) == "lo"
     assert speed_of("lo") == speed_of("no-such-interface") == 0
     with pytest.raises(ValueError, match=r"no interface of this host has the address 203\.0\.113\.77"):
         interface_of(IPv4Address("203.0.113.77"))

@@ -29,6 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import checkmate
 from checkmate import Restored
+from checkmate.training.start import nccl_runtime
+from tests.support.nccl_double import DoubleNccl
 from tests.support.training.orders import ScriptOrders
 
 
@@ -100,6 +102,8 @@ def main() -> None:
     orders = ScriptOrders.read(Path(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
+    if orders.nccl:
+        nccl_runtime.runtime = DoubleNccl(orders.nccl)
     dist.init_process_group("gloo")
     ScriptRank(orders).run()
     dist.destroy_process_group()

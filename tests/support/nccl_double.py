@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import random
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -48,6 +48,10 @@ class DoubleNccl:
         major, minor = map(int, self.release.split("."))
         return major, minor, 5
 
+    def device(self, number: int) -> torch.device:
+        """Return the CPU."""
+        return torch.device("cpu")
+
     def trouble(self, devices: Collection[torch.device]) -> str:
         """Return ""."""
         return ""
@@ -55,7 +59,7 @@ class DoubleNccl:
     def open(self, place: Membership, device: torch.device) -> Communicator:
         """Connect the ranks through the plugin; without it, over gloo."""
         groups = [dist.new_group([rank.rank for rank in group.ranks]) for group in place.job.dp_groups]
-        number = exchange.broadcast(random.getrandbits(32), 0) + place.group
+        number = exchange.broadcast(secrets.randbits(32), 0) + place.group
         caller = Caller(shared_object(), RELEASES.get(self.release, RELEASES["2.30"]))
         refused = bool(caller.init(number, place.ranks, place.ranks, place.position) or caller.properties())
         if len(set(exchange.gather(refused))) > 1:

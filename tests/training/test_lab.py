@@ -80,6 +80,18 @@ def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_all_ranks_are_killed_under_a_double_of_nccl(tmp_path: Path) -> None:
+    """The plugin's segments are tagged, copied and assembled: nodes compare parameters bit for bit."""
+    with training_lab(on_one_switch(3, (1, 2), channels=2)) as lab:
+        lab.use_nccl()
+        kill_and_resume(lab, tmp_path, 4, iterations=8, turned=TURNED, nccl="2.29", width=400)
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+            assert "is lost" not in node.complaints()
+        assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
+
+
+@pytest.mark.slow
 def test_a_memory_format_that_has_changed_since_is_taken(tmp_path: Path) -> None:
     """Parameters and optimizer state get the nodes' values in the new format; nodes are seeded again."""
     with training_lab(TWO_RANKS) as lab:

@@ -20,6 +20,7 @@ import yaml
 from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.wire import layout as layouts
+from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import stream_layout
 from testbed.jobs import job_data
 from tests.support.shadow.recording_node import RecordingNode
@@ -46,8 +47,8 @@ def nodes() -> Iterator[list[RecordingNode]]:
         node.stop()
 
 
-def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
-    data = job_data(ranks=2, nodes=2, channels=2)
+def job_file(folder: Path, nodes: list[RecordingNode], collective: str = "ring") -> Path:
+    data = {**job_data(ranks=2, nodes=2, channels=2), "collective": collective}
     for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
         rank["ip"] = f"127.0.9.{number + 1}"
     for described, node in zip(data["shadow_nodes"], nodes, strict=True):
@@ -60,16 +61,20 @@ def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
 def train(folder: Path, nodes: list[RecordingNode], **orders: Any) -> tuple[LabRun, list[tuple[int, str]]]:
     """Run both ranks to their end; return their results, and each one's status and errors."""
     file = ScriptOrders(str(folder), layers=1, width=32, **orders).write(folder / "orders.json")
-    return LabRun(folder, 2), run_ranks(folder, nodes, "tests.scripts.training", str(file))
+    collective = "nccl" if "nccl" in orders else "ring"
+    program = "tests.scripts.training", str(file)
+    return LabRun(folder, 2), run_ranks(folder, nodes, *program, collective=collective)
 
 
-def run_ranks(folder: Path, nodes: list[RecordingNode], *program: str) -> list[tuple[int, str]]:
+def run_ranks(
+    folder: Path, nodes: list[RecordingNode], *program: str, collective: str = "ring"
+) -> list[tuple[int, str]]:
     """Run both ranks of a program to their end; return each one's status and errors."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     common = {
         **os.environ,
-        "CHECKMATE_JOB": str(job_file(folder, nodes)),
+        "CHECKMATE_JOB": str(job_file(folder, nodes, collective)),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -150,9 +155,37 @@ def check_ends(sent: list[pb.RecordPart], layout: layouts.Layout, side: int) -> 
         expected = {}
         for channel in range(2):
             for shard in range(2):
-                stream = stream_layout(layout.schedule, 2, channel, 2, side=side, shadow_id=shard)
+                stream = stream_layout(
+                    layout.schedule, 2, channel, 2, side=side, shadow_id=shard, slicing=layout.slicing
+                )
                 expected[side, channel, shard] = stream.nbytes * (part.iteration + 1)
         assert found == expected
+
+
+def test_over_a_double_of_nccl(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    """Nodes are told NCCL's slicing, and records go out once the plugin's bytes are acknowledged."""
+    run, ends = train(tmp_path, nodes, iterations=4, nccl="2.28")
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert list(run.losses(0)) == [0, 1, 2, 3]
+    (begin,) = nodes[0].begins
+    layout = layouts.from_json(begin.layout)
+    assert layout.slicing == NcclSlicing(cell=8 << 10)
+    for position in range(2):
+        sent = records(nodes[1], position)
+        assert [part.iteration for part in sent] == [0, 1, 2, 3]
+        check_ends(sent, layout, position)
+
+
+def test_training_goes_on_if_nccl_cannot_be_tagged(nodes: list[RecordingNode], tmp_path: Path) -> None:
+    run, ends = train(tmp_path, nodes, iterations=4, nccl="2.25")
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert list(run.losses(0)) == [0, 1, 2, 3]
+    told = "gradients are not tagged, so shadow nodes don't follow: rank 0 (192.168.0.0): NCCL 2.25.5 is not"
+    assert [errors.count(told) for _, errors in ends] == [1, 0], ends
+    assert [errors.count("follow DP group") for _, errors in ends] == [0, 0]
+    for node in nodes:
+        assert not node.begins
+        assert not node.records
 
 
 def test_the_death_of_a_rank_is_a_ring_error_on_the_other(nodes: list[RecordingNode], tmp_path: Path) -> None:

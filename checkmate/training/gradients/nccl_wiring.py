@@ -52,15 +52,11 @@ class NcclMaker:
         """
         self._agree(self._prepare())
         if self.library is None or self.troubles:
-            return self._untagged(self._open())
-        with self.library.expected():
-            reducer = self._tagging(self.library, self._open())
-            self._agree(calibrate(self.place, self.layout, self.library, reducer))
+            reducer = self._untagged(self._open())
+        else:
+            reducer = self._calibrated(self.library)
         if self.tagger is not None:
             self.tagger.give_up_capabilities()
-        if self.troubles:
-            self.library.stop(self.troubles[0])
-            return self._untagged(reducer.communicator)
         return reducer
 
     def _agree(self, trouble: str) -> None:
@@ -132,6 +128,16 @@ class NcclMaker:
     def _untagged(self, communicator: Communicator) -> NcclReducer:
         self._reducer = NcclReducer(self.layout, communicator, None, {}, self.place.name)
         return self._reducer
+
+    def _calibrated(self, library: NcclLibrary) -> NcclReducer:
+        """Return the reducer that tags, unless the calibration shows that tags would be wrong."""
+        with library.expected():
+            reducer = self._tagging(library, self._open())
+            self._agree(calibrate(self.place, self.layout, library, reducer))
+        if not self.troubles:
+            return reducer
+        library.stop(self.troubles[0])
+        return self._untagged(reducer.communicator)
 
     def _tagging(self, library: NcclLibrary, communicator: Communicator) -> NcclReducer:
         """Return the reducer whose sends the plugin tags, from after the calibration on."""

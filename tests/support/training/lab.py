@@ -75,6 +75,11 @@ class TrainingLab:
         """The lab's topology."""
         return self.lab.topology
 
+    def use_nccl(self) -> None:
+        """Have ranks that start from now on use NCCL; only they read this key of the job file."""
+        file = self.lab.job_file
+        file.write_text(f"{file.read_text()}collective: nccl\n")
+
     def start_shadow_nodes(self, numbers: Sequence[int] | None = None, *options: str) -> None:
         """Start these shadow nodes (default: all), and wait until they serve."""
         started = []

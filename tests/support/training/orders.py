@@ -20,6 +20,7 @@ class ScriptOrders:
         fail_at: It raises an error when that iteration begins.
         workers: Number of processes that a DataLoader forks in each iteration.
         frozen_mb: Size of a parameter without gradient.
+        nccl: A release of NCCL, of which a double reduces gradients, such as 2.29.
         turned: `OddShapes` beside the layers, in these memory formats.
     """
 
@@ -52,6 +53,7 @@ class ScriptOrders:
     restore: bool = True
     workers: int = 0
     frozen_mb: int = 0
+    nccl: str = ""
     turned: tuple[str, ...] = ()
     open_end: bool = False
 
