@@ -25,6 +25,7 @@ _OF_COMMAND: Final[Mapping[str, tuple[str, ...]]] = {
     "remove": ("switch",),
     "cost": ("plan",),
     "lab": ("demo",),
+    "nccl": ("trainer",),
 }
 _OF_OTHERS: Final = ("shadow", "plan", "switch", "demo")
 

@@ -97,7 +97,8 @@ def test_every_key_of_a_tofino_is_there() -> None:
 def test_every_command_is_there_and_whether_it_gives_data() -> None:
     group: Any = typer.main.get_command(app)
     commands = {name: group.get_command(None, name) for name in COMMANDS}
-    commands |= {f"lab {name}": command for name, command in commands.pop("lab").commands.items()}
+    for within in ("lab", "nccl"):
+        commands |= {f"{within} {name}": one for name, one in commands.pop(within).commands.items()}
     rows = [line for line in (DOCS / "cli.md").read_text().splitlines() if line.startswith("| `")]
     for name, command in commands.items():
         row = next((row for row in rows if re.search(rf"`{name}(`| )", row.split("|")[1])), None)

@@ -29,6 +29,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "cost": "planning.cost",
     "profile": "planning.profile",
     "lab": "lab",
+    "nccl": "nccl",
     "schema": "schema",
     "docs": "docs",
 }

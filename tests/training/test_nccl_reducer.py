@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.cli.nccl import show
 from checkmate.job.schema import Job
 from checkmate.nccl.environment import slicing_of
 from checkmate.ring import RingError
+from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.hook import GradientHook
+from checkmate.training.gradients.nccl_check import RankVerdict
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.start import membership, nccl_runtime
@@ -41,8 +44,8 @@ def ranks() -> Iterator[RankProcesses]:
 
 def place_of(rank: int, count: int, channels: int) -> Membership:
     data = job_data(ranks=count, nodes=2, channels=channels)
-    for one in data["dp_groups"][0]["ranks"]:
-        one["ip"] = "127.0.0.1"
+    for number, one in enumerate(data["dp_groups"][0]["ranks"]):
+        one["ip"] = f"127.0.0.{number + 1}"
     made = Job.model_validate({**data, "collective": "nccl"})
     return membership.place(made, rank, count, range(count))
 
@@ -189,6 +192,44 @@ def lose(rank: int, count: int) -> str:
 def test_a_rank_that_ends_is_an_error_on_the_other(ranks: RankProcesses) -> None:
     told, _ = ranks.run(2, lose)
     assert told.startswith("rank 0 (192.168.0.0): ")
+
+
+def examined(rank: int, count: int, double: DoubleNccl, collective: str) -> list[RankVerdict] | str:
+    prepare(rank, count, 2, double, ExitStack())
+    try:
+        job = place_of(rank, count, 2).job.model_copy(update={"collective": collective})
+        return nccl_check.examine(job, 0)
+    except SessionError as error:
+        return str(error)
+
+
+@TAGGING
+def test_the_check_prints_what_each_rank_has_compared(
+    ranks: RankProcesses, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ranks.run(2, examined, DoubleNccl("2.30"), "nccl")
+    assert both[0] == both[1]
+    verdicts: list[RankVerdict] = both[0]
+    assert [(one.rank, one.version, one.trouble) for one in verdicts] == [
+        ("rank 0 (192.168.0.0)", "2.30.5", ""),
+        ("rank 1 (192.168.0.1)", "2.30.5", ""),
+    ]
+    layout = nccl_check.sample_layout(2, NcclSlicing())
+    compared = [seen.nbytes for one in verdicts for seen in one.channels]
+    assert sum(compared) == sum(bucket.nbytes for bucket in layout.schedule)  # each of 2 ranks sends half
+    assert all(seen.mismatches == 0 and seen.sends for one in verdicts for seen in one.channels)
+    show(verdicts)
+    printed = capsys.readouterr().out
+    assert printed.count("gradients can be tagged") == 2
+    assert "rank 1 (192.168.0.1)  2.30.5        1" in printed
+
+
+@TAGGING
+def test_the_check_names_what_is_wrong(ranks: RankProcesses) -> None:
+    (verdicts, _) = ranks.run(2, examined, OTHER_CELLS, "nccl")
+    assert all("NCCL sends" in one.trouble for one in verdicts)
+    told = ranks.run(2, examined, DoubleNccl("2.30"), "ring")
+    assert told == ["the job demo has collective: ring: set it to nccl"] * 2
 
 
 def refused(rank: int, count: int) -> str:

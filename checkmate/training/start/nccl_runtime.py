@@ -24,7 +24,12 @@ def slicing_of(place: Membership, ddp: DistributedDataParallel) -> Slicing:
     """
     if place.job.collective == "ring":
         return RING_SLICING
-    if trouble := runtime.trouble({parameter.device for parameter in trained(ddp).values()}):
+    return slicing_for(place, {parameter.device for parameter in trained(ddp).values()})
+
+
+def slicing_for(place: Membership, devices: Collection[torch.device]) -> Slicing:
+    """Return how NCCL slices buckets on these devices. Raise `SessionError` as `slicing_of`."""
+    if trouble := runtime.trouble(devices):
         raise SessionError(f"{place.name}: {trouble}")
     try:
         return nccl_slicing(runtime.version(), os.environ)
@@ -58,6 +63,9 @@ class NcclRuntime(Protocol):
 
     def version(self) -> Version:
         """Return NCCL's version."""
+
+    def device(self, number: int) -> torch.device:
+        """Return this host's GPU of a number."""
 
     def trouble(self, devices: Collection[torch.device]) -> str:
         """Return why it can't reduce gradients on these devices, or ""."""
@@ -106,6 +114,10 @@ class TorchNccl:
         major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
         return major, minor, patch
 
+    def device(self, number: int) -> torch.device:
+        """Return this host's GPU of a number."""
+        return torch.device("cuda", number)
+
     def trouble(self, devices: Collection[torch.device]) -> str:
         """Return why it can't reduce gradients on these devices, or ""."""
         names = sorted({str(device) for device in devices})
@@ -116,8 +128,8 @@ class TorchNccl:
             )
         if len(names) > 1:
             return f"the model is on {', '.join(names)}, and collective: nccl needs one GPU for each rank"
-        if not dist.is_nccl_available():
-            return "this PyTorch has no NCCL: install one for CUDA, or set collective: ring in the job file"
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            return "this PyTorch has no NCCL or no GPU: install one for CUDA, or set collective: ring"
         return ""
 
     def open(self, place: Membership, device: torch.device) -> Communicator:

@@ -1,0 +1,115 @@
+"""The calibration alone, for `checkmate nccl check`: what each rank's plugin saw, without a model."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from checkmate.job.schema import Job
+from checkmate.training.gradients.nccl_wiring import NcclMaker
+from checkmate.training.start import exchange, nccl_runtime
+from checkmate.training.start.membership import SessionError, Start, place
+from checkmate.training.start.plans import RestartPlan
+from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.schedule import Slicing
+
+_SIZES: Final = (1, 1000, 65_537, 1_000_003, 5_000_000)
+"""Elements of a bucket: below a cell, beyond cells of all channels, and several loops over the ring."""
+_TYPES: Final = ("float32", "bfloat16", "float16", "float64")
+_MEETING: Final = datetime.timedelta(seconds=60)
+_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ChannelSeen:
+    """What a rank has compared on a channel: fully reduced sends, and those that differed."""
+
+    channel: int
+    sends: int
+    nbytes: int
+    mismatches: int
+
+
+@dataclass(frozen=True)
+class RankVerdict:
+    """Whether a rank could tag gradients."""
+
+    rank: str
+    version: str
+    """Of NCCL."""
+    trouble: str
+    """Why it can't, or ""."""
+    channels: tuple[ChannelSeen, ...]
+
+
+@contextmanager
+def meeting() -> Iterator[int]:
+    """Make the default process group, over gloo; yield the rank. Raise `SessionError` outside torchrun."""
+    lacking = [name for name in _VARIABLES if name not in os.environ]
+    if lacking:
+        raise SessionError(
+            f"{lacking[0]} is not set: start `torchrun ... --no-python checkmate nccl check JOB` on the "
+            "hosts of the ranks"
+        )
+    dist.init_process_group("gloo", timeout=_MEETING)
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def examine(job: Job, gpu: int) -> list[RankVerdict]:
+    """Calibrate buckets of all types and several sizes. Return the verdicts of all ranks; all ranks call it.
+
+    Raises:
+        SessionError: The job and the process group contradict one another, or NCCL can't use the device.
+        RingError: NCCL can't connect the ranks.
+    """
+    rank = dist.get_rank()
+    group = next((group for group in job.dp_groups if rank in [one.rank for one in group.ranks]), None)
+    together = [one.rank for one in group.ranks] if group is not None else []
+    own = place(job, rank, dist.get_world_size(), together)
+    if job.collective != "nccl":
+        raise SessionError(f"the job {job.job} has collective: {job.collective}: set it to nccl")
+    device = nccl_runtime.runtime.device(gpu)
+    layout = sample_layout(own.shards, nccl_runtime.slicing_for(own, {device}))
+    with ExitStack() as undo:
+        start = Start(RestartPlan("nothing", 0, "check"))
+        maker = NcclMaker(own, layout, start, device, undo, required=False)
+        maker.make()
+        seen = () if maker.library is None else tuple(_seen(maker, layout))
+        version = ".".join(map(str, nccl_runtime.runtime.version()))
+        trouble = next((one for one in maker.troubles if one.startswith(f"{own.name}: ")), "")
+        verdict = RankVerdict(own.name, version, trouble.removeprefix(f"{own.name}: "), seen)
+        told = exchange.gather(asdict(verdict), named=own.named)
+    return [_read(one) for one in told]
+
+
+def sample_layout(shards: int, slicing: Slicing) -> Layout:
+    """Return a layout with a bucket for each type and size."""
+    parameters = [Parameter(f"{dtype} {size}", (size,), dtype) for dtype in _TYPES for size in _SIZES]
+    return make_layout(parameters, shards, bucket_bytes=1, slicing=slicing)
+
+
+def _seen(maker: NcclMaker, layout: Layout) -> Sequence[ChannelSeen]:
+    library = maker.library
+    assert library is not None
+    shards = {bucket.shard for bucket in layout.buckets}
+    found = []
+    for channel in range(maker.place.job.channels):
+        parts = [library.calibrated(channel, shard) for shard in shards]
+        sends, nbytes, wrong = (
+            sum(getattr(part, name) for part in parts) for name in ("sends", "nbytes", "mismatches")
+        )
+        found.append(ChannelSeen(channel, sends, nbytes, wrong))
+    return found
+
+
+def _read(told: Any) -> RankVerdict:
+    return RankVerdict(**{**told, "channels": tuple(ChannelSeen(**one) for one in told["channels"])})
