@@ -194,11 +194,14 @@ def test_a_rank_that_ends_is_an_error_on_the_other(ranks: RankProcesses) -> None
     assert told.startswith("rank 0 (192.168.0.0): ")
 
 
+SIZES = (1, 1000, 65_537, 300_000)
+
+
 def examined(rank: int, count: int, double: DoubleNccl, collective: str) -> list[RankVerdict] | str:
     prepare(rank, count, 2, double, ExitStack())
     try:
         job = place_of(rank, count, 2).job.model_copy(update={"collective": collective})
-        return nccl_check.examine(job, 0)
+        return nccl_check.examine(job, 0, SIZES)
     except SessionError as error:
         return str(error)
 
@@ -214,7 +217,7 @@ def test_the_check_prints_what_each_rank_has_compared(
         ("rank 0 (192.168.0.0)", "2.30.5", ""),
         ("rank 1 (192.168.0.1)", "2.30.5", ""),
     ]
-    layout = nccl_check.sample_layout(2, NcclSlicing())
+    layout = nccl_check.sample_layout(2, NcclSlicing(), SIZES)
     compared = [seen.nbytes for one in verdicts for seen in one.channels]
     assert sum(compared) == sum(bucket.nbytes for bucket in layout.schedule)  # each of 2 ranks sends half
     assert all(seen.mismatches == 0 and seen.sends for one in verdicts for seen in one.channels)

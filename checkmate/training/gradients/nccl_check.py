@@ -19,7 +19,7 @@ from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import Slicing
 
-_SIZES: Final = (1, 1000, 65_537, 1_000_003, 5_000_000)
+SIZES: Final = (1, 1000, 65_537, 1_000_003, 5_000_000)
 """Elements of a bucket: below a cell, beyond cells of all channels, and several loops over the ring."""
 _TYPES: Final = ("float32", "bfloat16", "float16", "float64")
 _MEETING: Final = datetime.timedelta(seconds=60)
@@ -64,7 +64,7 @@ def meeting() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def examine(job: Job, gpu: int) -> list[RankVerdict]:
+def examine(job: Job, gpu: int, sizes: Sequence[int] = SIZES) -> list[RankVerdict]:
     """Calibrate buckets of all types and several sizes. Return the verdicts of all ranks; all ranks call it.
 
     Raises:
@@ -78,7 +78,7 @@ def examine(job: Job, gpu: int) -> list[RankVerdict]:
     if job.collective != "nccl":
         raise SessionError(f"the job {job.job} has collective: {job.collective}: set it to nccl")
     device = nccl_runtime.runtime.device(gpu)
-    layout = sample_layout(own.shards, nccl_runtime.slicing_for(own, {device}))
+    layout = sample_layout(own.shards, nccl_runtime.slicing_for(own, {device}), sizes)
     with ExitStack() as undo:
         start = Start(RestartPlan("nothing", 0, "check"))
         maker = NcclMaker(own, layout, start, device, undo, required=False)
@@ -91,9 +91,9 @@ def examine(job: Job, gpu: int) -> list[RankVerdict]:
     return [_read(one) for one in told]
 
 
-def sample_layout(shards: int, slicing: Slicing) -> Layout:
+def sample_layout(shards: int, slicing: Slicing, sizes: Sequence[int]) -> Layout:
     """Return a layout with a bucket for each type and size."""
-    parameters = [Parameter(f"{dtype} {size}", (size,), dtype) for dtype in _TYPES for size in _SIZES]
+    parameters = [Parameter(f"{dtype} {size}", (size,), dtype) for dtype in _TYPES for size in sizes]
     return make_layout(parameters, shards, bucket_bytes=1, slicing=slicing)
 
 
