@@ -50,6 +50,8 @@ def logs(
 ) -> None:
     """Show what processes in a lab have written: switches, and what `lab train` and `lab run` start.
 
+    Node by node: standard error, then standard output. What comes after that, with --follow, is in its order.
+
     Example: checkmate lab logs single_tor shadow0 --follow
     """
     attached = Lab.attached(lab)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from topologies import state
 from topologies.crew import TEMPORARY, Crew, Member, serving
-from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host
+from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host, LabError
 from topologies.kernel import namespaces
 from topologies.kernel.namespaces import entered
 from topologies.kernel.processes import has_variable, kill_all
@@ -31,6 +31,11 @@ _LOOK_SECONDS: Final = 2.0
 _END_SECONDS: Final = 10.0
 _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/elastic")
 """The prefix of a script's traceback, and of torchrun's own log."""
+_FOLLOWED: Final = re.compile(r", from iteration \d+ on$")
+"""The end of the line in which rank 0 reports that shadow nodes follow."""
+_FAILED: Final = re.compile(r"failed \(exitcode: [1-9]")
+"""In torchrun's log: the script has ended with an error, not by a signal."""
+_FAILURES: Final = 3
 
 
 class LabTraining:
@@ -42,6 +47,8 @@ class LabTraining:
         self._logs = LabLogs(self._lab.directory, self._lab.topology.ranks[0].name)
         self._looked = -math.inf
         self._worker: int | None = None
+        self._failures = 0
+        """Errors of rank 0's script since shadow nodes followed."""
 
     def follow(self, show: Callable[[LogLine], None], tell: Callable[[str], None]) -> None:
         """Train to the end; raise `LabError` if training fails.
@@ -54,6 +61,8 @@ class LabTraining:
         def tick() -> None:
             self._look(tell)
             self._show(show, whole=True)
+            if self._failures >= _FAILURES:
+                raise LabError(f"the script has failed {_FAILURES} times before checkmate.protect")
 
         try:
             self._job.finish(math.inf, tick)
@@ -70,6 +79,10 @@ class LabTraining:
         for line in self._logs.new(whole=whole):
             if not (line.error and _OF_TORCHRUN.match(line.text)):
                 show(line)
+            elif _FAILED.search(line.text):
+                self._failures += 1
+            if _FOLLOWED.search(line.text):
+                self._failures = 0
 
     def _look(self, tell: Callable[[str], None]) -> None:
         if time.monotonic() - self._looked < _LOOK_SECONDS:

@@ -84,20 +84,21 @@ static int receive_all(struct stream *stream, void *data, size_t size)
 	return 0;
 }
 
-/* Send a message. MSG_EOR keeps a segment from having bytes of a tagged range and others. */
+/* Send a message. MSG_EOR keeps a segment from having bytes of a tagged range and others. MSG_MORE delays the header
+ * until the data is there, so that the peer wakes up once. */
 static int send_message(struct stream *stream, struct request *request)
 {
 	const struct send_decision *decision = &request->decision;
 	uint64_t header = htobe64(request->size);
-	int error, last = decision->tagged ? MSG_EOR : 0;
+	int error, end = decision->tagged ? MSG_EOR : 0;
 
 	error = tagging_pass(&stream->tagging, HEADER + request->size);
 	if (!error)
-		error = send_all(stream, &header, HEADER, decision->tagged ? MSG_EOR : request->size ? MSG_MORE : 0);
+		error = send_all(stream, &header, HEADER, end | (request->size ? MSG_MORE : 0));
 	if (!error && decision->tagged)
 		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision->channel,
 					 decision->shadow_id, decision->position);
-	return error ? error : send_all(stream, request->data, request->size, last);
+	return error ? error : send_all(stream, request->data, request->size, end);
 }
 
 static int receive_message(struct stream *stream, struct request *request)
