@@ -96,8 +96,7 @@ static int send_message(struct stream *stream, struct request *request)
 	if (!error)
 		error = send_all(stream, &header, HEADER, end | (request->size ? MSG_MORE : 0));
 	if (!error && decision->tagged)
-		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision->channel,
-					 decision->shadow_id, decision->position);
+		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision);
 	return error ? error : send_all(stream, request->data, request->size, end);
 }
 
