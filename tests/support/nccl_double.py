@@ -88,7 +88,10 @@ class GlooCommunicator:
     def synchronize(self) -> None:
         """Return at once: nothing is in progress."""
 
-    def close(self, *, broken: bool) -> None:
+    def abort(self) -> None:
+        """Do nothing: nothing is in progress."""
+
+    def close(self) -> None:
         """Leave the group to the end of the process."""
 
 
@@ -126,8 +129,9 @@ class PluginCommunicator:
             tensor /= self._place.ranks
         elements, itemsize = len(tensor), tensor.element_size()
         used = self._slicing.used(elements, itemsize, len(self._channels))
+        told = len(self._channels) if self._caller.versions.profiler == 3 else used  # 2.26 tells the maximum
         coll = self._caller.coll(
-            tensor.data_ptr(), elements, _TYPES[tensor.dtype], used, comm_hash=self._hash
+            tensor.data_ptr(), elements, _TYPES[tensor.dtype], told, comm_hash=self._hash
         )
         running = [self._threads.submit(self._run, coll, channel, tensor) for channel in range(used)]
         for one in running:
@@ -136,7 +140,10 @@ class PluginCommunicator:
     def synchronize(self) -> None:
         """Return at once: `all_reduce` waits."""
 
-    def close(self, *, broken: bool) -> None:
+    def abort(self) -> None:
+        """Do nothing: threads end with an error when a connection breaks."""
+
+    def close(self) -> None:
         """Close the connections."""
         self._threads.shutdown()
         for comm in self._senders:
@@ -157,7 +164,8 @@ class PluginCommunicator:
             step = self._caller.proxy_step(op, send.step)
             sent.append(self._send(channel, contents.clone(), step))
             if len(sent) == _IN_FLIGHT:
-                self._finish(sent.popleft()[0])
+                self._finish(sent[0][0])
+                sent.popleft()  # its memory was sent
         for request, _ in sent:
             self._finish(request)
 

@@ -67,6 +67,7 @@ class NcclReducer:
         self._iterations = 0
         self._told = False
         self._on_done: Callable[[int], None]
+        self._on_error: Callable[[RingError], None]
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
         """Return what copies gradients on the communicator's stream."""
@@ -74,8 +75,8 @@ class NcclReducer:
         return Staging() if stream is None else StreamStaging(device, stream)
 
     def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
-        """Begin. `submit` raises all errors itself."""
-        self._on_done = on_done
+        """Begin. `on_error` is called if `passed` finds a broken connection."""
+        self._on_done, self._on_error = on_done, on_error
 
     def submit(self, index: int) -> None:
         """Launch the next bucket's AllReduce.
@@ -83,17 +84,15 @@ class NcclReducer:
         Raises:
             RingError: NCCL has failed, or tagging has ended although it is required.
         """
-        if self._tags is not None and self._tags.broken:
-            self.failed = True
-            raise RingError(f"{self._name}: {self._tags.broken}")
+        if self.failed or self._broken():
+            raise RingError(f"{self._name}: {self._broken() or 'NCCL has failed before'}")
         if self._required and (trouble := self._trouble()):
             raise RingError(f"{self._name}: gradients are not tagged any more: {trouble}")
         try:
             self.communicator.all_reduce(self.tensors[index], average=True)
         except RuntimeError as error:
             self.failed = True
-            broken = self._tags.broken if self._tags is not None else ""
-            raise RingError(f"{self._name}: NCCL: {broken or error}") from error
+            raise RingError(f"{self._name}: NCCL: {self._broken() or error}") from error
         self._iterations += index == len(self.tensors) - 1
         self._on_done(index)
 
@@ -104,15 +103,26 @@ class NcclReducer:
     def passed(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends.
 
-        If tagging has stopped, nothing more comes: then shadow nodes notice that bytes are lost.
+        If tagging has stopped, nothing more comes: then shadow nodes notice that bytes are lost. If a
+        connection broke, no record may follow, because NCCL 2.26 and 2.27 give wrong sums without an error.
+        Then the communicator is aborted, which ends what waits for it.
         """
         if self._tags is None:
             return True
+        if broken := self._broken():
+            if not self.failed:
+                self.failed = True
+                self._on_error(RingError(f"{self._name}: {broken}"))
+                self.communicator.abort()
+            return False
         done = all(self._tags.count(*stream)[1] >= end for stream, end in ends.items())
         return done or bool(self._trouble())
 
     def close(self) -> None:
         """Do nothing: launches end with the communicator."""
+
+    def _broken(self) -> str:
+        return "" if self._tags is None else self._tags.broken
 
     def _trouble(self) -> str:
         """Return why tagging has stopped, and log it once; "" if it has not."""

@@ -122,8 +122,14 @@ class NcclMaker:
             made = nccl_runtime.runtime.open(self.place, self.device)
         except RuntimeError as error:
             raise RingError(f"{self.place.name}: NCCL can't connect the ranks: {error}") from error
-        self.undo.callback(lambda: made.close(broken=self._reducer is None or self._reducer.failed))
+        self.undo.callback(self._close, made)
         return made
+
+    def _close(self, communicator: Communicator) -> None:
+        """Close the communicator; abort it first if other ranks may not come to its end."""
+        if self._reducer is None or self._reducer.failed:
+            communicator.abort()
+        communicator.close()
 
     def _untagged(self, communicator: Communicator) -> NcclReducer:
         self._reducer = NcclReducer(self.layout, communicator, None, {}, self.place.name)
@@ -133,7 +139,8 @@ class NcclMaker:
         """Return the reducer that tags, unless the calibration shows that tags would be wrong."""
         with library.expected():
             reducer = self._tagging(library, self._open())
-            self._agree(calibrate(self.place, self.layout, library, reducer))
+            trouble = self._name_buckets(library, reducer)
+            self._agree(trouble or calibrate(self.place, self.layout, library, reducer))
         if not self.troubles:
             return reducer
         library.stop(self.troubles[0])
@@ -145,13 +152,20 @@ class NcclMaker:
         self._reducer = reducer = NcclReducer(
             self.layout, communicator, library, streams, self.place.name, required=self.required
         )
-        library.set_buckets(
-            [
-                NcclBucket(tensor.data_ptr(), bucket.elements, bucket.itemsize, bucket.shadow_id)
-                for tensor, bucket in zip(reducer.tensors, self.layout.schedule, strict=True)
-            ]
-        )
         return reducer
+
+    def _name_buckets(self, library: NcclLibrary, reducer: NcclReducer) -> str:
+        """Tell the plugin the buckets. Return why it does not take them, or ""."""
+        try:
+            library.set_buckets(
+                [
+                    NcclBucket(tensor.data_ptr(), bucket.elements, bucket.itemsize, bucket.shadow_id)
+                    for tensor, bucket in zip(reducer.tensors, self.layout.schedule, strict=True)
+                ]
+            )
+        except ValueError as error:
+            return f"{error}: give DDP a larger bucket_cap_mb"
+        return ""
 
     def _streams(self) -> Iterator[tuple[tuple[int, int], int]]:
         """Yield this rank's streams, by channel and shard, with their bytes in each iteration."""

@@ -54,8 +54,11 @@ class Communicator(Protocol):
     def synchronize(self) -> None:
         """Wait until everything launched is done."""
 
-    def close(self, *, broken: bool) -> None:
-        """End it; `broken` does not wait for the other ranks."""
+    def abort(self) -> None:
+        """End everything launched, without the other ranks."""
+
+    def close(self) -> None:
+        """End it, if it was not aborted together with the other ranks."""
 
 
 class NcclRuntime(Protocol):
@@ -98,12 +101,15 @@ class TorchCommunicator:
         assert self.stream is not None
         self.stream.synchronize()
 
-    def close(self, *, broken: bool) -> None:
-        """Destroy the process group; abort it first if it is `broken`."""
-        if broken:
-            backend: Any = self._group._get_backend(self.device)
-            backend.abort()
-        dist.destroy_process_group(self._group)
+    def abort(self) -> None:
+        """Abort the communicator."""
+        backend: Any = self._group._get_backend(self.device)
+        backend.abort()
+
+    def close(self) -> None:
+        """Destroy the process group, unless the script has destroyed all."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
 
 class TorchNccl:
