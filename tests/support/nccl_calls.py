@@ -129,7 +129,6 @@ class Caller:
         self._step_of_phandle: dict[int, int | None] = {}
         self._place_of_step: dict[int, tuple[int | None, int]] = {}
         self._earlier: int | None = None
-        self._sent: dict[int, Any] = {}
         self.mask = 0
 
     def _functions(self, symbol: str, count: int) -> list[int | None]:
@@ -232,8 +231,6 @@ class Caller:
         result = self._call(
             self._net, 10, c_void_p(comm), data, c_size_t(nbytes), 0, None, c_void_p(phandle), byref(request)
         )
-        if request.value is not None:
-            self._sent[request.value] = data  # the plugin may read it until it has closed
         return result, request.value
 
     def irecv(self, comm: int, data: Any, room: int) -> tuple[int, int | None]:
