@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import termios
 import time
 from collections.abc import Callable
 
@@ -106,3 +112,48 @@ def test_closing_with_sends_in_flight_is_no_break(make: Make) -> None:
     sender.close()
     assert time.monotonic() - start < 2
     assert sender.library.broken == ""
+
+
+def test_acknowledgements_of_an_earlier_job_do_not_count(make: Make) -> None:
+    sender = make("2.30", 1, 2, 1)
+    sender.library.set_buckets([BUCKET])
+    sender.reduce(0, BUCKET)
+    place = NcclPlace(1, 2, LOOPBACK, "lo")
+    sender.library.begin(place, channels=1, slicing=sender.slicing, incarnation=2)
+    time.sleep(0.05)
+    assert sender.library.count(0, 0) == (0, 0)
+
+
+def sockets_to(port: int) -> list[socket.socket]:
+    """Return this process's connections to a port, which stay the plugin's."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            one = socket.socket(fileno=os.dup(int(entry)))
+            if one.family == socket.AF_INET and one.getpeername()[1] == port:
+                found.append(one)
+    return found
+
+
+def unacknowledged(one: socket.socket) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))[0])
+
+
+def test_bytes_that_wait_in_the_kernel_are_not_acknowledged(make: Make) -> None:
+    """The third of three equal sends is tagged, and blocks in the middle."""
+    sender = make("2.30", 1, 2, 2, receives=False)
+    filled, tagged = (sockets_to(port)[0] for port in sender.ports)
+    for one in (filled, tagged):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    data = buffer(8 << 20)
+    sender.caller.isend(sender.connections[0], data, 8 << 20, None)
+    time.sleep(0.2)
+    third = unacknowledged(filled) * 2 // 5 // 4 // 64 * 64
+    sender.library.set_buckets([bucket := NcclBucket(address(0), 4 * third, 4, 0, 1)])
+    ops = sender.collective(0, TracedCollective(bucket.elements, "ncclFloat32", 1))
+    for send in list(sender.slicing.sends(range(bucket.elements), 4, 2, 1))[:3]:
+        step = sender.caller.proxy_step(ops[0], send.step)
+        sender.caller.isend(sender.connections[1], data, 4 * len(send.where), step)
+    time.sleep(0.2)
+    assert unacknowledged(tagged) > 8 * third  # more than the plugin has counted
+    assert sender.library.count(0, 0) == (4 * third, 0)

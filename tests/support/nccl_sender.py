@@ -7,6 +7,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
@@ -14,13 +16,15 @@ from typing import Any, Final
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
-from tests.support.nccl_calls import RELEASES, Caller
+from tests.support.labs.end_hosts import inside
+from tests.support.nccl_calls import RELEASES, Caller, Versions
 from tests.support.nccl_traces import ITEMSIZES, TracedCollective
 
 LOOPBACK: Final = IPv4Address("127.0.0.1")
 OURS: Final = 4711
 """The hash of the gradients' communicator."""
 _ROOM: Final = 2 << 20
+_SLICING: Final = NcclSlicing()
 
 
 def address(number: int) -> int:
@@ -44,40 +48,88 @@ def until(made: Callable[[], int | None], seconds: float = 20.0) -> int:
     return found
 
 
-def loaded(
-    path: Path, rank: int, ranks: int, channels: int, slicing: NcclSlicing, release: str
+class KeepingCaller(Caller):
+    """Keeps what it sends in memory, because the plugin may read it until it has closed."""
+
+    def __init__(self, path: Path, versions: Versions) -> None:
+        """Load the plugin's file."""
+        super().__init__(path, versions)
+        self._kept: dict[int | None, Any] = {}
+
+    def isend(self, comm: int, data: Any, nbytes: int, step: int | None) -> tuple[int, int | None]:
+        """Send, as `Caller` does. Requests are used again."""
+        result, request = super().isend(comm, data, nbytes, step)
+        self._kept[request] = data
+        return result, request
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The job of a rank, and where it and the next one are."""
+
+    release: str
+    rank: int
+    ranks: int
+    channels: int
+    slicing: NcclSlicing = _SLICING
+    own: tuple[str, IPv4Address] = ("", LOOPBACK)
+    """Network namespace, "" for this one, and address."""
+    other: tuple[str, IPv4Address] = ("", LOOPBACK)
+    sockets_map: int = -1
+
+
+def _there(namespace: str) -> AbstractContextManager[None]:
+    return inside(namespace) if namespace else nullcontext()
+
+
+def _loaded(
+    path: Path, said: Settings, rank: int, address: IPv4Address, sockets_map: int
 ) -> tuple[NcclLibrary, Caller]:
     """Load a plugin of its own for a rank, begin with a job, and make the gradients' communicator."""
     shutil.copy(shared_object(), path)
     library = NcclLibrary(path)
-    library.begin(NcclPlace(rank, ranks, LOOPBACK, "lo"), channels=channels, slicing=slicing, incarnation=1)
-    caller = Caller(path, RELEASES[release])
+    library.begin(
+        NcclPlace(rank, said.ranks, address, "lo"),
+        channels=said.channels,
+        slicing=said.slicing,
+        incarnation=1,
+        sockets_map=sockets_map,
+    )
+    caller = KeepingCaller(path, RELEASES[said.release])
     with library.expected():
-        assert caller.init(OURS, ranks, ranks, rank) == 0
+        assert caller.init(OURS, said.ranks, said.ranks, rank) == 0
     return library, caller
 
 
 class SendingRank:
     """One rank's NCCL, and a sink for its channels' connections."""
 
-    def __init__(
-        self, folder: Path, release: str, rank: int, ranks: int, channels: int, slicing: NcclSlicing
-    ) -> None:
+    def __init__(self, folder: Path, said: Settings) -> None:
         """Load two plugins in `folder`, and connect a connection for each channel."""
-        self.rank, self.ranks, self.slicing = rank, ranks, slicing
-        self.library, self.caller = loaded(folder / "rank.so", rank, ranks, channels, slicing, release)
-        after = (rank + 1) % ranks
-        self.sink_library, self._sink = loaded(folder / "sink.so", after, ranks, channels, slicing, release)
-        self._ends, self._listeners = [], []
-        self.connections = []
-        for _ in range(channels):
-            handle, listening = self._sink.listen()
+        self.rank, self.ranks, self.slicing = said.rank, said.ranks, said.slicing
+        (here, own), (there, other) = said.own, said.other
+        self.library, self.caller = _loaded(folder / "rank.so", said, said.rank, own, said.sockets_map)
+        after = (said.rank + 1) % said.ranks
+        self.sink_library, self._sink = _loaded(folder / "sink.so", said, after, other, -1)
+        self._ends: list[int] = []
+        self._listeners: list[int] = []
+        self.connections: list[int] = []
+        self.ports: list[int] = []
+        for _ in range(said.channels):
+            with _there(there):
+                handle, listening = self._sink.listen()
             place = buffer(handle)
-            self.connections.append(until(lambda place=place: self.caller.connect(place)))  # type: ignore[misc]
+            self.ports.append(int.from_bytes(handle[2:4], "big"))
+            with _there(here):
+                self.connections.append(until(lambda place=place: self.caller.connect(place)))  # type: ignore[misc]
             self._ends.append(until(lambda to=listening: self._sink.accept(to)))  # type: ignore[misc]
             self._listeners.append(listening)
         self._stopping = threading.Event()
         self._rooms = [buffer(_ROOM) for _ in self._ends]  # the plugin may write there until it has closed
+        self._threads: list[threading.Thread] = []
+
+    def receive(self) -> None:
+        """Begin to receive on all connections."""
         self._threads = [
             threading.Thread(target=self._drain, args=pair)
             for pair in zip(self._ends, self._rooms, strict=True)

@@ -250,6 +250,7 @@ struct send_decision decide(const struct send_mark *mark, const void *data, size
 	if (coll->epoch != job_epoch() || !foreseen(mark, nbytes, order, &sent))
 		return decision;
 	*order = (struct send_order){coll->serial, mark->step, true};
+	decision.epoch = coll->epoch;
 	decision.channel = mark->op->channel;
 	decision.shadow_id = coll->shadow_id;
 	if (coll->calibrates) {

@@ -35,6 +35,7 @@ struct send_order {
 
 struct send_decision {
 	bool tagged;
+	uint32_t epoch; /* of the job */
 	uint32_t channel;
 	uint32_t shadow_id;
 	uint64_t position; /* in the stream */

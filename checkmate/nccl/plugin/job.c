@@ -245,7 +245,10 @@ uint64_t job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes)
 	return atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
 }
 
-void job_set_acknowledged(uint32_t channel, uint32_t shadow_id, uint64_t position)
+void job_set_acknowledged(uint32_t of, uint32_t channel, uint32_t shadow_id, uint64_t position)
 {
-	atomic_store(&acknowledged[channel][shadow_id], position);
+	pthread_mutex_lock(&lock);
+	if (of == atomic_load(&epoch))
+		atomic_store(&acknowledged[channel][shadow_id], position);
+	pthread_mutex_unlock(&lock);
 }

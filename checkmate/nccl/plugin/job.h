@@ -81,6 +81,6 @@ bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied);
 void job_set_used(int number, uint32_t used);
 /* Count tagged bytes; return the stream's position before them. */
 uint64_t job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes);
-void job_set_acknowledged(uint32_t channel, uint32_t shadow_id, uint64_t position);
+void job_set_acknowledged(uint32_t epoch, uint32_t channel, uint32_t shadow_id, uint64_t position);
 
 #endif

@@ -63,16 +63,20 @@ void tagging_wrote(struct tagging *tagging, uint64_t nbytes)
 static int reap(struct tagging *tagging)
 {
 	struct tagged_socket *socket = &tagging->socket;
-	int unacknowledged;
+	uint64_t acknowledged;
+	int waiting;
 
-	if (ioctl(tagging->fd, SIOCOUTQ, &unacknowledged))
+	if (ioctl(tagging->fd, SIOCOUTQ, &waiting))
 		return -errno;
+	/* The kernel may have bytes of a write that is not counted yet. */
+	acknowledged = tagging->written > (uint64_t)waiting ? tagging->written - (uint64_t)waiting : 0;
 	for (; socket->head != socket->tail; socket->head++) {
 		uint32_t at = socket->head % TAGGER_RANGES;
 
-		if (tagging->live[at].end > tagging->written - (uint64_t)unacknowledged)
+		if (tagging->live[at].end > acknowledged)
 			break;
-		job_set_acknowledged(tagging->live[at].channel, tagging->live[at].shadow_id, tagging->live[at].position);
+		job_set_acknowledged(tagging->live[at].epoch, tagging->live[at].channel, tagging->live[at].shadow_id,
+				     tagging->live[at].position);
 	}
 	return 0;
 }
@@ -117,41 +121,49 @@ static int learn_first_sequence(struct tagging *tagging)
 	return 0;
 }
 
-static int add(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
+/* If the kernel refuses a call, tagging stops. */
+static bool granted(int error)
+{
+	if (error)
+		job_fail("the kernel refuses a tag: %s", strerror(-error));
+	return !error;
+}
+
+static int add(struct tagging *tagging, uint32_t length, const struct send_decision *decision)
 {
 	struct tagged_socket *socket = &tagging->socket;
-	int error = learn_first_sequence(tagging);
+	int error = await_ranges(tagging, TAGGER_RANGES - 1);
 	uint32_t at;
 
-	if (!error)
-		error = await_ranges(tagging, TAGGER_RANGES - 1);
-	if (error)
+	if (error || decision->epoch != job_epoch() || !granted(learn_first_sequence(tagging)))
 		return error;
 	at = socket->tail++ % TAGGER_RANGES;
 	socket->ranges[at] = (struct tag_range){
 		.anchor = socket->first_sequence + (uint32_t)tagging->written,
 		.length = length,
-		.sequence = (uint32_t)position,
-		.shadow_id = (uint16_t)shadow_id,
-		.channel = (uint8_t)channel,
+		.sequence = (uint32_t)decision->position,
+		.shadow_id = (uint16_t)decision->shadow_id,
+		.channel = (uint8_t)decision->channel,
 		.incarnation = (uint8_t)job.incarnation,
 	};
 	tagging->live[at].end = tagging->written + length;
-	tagging->live[at].position = position + length;
-	tagging->live[at].shadow_id = shadow_id;
-	tagging->live[at].channel = channel;
-	if (!tagging->prepared)
-		return 0;
-	tagging->kernel_end = tagging->live[at].end;
-	return call(BPF_MAP_UPDATE_ELEM, tagging, socket);
+	tagging->live[at].position = decision->position + length;
+	tagging->live[at].epoch = decision->epoch;
+	tagging->live[at].shadow_id = decision->shadow_id;
+	tagging->live[at].channel = decision->channel;
+	if (tagging->prepared) {
+		tagging->kernel_end = tagging->live[at].end;
+		granted(call(BPF_MAP_UPDATE_ELEM, tagging, socket));
+	}
+	return 0;
 }
 
-int tagging_announce(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
+int tagging_announce(struct tagging *tagging, uint32_t length, const struct send_decision *decision)
 {
 	int error;
 
 	pthread_mutex_lock(&tagging->lock);
-	error = add(tagging, length, channel, shadow_id, position);
+	error = add(tagging, length, decision);
 	pthread_mutex_unlock(&tagging->lock);
 	return error;
 }
@@ -164,7 +176,7 @@ int tagging_pass(struct tagging *tagging, uint64_t length)
 	if (tagging->kernel_end && tagging->written + length - tagging->kernel_end > RETIRE_AFTER) {
 		error = await_ranges(tagging, 0);
 		if (!error)
-			error = call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket);
+			granted(call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket));
 		tagging->kernel_end = 0;
 	}
 	pthread_mutex_unlock(&tagging->lock);

@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "../../tagger/tagger.h"
+#include "events.h"
 
 struct tagging {
 	int fd;
@@ -23,6 +24,7 @@ struct tagging {
 	struct {
 		uint64_t end; /* in bytes written */
 		uint64_t position; /* of its end in the stream */
+		uint32_t epoch;
 		uint32_t shadow_id;
 		uint32_t channel;
 	} live[TAGGER_RANGES];
@@ -33,9 +35,11 @@ void tagging_begin(struct tagging *tagging, int fd);
 int tagging_prepare(struct tagging *tagging);
 /* Count bytes that were written. */
 void tagging_wrote(struct tagging *tagging, uint64_t nbytes);
-/* Announce the next `length` bytes as tagged. Return 0, or a negative errno. */
-int tagging_announce(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position);
-/* Make room before `length` untagged bytes, because an old range would match again when sequence numbers wrap. */
+/* Announce the next `length` bytes as tagged. If the kernel refuses that, tagging stops, and the bytes go untagged.
+ * Return 0, or a negative errno if the connection is broken. */
+int tagging_announce(struct tagging *tagging, uint32_t length, const struct send_decision *decision);
+/* Make room before `length` untagged bytes, because an old range would match again when sequence numbers wrap.
+ * Return as `tagging_announce`. */
 int tagging_pass(struct tagging *tagging, uint64_t length);
 /* Note what the peer has acknowledged. */
 void tagging_acknowledge(struct tagging *tagging);
