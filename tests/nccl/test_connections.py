@@ -15,7 +15,7 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl_calls import RELEASES, REMOTE_ERROR, Caller
-from tests.support.nccl_sender import LOOPBACK, buffer, until
+from tests.support.nccl_sender import LOOPBACK, KeepingCaller, buffer, until
 
 
 class Pair:
@@ -30,7 +30,7 @@ class Pair:
             library.begin(
                 NcclPlace(rank, 2, LOOPBACK, "lo"), channels=2, slicing=NcclSlicing(), incarnation=3
             )
-            caller = Caller(path, RELEASES[release])
+            caller = KeepingCaller(path, RELEASES[release])
             with library.expected():
                 assert caller.init(77, 2, 2, rank) == 0
             self.callers.append(caller)

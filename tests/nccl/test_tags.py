@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from checkmate.tagger import Tagger
 from checkmate.wire import tag
 from checkmate.wire.nccl_slicing import NcclSend
 from tests.support.labs.end_hosts import CapturedSegment, PacketCapture, needs_root, veth_pair
-from tests.support.nccl_sender import SendingRank, address, until
+from tests.support.nccl_calls import REMOTE_ERROR
+from tests.support.nccl_sender import SendingRank, address, buffer, until
 from tests.support.streams import copy_sequence
 
 pytestmark = needs_root
@@ -109,3 +111,19 @@ def test_a_map_that_is_none_is_named_before_the_connection_is_made(make: Make) -
     sender.reduce(0, BUCKETS[0])
     expected = "the kernel refuses to prepare a socket for tags: Bad file descriptor"
     assert (sender.library.trouble, sender.library.count(0, 0)) == (expected, (0, 0))
+
+
+@pytest.mark.slow
+def test_a_peer_that_vanishes_breaks_both_ends_in_bounded_time(make: Make, tmp_path: Path) -> None:
+    with veth_pair() as pair:
+        ends = [(pair.a, IPv4Address(pair.a_ip)), (pair.b, IPv4Address(pair.b_ip))]
+        sender = make("2.30", 1, 2, 2, own=ends[0], other=ends[1])
+        sender.library.set_buckets(BUCKETS)
+        sender.reduce(0, BUCKETS[0])
+        pair.lose(1000, tmp_path)
+        sender.send(0, 100, None)  # into the kernel; nothing follows
+        for library in (sender.library, sender.sink_library):
+            until(lambda one=library: 1 if one.broken else None, seconds=25)  # type: ignore[misc]
+            assert "Connection timed out" in library.broken
+        data, comm = buffer(1), sender.connections[0]
+        assert until(lambda: sender.caller.isend(comm, data, 1, None)[0] or None) == REMOTE_ERROR

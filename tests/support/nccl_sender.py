@@ -17,7 +17,7 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 from tests.support.labs.end_hosts import inside
-from tests.support.nccl_calls import RELEASES, Caller
+from tests.support.nccl_calls import RELEASES, Caller, Versions
 from tests.support.nccl_traces import ITEMSIZES, TracedCollective
 
 LOOPBACK: Final = IPv4Address("127.0.0.1")
@@ -46,6 +46,21 @@ def until(made: Callable[[], int | None], seconds: float = 20.0) -> int:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return found
+
+
+class KeepingCaller(Caller):
+    """Keeps what it sends in memory, because the plugin may read it until it has closed."""
+
+    def __init__(self, path: Path, versions: Versions) -> None:
+        """Load the plugin's file."""
+        super().__init__(path, versions)
+        self._kept: dict[int | None, Any] = {}
+
+    def isend(self, comm: int, data: Any, nbytes: int, step: int | None) -> tuple[int, int | None]:
+        """Send, as `Caller` does. Requests are used again."""
+        result, request = super().isend(comm, data, nbytes, step)
+        self._kept[request] = data
+        return result, request
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ def _loaded(
         incarnation=1,
         sockets_map=sockets_map,
     )
-    caller = Caller(path, RELEASES[said.release])
+    caller = KeepingCaller(path, RELEASES[said.release])
     with library.expected():
         assert caller.init(OURS, said.ranks, said.ranks, rank) == 0
     return library, caller

@@ -47,8 +47,8 @@ def nodes() -> Iterator[list[RecordingNode]]:
         node.stop()
 
 
-def job_file(folder: Path, nodes: list[RecordingNode], collective: str = "ring") -> Path:
-    data = {**job_data(ranks=2, nodes=2, channels=2), "collective": collective}
+def job_file(folder: Path, nodes: list[RecordingNode], ranks: int = 2, collective: str = "ring") -> Path:
+    data = {**job_data(ranks=ranks, nodes=2, channels=2), "collective": collective}
     for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
         rank["ip"] = f"127.0.9.{number + 1}"
     for described, node in zip(data["shadow_nodes"], nodes, strict=True):
@@ -74,7 +74,7 @@ def run_ranks(
         port = taken.getsockname()[1]
     common = {
         **os.environ,
-        "CHECKMATE_JOB": str(job_file(folder, nodes, collective)),
+        "CHECKMATE_JOB": str(job_file(folder, nodes, collective=collective)),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -8,11 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "job.h"
 
-enum { HEADER = 8 };
+enum { HEADER = 8, IDLE_SECONDS = 1 };
 
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream *senders;
@@ -113,15 +114,34 @@ static int receive_message(struct stream *stream, struct request *request)
 	return receive_all(stream, request->data, request->size);
 }
 
-/* Return the next request, or NULL when the stream closes. */
+/* Return whether the peer has vanished while nothing was sent. A peer that has closed may have ended as it should. */
+static bool vanished(struct stream *stream)
+{
+	socklen_t size = sizeof(int);
+	int error = 0;
+
+	getsockopt(stream->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+	if (error && error != ECONNRESET && error != EPIPE)
+		stream_fail(stream, error);
+	return atomic_load(&stream->error);
+}
+
+/* Return the next request, or NULL when the stream closes, or when the peer of a sending one has vanished. */
 static struct request *next_request(struct stream *stream)
 {
 	struct request *request = NULL;
+	bool gone = false;
 
 	pthread_mutex_lock(&stream->lock);
-	while (stream->done == stream->posted && !stream->closing)
-		pthread_cond_wait(&stream->changed, &stream->lock);
-	if (!stream->closing)
+	while (stream->done == stream->posted && !stream->closing && !gone) {
+		struct timespec until;
+
+		clock_gettime(CLOCK_REALTIME, &until);
+		until.tv_sec += IDLE_SECONDS;
+		if (pthread_cond_timedwait(&stream->changed, &stream->lock, &until) && stream->sends)
+			gone = vanished(stream);
+	}
+	if (!stream->closing && !gone)
 		request = &stream->requests[stream->done % NCCL_NET_REQUESTS_MAX];
 	pthread_mutex_unlock(&stream->lock);
 	return request;
