@@ -1,6 +1,6 @@
 # Checkmate. `make demo` and `make test` do all of their own set-up.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-switch test test-all lint ptf p4 proto bench docs clean
+.PHONY: help setup demo demo-switch test test-all lint ptf p4 nccl proto bench docs clean
 RUN := .venv/bin/python
 TARGET ?= softswitch
 P4_TARGET ?= bmv2
@@ -36,6 +36,9 @@ ptf: setup ## Packet tests; TARGET=softswitch (default), bmv2 or tna; tofino wit
 
 p4: setup ## Compile the data plane with p4c; P4_TARGET=bmv2 (default), tofino or tofino2
 	@$(RUN) -m p4src.compile $(P4_TARGET)
+
+nccl: setup ## Compile the plugin for stock NCCL, and print the variables that name it to NCCL
+	@$(RUN) -m checkmate.cli.entry nccl build
 
 proto: setup ## Generate checkmate/rpc's Python from its .proto
 	@$(RUN) -m tools.proto

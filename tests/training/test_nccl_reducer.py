@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,22 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.cli.nccl import show
-from checkmate.job.schema import Job
-from checkmate.nccl.environment import slicing_of
 from checkmate.ring import RingError
-from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.gradients.nccl_check import RankVerdict
 from checkmate.training.gradients.nccl_reducer import NcclReducer
-from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.start import membership, nccl_runtime
-from checkmate.training.start.membership import Membership, SessionError, Start
-from checkmate.training.start.plans import RestartPlan
-from checkmate.wire.layout import Layout, Parameter, make_layout
-from checkmate.wire.nccl_slicing import NcclSlicing
-from testbed.jobs import job_data
+from checkmate.training.start.membership import SessionError
 from tests.support.nccl_double import DoubleNccl
+from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, layout_of, place_of, prepare
 from tests.support.training.rank_processes import RankProcesses
 
 ITERATIONS = 3
@@ -40,31 +30,6 @@ ITERATIONS = 3
 def ranks() -> Iterator[RankProcesses]:
     with RankProcesses() as processes:
         yield processes
-
-
-def place_of(rank: int, count: int, channels: int) -> Membership:
-    data = job_data(ranks=count, nodes=2, channels=channels)
-    for number, one in enumerate(data["dp_groups"][0]["ranks"]):
-        one["ip"] = f"127.0.0.{number + 1}"
-    made = Job.model_validate({**data, "collective": "nccl"})
-    return membership.place(made, rank, count, range(count))
-
-
-def layout_of(double: DoubleNccl) -> Layout:
-    sizes = [(70_001, "float32"), (33_333, "bfloat16"), (5, "float32"), (40_000, "float64"), (1, "bfloat16")]
-    known = [Parameter(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)]
-    return make_layout(known, 2, 200_000, slicing_of(double.version(), {}))
-
-
-def prepare(
-    rank: int, count: int, channels: int, double: DoubleNccl, undo: ExitStack, *, required: bool = False
-) -> NcclMaker:
-    nccl_runtime.runtime = double
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
-        del os.environ[name]
-    start = Start(RestartPlan("nothing", 7, "run"))
-    place = place_of(rank, count, channels)
-    return NcclMaker(place, layout_of(double), start, torch.device("cpu"), undo, required)
 
 
 def reduce(rank: int, count: int, channels: int, double: DoubleNccl) -> dict[str, Any]:
@@ -94,11 +59,6 @@ def reduce(rank: int, count: int, channels: int, double: DoubleNccl) -> dict[str
         assert library is not None, maker.troubles
         counts = {stream: library.count(*stream) for stream in ends}
         return {"troubles": maker.troubles, "ends": ends, "counts": counts, "passed": passed}
-
-
-TAGGING = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("clang") is None, reason="the tagger needs root and clang"
-)
 
 
 @TAGGING
@@ -151,9 +111,6 @@ def untagged(
         return maker.troubles
 
 
-OTHER_CELLS = DoubleNccl("2.29", NcclSlicing(cell=8192))
-
-
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize(
     ("doubles", "environ", "words"),
@@ -200,47 +157,6 @@ def lose(rank: int, count: int) -> str:
 def test_a_rank_that_ends_is_an_error_on_the_other(ranks: RankProcesses) -> None:
     told, _ = ranks.run(2, lose)
     assert told.startswith("rank 0 (192.168.0.0): ")
-
-
-SIZES = (1, 1000, 65_537, 300_000)
-
-
-def examined(rank: int, count: int, double: DoubleNccl, collective: str) -> list[RankVerdict] | str:
-    prepare(rank, count, 2, double, ExitStack())
-    try:
-        job = place_of(rank, count, 2).job.model_copy(update={"collective": collective})
-        return nccl_check.examine(job, 0, SIZES)
-    except SessionError as error:
-        return str(error)
-
-
-@TAGGING
-def test_the_check_prints_what_each_rank_has_compared(
-    ranks: RankProcesses, capsys: pytest.CaptureFixture[str]
-) -> None:
-    both = ranks.run(2, examined, DoubleNccl("2.30"), "nccl")
-    assert both[0] == both[1]
-    verdicts: list[RankVerdict] = both[0]
-    assert [(one.rank, one.version, one.trouble) for one in verdicts] == [
-        ("rank 0 (192.168.0.0)", "2.30.5", ""),
-        ("rank 1 (192.168.0.1)", "2.30.5", ""),
-    ]
-    layout = nccl_check.sample_layout(2, NcclSlicing(), SIZES)
-    compared = [seen.nbytes for one in verdicts for seen in one.channels]
-    assert sum(compared) == sum(bucket.nbytes for bucket in layout.schedule)  # each of 2 ranks sends half
-    assert all(seen.mismatches == 0 and seen.sends for one in verdicts for seen in one.channels)
-    show(verdicts)
-    printed = capsys.readouterr().out
-    assert printed.count("gradients can be tagged") == 2
-    assert "rank 1 (192.168.0.1)  2.30.5        1" in printed
-
-
-@TAGGING
-def test_the_check_names_what_is_wrong(ranks: RankProcesses) -> None:
-    (verdicts, _) = ranks.run(2, examined, OTHER_CELLS, "nccl")
-    assert all("NCCL sends" in one.trouble for one in verdicts)
-    told = ranks.run(2, examined, DoubleNccl("2.30"), "ring")
-    assert told == ["the job demo has collective: ring: set it to nccl"] * 2
 
 
 def refused(rank: int, count: int) -> str:

@@ -1,0 +1,64 @@
+"""`checkmate nccl check`: what each rank's plugin has compared, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from checkmate.cli.nccl import show
+from checkmate.training.gradients import nccl_check
+from checkmate.training.gradients.nccl_check import RankVerdict
+from checkmate.training.start.membership import SessionError
+from checkmate.wire.nccl_slicing import NcclSlicing
+from tests.support.nccl_double import DoubleNccl
+from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, place_of, prepare
+from tests.support.training.rank_processes import RankProcesses
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as processes:
+        yield processes
+
+
+SIZES = (1, 1000, 65_537, 300_000)
+
+
+def examined(rank: int, count: int, double: DoubleNccl, collective: str) -> list[RankVerdict] | str:
+    prepare(rank, count, 2, double, ExitStack())
+    try:
+        job = place_of(rank, count, 2).job.model_copy(update={"collective": collective})
+        return nccl_check.examine(job, 0, SIZES)
+    except SessionError as error:
+        return str(error)
+
+
+@TAGGING
+def test_the_check_prints_what_each_rank_has_compared(
+    ranks: RankProcesses, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ranks.run(2, examined, DoubleNccl("2.30"), "nccl")
+    assert both[0] == both[1]
+    verdicts: list[RankVerdict] = both[0]
+    assert [(one.rank, one.version, one.trouble) for one in verdicts] == [
+        ("rank 0 (192.168.0.0)", "2.30.5", ""),
+        ("rank 1 (192.168.0.1)", "2.30.5", ""),
+    ]
+    layout = nccl_check.sample_layout(2, NcclSlicing(), SIZES)
+    compared = [seen.nbytes for one in verdicts for seen in one.channels]
+    assert sum(compared) == sum(bucket.nbytes for bucket in layout.schedule)  # each of 2 ranks sends half
+    assert all(seen.mismatches == 0 and seen.sends for one in verdicts for seen in one.channels)
+    show(verdicts)
+    printed = capsys.readouterr().out
+    assert printed.count("gradients can be tagged") == 2
+    assert "rank 1 (192.168.0.1)  2.30.5        1" in printed
+
+
+@TAGGING
+def test_the_check_names_what_is_wrong(ranks: RankProcesses) -> None:
+    (verdicts, _) = ranks.run(2, examined, OTHER_CELLS, "nccl")
+    assert all("NCCL sends" in one.trouble for one in verdicts)
+    told = ranks.run(2, examined, DoubleNccl("2.30"), "ring")
+    assert told == ["the job demo has collective: ring: set it to nccl"] * 2
