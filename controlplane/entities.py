@@ -118,10 +118,13 @@ class MulticastGroup:
 
 @dataclass(frozen=True, slots=True)
 class PortRate:
-    """The limit of a port's strangers, who send to the stub without being a client."""
+    """The limit of a port's strangers, who send to the stub without being a client.
+
+    `rate` is `None` if the switch has one but cannot be asked for it.
+    """
 
     port: int
-    rate: Rate
+    rate: Rate | None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -132,7 +135,8 @@ class PortRate:
         return "rates"
 
     def __str__(self) -> str:
-        return f"port {self.port} -> {self.rate.packets} packets a second for strangers"
+        limit = "an unknown number of" if self.rate is None else self.rate.packets
+        return f"port {self.port} -> {limit} packets a second for strangers"
 
 
 Entity = TableEntry | MulticastGroup | PortRate
@@ -222,18 +226,26 @@ class Update:
         return "insert" if self.old is None else "delete" if self.new is None else "modify"
 
     def undone(self) -> Update:
-        """Return the change that undoes this one."""
-        return Update(self.new, self.old)
+        """Return the change that undoes this one; what has replaced an unknown rate stays."""
+        return Update(self.new, self.new if _unknown(self.old) else self.old)
 
     def __str__(self) -> str:
         return f"{self.verb} {self.entity}"
 
 
+def _unknown(entity: Entity | None) -> bool:
+    return isinstance(entity, PortRate) and entity.rate is None
+
+
 def difference(held: Holdings, wanted: Holdings) -> list[Update]:
-    """Return the updates from `held` to `wanted`, in order."""
+    """Return the updates from `held` to `wanted`, in order. An unknown rate is replaced, but never wanted."""
     have = {entity.key: entity for entity in held}
     want = {entity.key: entity for entity in wanted}
-    puts = [Update(have.get(key), entity) for key, entity in want.items() if have.get(key) != entity]
+    puts = [
+        Update(have.get(key), entity)
+        for key, entity in want.items()
+        if have.get(key) != entity and not _unknown(entity)
+    ]
     drops = [Update(entity, None) for key, entity in have.items() if key not in want]
     rank = {feature: place for place, feature in enumerate(WRITE_ORDER)}
     puts.sort(key=lambda update: rank[update.entity.feature])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from scapy.packet import Raw
 from checkmate.wire.tag import HELLO_MAC_LENGTH, Hello
 from controlplane import stub
 from controlplane.endpoint import frames as stub_frames
-from controlplane.entities import PortRate, Rate
+from controlplane.entities import Entity, PortRate, Rate
 from controlplane.forwarding import discard, forward
 from controlplane.replication import mark
 from ptf_tests.base import FENCE_SOURCE, SwitchTest, TaggedTest, count
@@ -217,9 +218,11 @@ class PacketOut(StubTest):
             )
 
     def test_as_they_are(self) -> None:
-        """no feature changes them: tagged segments, segments and ARP to the stub, broadcasts, 9,000 bytes"""
+        """no feature changes them: tagged segments, segments and ARP to the stub, broadcasts, long frames"""
         self.put(mark(0x20))
-        inside = IP(src="10.9.0.1", dst="10.9.0.2") / TCP() / Raw(payload(9000 - 54))
+        # A Tofino's driver sends 2,048 bytes at most, with the two of `packet_out`.
+        longest = 2046 if self.lab.hardware else 9000
+        inside = IP(src="10.9.0.1", dst="10.9.0.2") / TCP() / Raw(payload(longest - 54))
         for frame in (
             tagged_segment(tag()).frame(),
             segment("S"),
@@ -269,6 +272,12 @@ class Limits(StubTest):
         self.stranger = replace(SHADOW, number=SHADOW.number + 1)
         self.put(*(stub.client(port, FENCE_SOURCE) for port in (SHADOW.switch_port, 9)))
 
+    def limit(self, *limits: Entity) -> None:
+        """Insert limits. PI answers the write of a rate before a chip has it."""
+        self.put(*limits)
+        if self.lab.hardware:
+            time.sleep(0.5)
+
     def flood(self, shadow: Shadow, port: int, frames: int = 40) -> int:
         """Send SYNs; return the number that reaches the controller, and check that the rest is dropped."""
         sent = [segment("S", shadow=shadow, seq=number) for number in range(frames)]
@@ -278,7 +287,7 @@ class Limits(StubTest):
 
     def test_stranger(self) -> None:
         """a stranger's flood: about a burst of it reaches the controller, and the rest is counted"""
-        self.put(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
+        self.limit(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
         before = self.switch.counts("limited")[0].packets
         passed = self.flood(self.stranger, SHADOW.switch_port)
         self.assertTrue(8 <= passed <= 15, passed)
@@ -286,29 +295,30 @@ class Limits(StubTest):
 
     def test_client_beside_stranger(self) -> None:
         """a client, at the port of a stranger's flood"""
-        self.put(
+        self.limit(
             stub.client(SHADOW.switch_port, SHADOW.ip),
             PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)),
         )
+        before = self.switch.counts("limited")[1]
         self.assertLess(self.flood(self.stranger, SHADOW.switch_port), 20)
         self.assertEqual(40, self.flood(SHADOW, SHADOW.switch_port))
-        self.assertEqual(0, self.switch.counts("limited")[1].packets)
+        self.assertEqual(before, self.switch.counts("limited")[1])
 
     def test_client_elsewhere(self) -> None:
         """a client's address at another port is a stranger"""
-        self.put(stub.client(SHADOW.switch_port, SHADOW.ip), PortRate(9, Rate(packets=1, burst=10)))
+        self.limit(stub.client(SHADOW.switch_port, SHADOW.ip), PortRate(9, Rate(packets=1, burst=10)))
         self.assertLess(self.flood(SHADOW, 9), 20)
 
     def test_other_port(self) -> None:
         """a flood at one port costs strangers at another nothing"""
-        self.put(*(PortRate(port, Rate(packets=1, burst=10)) for port in (SHADOW.switch_port, 9)))
+        self.limit(*(PortRate(port, Rate(packets=1, burst=10)) for port in (SHADOW.switch_port, 9)))
         self.flood(self.stranger, SHADOW.switch_port)
         self.assertTrue(8 <= self.flood(self.stranger, 9) <= 15)
 
     def test_client_rate(self) -> None:
         """a client is limited by its own rate"""
         entry = replace(stub.client(SHADOW.switch_port, SHADOW.ip), rate=Rate(packets=1, burst=10))
-        self.put(entry)
+        self.limit(entry)
         before = self.switch.counts("limited")[1].packets
         passed = self.flood(SHADOW, SHADOW.switch_port)
         self.assertTrue(8 <= passed <= 15, passed)
@@ -316,7 +326,7 @@ class Limits(StubTest):
 
     def test_arp(self) -> None:
         """ARP requests count like segments"""
-        self.put(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
+        self.limit(PortRate(SHADOW.switch_port, Rate(packets=1, burst=10)))
         received, punted = self.exchange(
             SHADOW.switch_port, [arp(1, str(STUB.ip), shadow=self.stranger) for _ in range(40)]
         )

@@ -35,8 +35,8 @@ from controlplane.entities import (
 )
 from controlplane.p4runtime.codec import Codec
 
-_TIMEOUT = 10.0
-_LOAD_TIMEOUT = 60.0
+_TIMEOUT = 30.0
+_LOAD_TIMEOUT = 120.0
 _BATCH = 500
 _ELECTION_ID = 1
 
@@ -182,8 +182,8 @@ class PtfSwitch:
 
     def holdings(self) -> Holdings:
         """Return all table entries and multicast groups that the switch holds."""
-        found = (self.codec.decode(entity) for entity in self._read(self.codec.read_all()))
-        return Holdings.of(_renumbered(entity, self._tests_ports) for entity in found if entity is not None)
+        found = self.codec.decode_all(self._read(self.codec.read_all()))
+        return Holdings.of(_renumbered(entity, self._tests_ports) for entity in found)
 
     def _there(self, update: Update) -> Update:
         """Return an update with the switch's own port numbers."""

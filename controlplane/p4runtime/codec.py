@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ from checkmate.job.tofino import chips
 from controlplane.entities import (
     FEATURE_OF_TABLE,
     Entity,
+    Holdings,
     MulticastGroup,
     Pairs,
     PortRate,
@@ -57,10 +60,16 @@ class Codec:
     """Translator for one program. `without` is the reason for a missing device configuration."""
 
     def __init__(
-        self, schema: P4Schema, *, counters_by_entry: bool = False, without: NotCompiled | None = None
+        self,
+        schema: P4Schema,
+        *,
+        counters_by_entry: bool = False,
+        reads_meters: bool = True,
+        without: NotCompiled | None = None,
     ) -> None:
         self.schema = schema
         self._counters_by_entry = counters_by_entry
+        self._reads_meters = reads_meters
         self._without = without
         self._fields = {
             table.alias: tuple(field.alias for field in table.match_fields) for table in schema.tables
@@ -79,18 +88,20 @@ class Codec:
         if target not in chips.TARGETS:
             p4info, config = compiled(target)
             return cls(P4Schema(p4info, config))
+        # PI can't read a Tofino's indexed meters: the drivers have no function for it.
+        make = partial(cls, counters_by_entry=True, reads_meters=p4runtime != "pi")
         p4info = artifacts(target) / P4INFO
         if not p4info.exists():
             missing = NotCompiled(f"{p4info} is missing; `python -m p4src.compile {target}` makes it")
-            return cls(P4Schema(compiled("bmv2")[0]), counters_by_entry=True, without=missing)
+            return make(P4Schema(compiled("bmv2")[0]), without=missing)
         try:
             program = device_config.read_program(target)
             if cpu_port is not None:
                 device_config.check_cpu_port(program, target, cpu_port)
             blob = device_config.pack(program, p4runtime)
         except NotCompiled as error:
-            return cls(P4Schema(p4info), counters_by_entry=True, without=error)
-        return cls(P4Schema(p4info, blob), counters_by_entry=True)
+            return make(P4Schema(p4info), without=error)
+        return make(P4Schema(p4info, blob))
 
     @classmethod
     def for_switch(cls, switch: Switch) -> Codec:
@@ -114,9 +125,8 @@ class Codec:
             replicas = [P4Replica(port, instance=instance) for port, instance in sorted(entity.replicas)]
             return P4MulticastGroupEntry(entity.id, replicas=replicas).encode(self.schema)
         if isinstance(entity, PortRate):
-            return P4MeterEntry(STRANGER_METER, index=entity.port, config=_meter_config(entity.rate)).encode(
-                self.schema
-            )
+            config = None if entity.rate is None else _meter_config(entity.rate)
+            return P4MeterEntry(STRANGER_METER, index=entity.port, config=config).encode(self.schema)
         return P4TableEntry(
             entity.table,
             match=P4TableMatch(entity.match),
@@ -161,8 +171,20 @@ class Codec:
 
     def read_all(self) -> list[p4r.Entity]:
         """Return the wildcard reads for all that a switch holds: every table, group and port's rate."""
-        reads = (P4TableEntry(), P4MulticastGroupEntry(), P4MeterEntry(STRANGER_METER))
-        return [each.encode(self.schema) for each in reads]
+        entries = P4TableEntry().encode(self.schema)
+        entries.table_entry.meter_config.SetInParent()  # otherwise they come without their rates
+        reads = [entries, P4MulticastGroupEntry().encode(self.schema)]
+        if self._reads_meters:
+            reads.append(P4MeterEntry(STRANGER_METER).encode(self.schema))
+        return reads
+
+    def decode_all(self, answers: Iterable[p4r.Entity]) -> Holdings:
+        """Return what a switch holds, from the answers to `read_all`."""
+        held = Holdings.of(entity for entity in map(self.decode, answers) if entity is not None)
+        if not self._reads_meters:
+            for port in range(self.schema.meters[STRANGER_METER].size):
+                held.put(PortRate(port, None))
+        return held
 
     def read_direct_counters(self, table: str) -> p4r.Entity:
         """Return the wildcard read for the direct counters of all entries of a table.

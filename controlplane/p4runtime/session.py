@@ -130,8 +130,7 @@ class SwitchSession(SwitchConnection):
 
     async def read(self) -> Holdings:
         """Return all that the switch holds."""
-        found = [self.codec.decode(entity) async for entity in self.read_entities(self.codec.read_all())]
-        return Holdings.of(entity for entity in found if entity is not None)
+        return self.codec.decode_all([entity async for entity in self.read_entities(self.codec.read_all())])
 
     async def read_entities(self, asked: Sequence[p4r.Entity]) -> AsyncIterator[p4r.Entity]:
         """Yield P4Runtime's own messages for the entities in `asked`, wildcards expanded."""

@@ -3,9 +3,9 @@
 Each server has its own format:
 - Stratum: the protobuf message `stratum.hal.barefoot.BfPipelineConfig`
   (github.com/stratum/stratum, `stratum/hal/lib/barefoot/bf.proto`, written there by `bf_pipeline_builder`).
-- PI, on which the SDE's own server is built: program name, binary and context.json, each after its length,
-  32 bits little-endian (`bf-asm/test/update_config.py` in github.com/p4lang/open-p4studio; the same in
-  Stratum up to 2022, `BfPipelineConfigToPiConfig`).
+- PI, on which the SDE's own server is built: program name, binary, context.json, the pipeline's name and the
+  BF-RT schema, each after its length, 32 bits little-endian (`_pi_update_device_start` in
+  `pkgsrc/bf-drivers/src/pi/pi_imp.c` of open-p4studio).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _for_pi(program: PackedProgram) -> bytes:
             f"PI takes programs of one pipeline, and {program.name} has {len(program.pipelines)}"
         )
     pipeline = program.pipelines[0]
-    parts = (program.name.encode(), pipeline.binary, pipeline.context)
+    parts = (program.name.encode(), pipeline.binary, pipeline.context, pipeline.name.encode(), program.bfrt)
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 

@@ -176,14 +176,15 @@ class TableCodec:
                 encode_match(key, field, add())
         message.priority = entry.priority
 
-    def encode(self, entry: Entry, message: p4r.TableEntry, counters: bool) -> None:
-        """Write a whole entry into a message, in canonical form, with its counter if requested."""
+    def encode(self, entry: Entry, message: p4r.TableEntry, counters: bool, meters: bool) -> None:
+        """Write a whole entry into a message, in canonical form, with its counter and meter if requested."""
         self.encode_key(entry, message)
         message.is_const = self.table.const_default if entry.is_default else self.info.is_const_table
         self.actions[entry.action].encode(message.action.action, entry.params)
         message.metadata = entry.metadata
         message.controller_metadata = entry.controller_metadata
-        encode_meter(entry.meter, message, "meter_config")
+        if meters:
+            encode_meter(entry.meter, message, "meter_config")
         if counters and self.counted:
             encode_count(entry.count, message.counter_data)
 

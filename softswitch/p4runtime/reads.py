@@ -40,10 +40,10 @@ def _table_entries(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:
     wanted = query.table_entry
     if not wanted.table_id and (wanted.match or wanted.priority or wanted.HasField("action")):
         raise invalid("a query for all tables must not have a match, priority or action")
-    counters = wanted.HasField("counter_data")
+    counters, meters = wanted.HasField("counter_data"), wanted.HasField("meter_config")
     for codec in _selected(pipeline.tables, wanted.table_id, "table"):
         for entry in codec.select(wanted):
-            codec.encode(entry, add().table_entry, counters)
+            codec.encode(entry, add().table_entry, counters, meters)
 
 
 def _direct_counters(pipeline: Pipeline, query: p4r.Entity, add: Add) -> None:

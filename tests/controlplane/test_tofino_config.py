@@ -44,24 +44,28 @@ programs = st.builds(
 )
 
 
-def unpack_pi(blob: bytes) -> tuple[str, bytes, bytes]:
-    """Return name, binary and context of PI's form; raise `ValueError` if it is incomplete."""
+def unpack_pi(blob: bytes) -> tuple[bytes, ...]:
+    """Return the parts of PI's form; raise `ValueError` if it is incomplete."""
     parts = []
     while blob:
         if len(blob) < 4 or len(blob) - 4 < (length := struct.unpack_from("<I", blob)[0]):
             raise ValueError("cut short")
         parts.append(blob[4 : 4 + length])
         blob = blob[4 + length :]
-    name, binary, context = parts
-    return name.decode(), binary, context
+    if len(parts) != 5:
+        raise ValueError("cut short")
+    return tuple(parts)
 
 
 @given(programs)
 @few
-def test_pi_form_is_three_parts_each_after_its_length(program: PackedProgram) -> None:
+def test_pi_form_is_five_parts_each_after_its_length(program: PackedProgram) -> None:
+    """PI reads the fourth and fifth too, beyond the end if they are missing."""
     blob = pack(program, "pi")
     (pipeline,) = program.pipelines
-    assert unpack_pi(blob) == (program.name, pipeline.binary, pipeline.context)
+    name, binary, context, pipeline_name, schema = unpack_pi(blob)
+    assert (name, binary, context) == (program.name.encode(), pipeline.binary, pipeline.context)
+    assert (pipeline_name, schema) == (pipeline.name.encode(), program.bfrt)
     assert blob[:4] == len(program.name.encode()).to_bytes(4, "little")
     for cut in {1, 3, len(blob) // 2, len(blob) - 1}:
         with pytest.raises(ValueError, match="cut short|not enough|expected"):

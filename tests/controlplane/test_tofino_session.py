@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from finsy import P4Schema
 import p4src
 from checkmate.job.schema import Job
 from checkmate.job.tofino.ports import resolve
-from controlplane.entities import Holdings, difference
-from controlplane.errors import WrongPipeline
+from controlplane import stub
+from controlplane.entities import Holdings, PortRate, Rate, TableEntry, Update, difference
+from controlplane.errors import WriteRefused, WrongPipeline
 from controlplane.network import Network
 from controlplane.p4runtime import codec as codecs
 from controlplane.p4runtime.codec import Codec, compiled
@@ -61,6 +63,45 @@ def test_both_ways_of_asking_say_the_same() -> None:
             assert {len(match) for match, *_ in found} == {4}
 
         LOOP.run_until_complete(told())
+
+
+def test_pis_unread_rates_are_written_again_and_removed() -> None:
+    """PI returns no indexed meters of a Tofino, so each start writes every port's rate."""
+    limited = PortRate(5, Rate(packets=50, burst=100))
+    client = stub.client(5, IPv4Address("10.0.0.3"))
+    unread = Codec(P4Schema(*compiled("softswitch")), reads_meters=False)
+    with softswitch("--no-p4") as switch:
+
+        async def scenario() -> None:
+            wanted = Holdings.of([client, limited])
+            async with SwitchSession(switch, unread) as session:
+                await session.ensure_pipeline()
+                held = await session.read()
+                assert len(held.rates) == 512
+                await session.write(difference(held, wanted))
+                again = difference(await session.read(), wanted)
+                assert [u.entity for u in again if u.verb == "modify"] == [limited]
+                assert {u.verb for u in again} == {"modify", "delete"}
+                assert not any(isinstance(u.entity, TableEntry) for u in again)
+                refused = [*again[:1], Update(None, client)]
+                with pytest.raises(WriteRefused, match="is undone"):
+                    await session.write(refused)
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+                assert await session.read() == wanted
+            async with SwitchSession(switch, unread) as session:
+                await session.write(difference(await session.read(), Holdings()))
+            async with SwitchSession(switch, Codec.for_switch(switch)) as session:
+                assert len(await session.read()) == 0
+
+        LOOP.run_until_complete(scenario())
+
+
+def test_an_unknown_rate_is_never_written() -> None:
+    unknown, known = PortRate(5, None), PortRate(5, Rate(packets=50, burst=100))
+    assert difference(Holdings.of([known]), Holdings.of([unknown])) == []
+    assert Update(unknown, known).undone() == Update(known, known)
+    assert Codec.for_target("tofino", "pi").decode_all([]).rates[known.key] == unknown
+    assert not Codec.for_target("tofino", "stratum").decode_all([]).rates
 
 
 @pytest.fixture

@@ -51,6 +51,11 @@ def client(pipeline: Pipeline, config: dict[str, int] | None = None, port: int =
     return entity
 
 
+def with_meters(table: int = 0) -> p4r.TableEntry:
+    """Return a read of a table's entries, or of all, that asks for their meters."""
+    return p4r.TableEntry(table_id=table, meter_config=p4r.MeterConfig())
+
+
 def cell(
     pipeline: Pipeline, index: int | None, config: dict[str, int] | None = None, **more: object
 ) -> p4r.Entity:
@@ -95,9 +100,12 @@ def test_cells_of_an_indexed_meter(pipeline: Pipeline) -> None:
 
 
 def test_an_entrys_meter_is_written_and_read_with_it(pipeline: Pipeline) -> None:
-    table = {"table_entry": p4r.TableEntry(table_id=ids(pipeline)["clients"])}
+    table = {"table_entry": with_meters(ids(pipeline)["clients"])}
     apply(pipeline, insert(client(pipeline, CONFIG)))
     assert found(pipeline, **table) == [client(pipeline, CONFIG)]
+    assert found(pipeline, table_entry=with_meters()) == [client(pipeline, CONFIG)]
+    unasked = p4r.TableEntry(table_id=ids(pipeline)["clients"])
+    assert found(pipeline, table_entry=unasked) == [client(pipeline)]
     undo = apply(pipeline, modify(client(pipeline)))
     assert found(pipeline, **table) == [client(pipeline)]
     for back in reversed(undo):
@@ -115,9 +123,7 @@ def test_a_direct_meter_entry_is_the_same_meter(pipeline: Pipeline) -> None:
     assert every() == [direct(client(pipeline))]
     undo = apply(pipeline, modify(direct(client(pipeline), CONFIG)))
     assert every() == [direct(client(pipeline), CONFIG)]
-    assert found(pipeline, table_entry=p4r.TableEntry(table_id=ids(pipeline)["clients"])) == [
-        client(pipeline, CONFIG)
-    ]
+    assert found(pipeline, table_entry=with_meters(ids(pipeline)["clients"])) == [client(pipeline, CONFIG)]
     for back in reversed(undo):
         back()
     assert every() == [direct(client(pipeline))]
