@@ -29,6 +29,7 @@ SUITES = {
     "control_plane": "switch.control_plane",
     "syn_flood": "switch.syn_flood",
     "allreduce": "training.allreduce",
+    "nccl_speed": "training.nccl_speed",
     "shadow_receive": "shadow.receive",
     "shadow_step": "shadow.step",
     "shadow_memory": "shadow.memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -52,6 +53,14 @@ Result = Figure | Skipped
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
     """Return the ratios pair by pair, which are robust against a machine that drifts."""
     return tuple(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def spread95(samples: Sequence[float]) -> str:
+    """Return the 95% interval of the median, by order statistics (normal approximation)."""
+    count = len(samples)
+    below = max(math.floor((count - 1.96 * math.sqrt(count)) / 2), 0)
+    low, high = sorted(samples)[below], sorted(samples)[count - 1 - below]
+    return f"95% of the median {low:.4g} to {high:.4g}"
 
 
 def number(value: float, unit: str = "") -> str:

@@ -6,6 +6,7 @@ checkmate.protect(ddp, optimizer)   # have them follow from here on
 
 from __future__ import annotations
 
+import os
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from checkmate.wire.layout import LayoutError
 
     __version__: str
+
+# gRPC reads it when it is imported. Else it logs each failed handshake, without a limit.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __all__ = [
     "CheckmateError",

@@ -32,6 +32,11 @@ class LabLogs:
         self._files: dict[Path, BinaryIO] = {}
         """Open files, at the first byte that has not been shown."""
 
+    @property
+    def found(self) -> bool:
+        """Whether there are logs."""
+        return bool(self._files)
+
     def new(self, *, whole: bool = True) -> Iterator[LogLine]:
         """Yield the lines since the last call, file by file; incomplete ones only if not `whole`."""
         for file in sorted(self._folder.glob("*.log")):

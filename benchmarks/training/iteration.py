@@ -9,18 +9,17 @@ controllers and shadow nodes share another.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from rich.progress import Progress
 
-from benchmarks.figures import Figure, Result, Skipped, ratios
+from benchmarks.figures import Figure, Result, Skipped, ratios, spread95
 from benchmarks.training import saving, twins
 from topologies.describe.topology import load
 from topologies.training.job import JobPlan, TrainingJob, start_all, training_lab
@@ -135,11 +134,9 @@ def _cost(found: Blocks) -> list[Result]:
     # The cost per rank is constant, so this determines the ratio for iterations of another length.
     more = [1000 * (a.processor - b.processor) / ranks for a, b in zip(ours, theirs, strict=True)]
     return [
-        Figure(
-            "Checkmate / the same ring untagged", time, "", 1.01, 1.03, smaller=True, note=_interval(time)
-        ),
-        Figure("the same in processor time of all ranks", used, "", smaller=True, note=_interval(used)),
-        Figure("the difference in processor time per rank", tuple(more), "ms", note=_interval(more)),
+        Figure("Checkmate / the same ring untagged", time, "", 1.01, 1.03, smaller=True, note=spread95(time)),
+        Figure("the same in processor time of all ranks", used, "", smaller=True, note=spread95(used)),
+        Figure("the difference in processor time per rank", tuple(more), "ms", note=spread95(more)),
         *_absolute({kind: found[kind] for kind in twins.KINDS}),
     ]
 
@@ -161,11 +158,3 @@ def _absolute(found: Blocks) -> list[Result]:
         Figure(f"absolute: {name}", tuple(block.seconds for block in blocks), "s")
         for name, blocks in found.items()
     ]
-
-
-def _interval(samples: Sequence[float]) -> str:
-    """Return the 95% interval of the median, by order statistics (normal approximation)."""
-    count = len(samples)
-    below = max(math.floor((count - 1.96 * math.sqrt(count)) / 2), 0)
-    low, high = sorted(samples)[below], sorted(samples)[count - 1 - below]
-    return f"95% of the median {low:.4g} to {high:.4g}"

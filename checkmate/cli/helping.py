@@ -27,6 +27,21 @@ _WHOLE: Final = 1000
 class Command(TyperCommand):
     """A command whose help names its arguments as its usage does, and whose summary is whole in lists."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for one in self.params:
+            if one.param_type_name == "argument":  # so that errors name it as the help does
+                one.metavar = one.metavar or str(one.name).upper()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse a command line. Errors of values use this project's words, instead of pydantic's."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if hasattr(error, "message"):  # click's, or typer's own copy of it
+                error.message = str(error.message).replace("Input should be", "must be")
+            raise
+
     def get_short_help_str(self, limit: int = 0) -> str:
         """Return the summary, even if it has to be folded."""
         return super().get_short_help_str(_WHOLE)
@@ -58,8 +73,7 @@ def _value(found: re.Match[str]) -> str:
 
 
 def _argument(parameter: Any) -> str:
-    name = parameter.metavar or str(parameter.name).upper()
-    return f"{name}..." if parameter.nargs != 1 else name
+    return f"{parameter.metavar}..." if parameter.nargs != 1 else str(parameter.metavar)
 
 
 class Group(TyperGroup):

@@ -50,6 +50,8 @@ def logs(
 ) -> None:
     """Show what processes in a lab have written: switches, and what `lab train` and `lab run` start.
 
+    Node by node: standard error, then standard output. What comes after that, with --follow, is in its order.
+
     Example: checkmate lab logs single_tor shadow0 --follow
     """
     attached = Lab.attached(lab)
@@ -62,6 +64,8 @@ def logs(
             out.print(Text.assemble(prefix, line.text), soft_wrap=True)
 
     show(whole=follow)
+    if not reader.found:
+        err.print("nothing yet; what is started by hand writes to its own terminal", soft_wrap=True)
     while follow and attached.directory.exists():
         time.sleep(_LOOK_SECONDS)
         show(whole=True)

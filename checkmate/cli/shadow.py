@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -65,7 +64,6 @@ def shadow(
     _check_id(loaded, node_id)
     log_to_stderr()
     keep_only(*_needed(loaded, node_id))
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC logs each failed handshake, without bounds
     with waiting(err, "starting"):  # torch takes a second
         from checkmate.shadow.process import Serving  # noqa: PLC0415
         from checkmate.shadow.view import follow, time_now  # noqa: PLC0415

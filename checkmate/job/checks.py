@@ -130,10 +130,10 @@ def _unreachable(
 ) -> Iterator[Fault]:
     """Yield ranks and shadow NICs on switches that are not connected to the first rank's switch.
 
-    Yields nothing if a link or a switch is faulty, because its correction may connect them.
+    Yields nothing if a link, a switch or the first rank is faulty, because its correction may connect them.
     """
     names = _names(switches)
-    if not ranks or "switch" not in ranks[0].fields or names is None or pairs is None:
+    if not ranks or names is None or ranks[0].fields.get("switch") not in names or pairs is None:
         return
     if not names.issuperset(end for pair in pairs for end in pair):
         return

@@ -58,7 +58,14 @@ def read_keys(
         KeysError: The folder or a file of it is missing, is accessible to others than its owner, or can't be
             used.
     """
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except PermissionError:
+        raise KeysError(
+            f"{folder} can't be read by this user, because it, or a folder above it, is another user's; copy "
+            "it to a folder of this user, and name that as `keys` in the job file"
+        ) from None
+    if not there:
         raise KeysError(
             f"{folder} is not a folder of keys of role {role}: run `checkmate keys FILE` with the "
             f"file of job {job}, and copy the folder keys/{job}/{role} that it makes to {folder} here"

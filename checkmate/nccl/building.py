@@ -9,11 +9,15 @@ from typing import Final
 from checkmate.compiled import CompilerRefused, compiled
 
 SOURCES: Final = Path(__file__).with_name("plugin")
+SONAME: Final = "libnccl-net-checkmate.so"
+"""The name under which NCCL finds the plugin once the process has loaded it."""
 PACKAGES: Final = "apt-get install gcc libc6-dev linux-libc-dev"
 """Debian's names of the packages that the compilation needs."""
 _FLAGS: Final = (
     *("-std=c11", "-D_GNU_SOURCE", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    *("-Wall", "-Wextra", "-Werror"),
+    *("-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{SONAME}"),
+    # NCCL 2.26 closes a library once too often, which would unload it while it is used.
+    "-Wl,-z,nodelete",
 )
 _TAGGER_HEADER: Final = SOURCES.parent.parent / "tagger" / "tagger.h"
 
@@ -34,7 +38,7 @@ def shared_object(cache: Path | None = None) -> Path:
     """
     files = [*sorted(SOURCES.glob("*.[ch]")), _TAGGER_HEADER]
     try:
-        return compiled("libnccl-net-checkmate.so", files, _FLAGS, _command, cache)
+        return compiled(SONAME, files, _FLAGS, _command, cache)
     except CompilerRefused as error:
         raise PluginError(f"the C compiler refused the NCCL plugin ({error}): {PACKAGES}") from None
     except OSError as error:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from checkmate.nccl.building import SONAME
 from checkmate.wire.nccl_slicing import NcclSlicing
-from checkmate.wire.tag import DEFAULT_DSCP_BIT
+from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, SHADOW_IDS_MAX
 
 _TROUBLE_MAX: Final = 512
+_BUCKETS_MAX: Final = 4096
 
 
 class _Job(ctypes.Structure):
@@ -43,8 +45,8 @@ class _Bucket(ctypes.Structure):
         ("elements", ctypes.c_uint64),
         ("itemsize", ctypes.c_uint32),
         ("shadow_id", ctypes.c_uint32),
+        ("allowed", ctypes.c_uint32),
         ("used", ctypes.c_uint32),
-        ("launches", ctypes.c_uint32),
     )
 
 
@@ -68,8 +70,27 @@ class NcclBucket:
     elements: int
     itemsize: int
     shadow_id: int
-    used: int = 0
-    """Channels that carry it; 0 if NCCL is to show it."""
+    allowed: int = 0
+    """Channels that NCCL may use for it; 0 for all, which the plugin's tuner ensures."""
+
+
+@dataclass(frozen=True)
+class NcclCalibration:
+    """What was compared: fully reduced sends, their bytes, and the sends that differed."""
+
+    sends: int
+    nbytes: int
+    mismatches: int
+
+
+def settings() -> dict[str, str]:
+    """Return the environment that NCCL needs before it makes its first communicator in the process.
+
+    The name stands for the library that the process has loaded, because NCCL 2.27.3 takes no path. The count
+    exceeds that of refused communicators: NCCL 2.28.3 to 2.29 forgets a plugin once it has counted down to 0.
+    """
+    plugins = ("NCCL_NET_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_TUNER_PLUGIN")
+    return dict.fromkeys(plugins, SONAME) | {"NCCL_NET_PLUGIN_REF_COUNT": "1000000"}
 
 
 class NcclLibrary:
@@ -78,8 +99,8 @@ class NcclLibrary:
     def __init__(self, path: Path) -> None:
         """Load the plugin's file."""
         self._library = ctypes.CDLL(str(path))
-        self._library.checkmate_nccl_trouble.restype = ctypes.c_uint32
         self._library.checkmate_nccl_used.restype = ctypes.c_uint32
+        self._itemsizes: list[int] = []
 
     def begin(
         self,
@@ -95,7 +116,7 @@ class NcclLibrary:
 
         Args:
             place: The rank's place.
-            channels: The most channels of a collective.
+            channels: The communicator's number of channels.
             slicing: NCCL's slicing.
             incarnation: The start of training, in tags.
             sockets_map: File descriptor of the tagger's map of sockets; -1 to tag nothing.
@@ -114,19 +135,27 @@ class NcclLibrary:
             speed=place.speed,
             interface=place.interface.encode()[:15],
         )
-        self._library.checkmate_nccl_begin(ctypes.byref(given))
+        if self._library.checkmate_nccl_begin(ctypes.byref(given)):
+            raise ValueError(f"{channels} channels are more than the {CHANNELS_MAX} of a job, or none")
 
     def set_buckets(self, buckets: Sequence[NcclBucket]) -> None:
-        """Set the buckets, whose AllReduces are tagged. Raise `ValueError` if they are too many."""
-        made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.used) for b in buckets]
+        """Set the buckets, whose AllReduces are tagged.
+
+        Raises:
+            ValueError: They are too many, or a shadow id is too large.
+        """
+        self._itemsizes = [b.itemsize for b in buckets]
+        made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.allowed) for b in buckets]
         if self._library.checkmate_nccl_buckets((_Bucket * len(made))(*made), len(made)):
-            raise ValueError(f"{len(made)} buckets are too many for the NCCL plugin")
+            most = f"it takes {_BUCKETS_MAX} at most, with shadow ids below {SHADOW_IDS_MAX}"
+            raise ValueError(f"the NCCL plugin refuses {len(made)} buckets: {most}")
 
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Announce that the communicator of gradients is created in the block, and no other.
 
-        NCCL 2.26 names it only in collectives, so the block must have the first of them, too.
+        NCCL 2.26 names it only in collectives, and 2.26 and 2.27 connect with the first of them. So the block
+        must have that, too. Communicators that are created outside the block keep another network.
         """
         self._library.checkmate_nccl_expect(1)
         try:
@@ -145,8 +174,50 @@ class NcclLibrary:
     @property
     def trouble(self) -> str:
         """Why tagging has stopped; empty if it has not."""
+        return self._text(self._library.checkmate_nccl_trouble)
+
+    @property
+    def broken(self) -> str:
+        """Which connection of the job broke, and why; empty if none did.
+
+        NCCL reports that as an asynchronous error of the communicator. Versions 2.26 and 2.27 do not: there,
+        AllReduces hang, or give wrong sums. So the communicator must be aborted.
+        """
+        return self._text(self._library.checkmate_nccl_broken)
+
+    def calibrate(self, *, on: bool) -> None:
+        """Begin the calibration, with all counts 0, or end it. AllReduces launched in between are compared.
+
+        For it, rank 0 has the `prediction` in each bucket, the others have zeros, and the operation is SUM.
+        The first send that differs stops tagging.
+        """
+        self._library.checkmate_nccl_calibrate(on)
+
+    def prediction(self, bucket: int, elements: range) -> bytearray:
+        """Return the bytes of a bucket's elements in the calibration. Raise `ValueError` if it lacks them.
+
+        They follow from bucket and element. All floating-point types read normal numbers.
+        """
+        known = self._itemsizes[bucket] if bucket < len(self._itemsizes) else 1
+        made = bytearray(len(elements) * known)
+        place = (ctypes.c_char * len(made)).from_buffer(made)
+        first, count = ctypes.c_uint64(elements.start), ctypes.c_uint64(len(elements))
+        if elements.step != 1 or self._library.checkmate_nccl_predict(bucket, first, count, place):
+            raise ValueError(f"bucket {bucket} does not have the elements {elements}")
+        return made
+
+    def calibrated(self, channel: int, shadow_id: int) -> NcclCalibration:
+        """Return what this rank has compared on a channel of a shard since the calibration began."""
+        sends, nbytes, mismatches = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+        self._library.checkmate_nccl_calibrated(
+            channel, shadow_id, ctypes.byref(sends), ctypes.byref(nbytes), ctypes.byref(mismatches)
+        )
+        return NcclCalibration(sends.value, nbytes.value, mismatches.value)
+
+    @staticmethod
+    def _text(function: Callable[[Any, int], int]) -> str:
         text = ctypes.create_string_buffer(_TROUBLE_MAX)
-        self._library.checkmate_nccl_trouble(text, _TROUBLE_MAX)
+        function(text, _TROUBLE_MAX)
         return text.value.decode(errors="replace")
 
     def count(self, channel: int, shadow_id: int) -> tuple[int, int]:

@@ -268,7 +268,7 @@ class Node:
         with self.changed:
             self.changed.wait_for(lambda: self.stopping, TICK)
             if stopped := self._clock.beat():
-                log.warning("this process was stopped for %.1f s, and continues", stopped)
+                log.warning("this process did not run for %.1f s, and continues", STALL + stopped)
             if not self.stopping:
                 self.state.tick(self.now())
                 self._follow_up()

@@ -91,6 +91,13 @@ class Tagger(AbstractContextManager["Tagger"]):
                 return int(value)
         raise TaggerError("the kernel does not report the program's id")
 
+    @property
+    def sockets_map(self) -> int:
+        """The file descriptor of the map of sockets, for a library that announces ranges itself."""
+        if self._object is None:
+            raise TaggerError("the tagger is closed")
+        return self._sockets
+
     def faults(self) -> dict[str, int]:
         """Return the number of segments sent with errors, by reason. All are 0 unless there is a bug."""
         counts = {}

@@ -1,8 +1,9 @@
 """NCCL's slicing of a ring AllReduce: the elements of each send, and which sends are fully reduced. Pure.
 
 It describes the SIMPLE protocol with one GPU per node, and collectives that are launched alone. Its sizes are
-parameters, because versions of NCCL differ in them. tests/wire/test_nccl_slicing.py compares it with recorded
-calls of NCCL 2.30.7.
+parameters, because versions of NCCL differ in them: cells have 16 KiB from 2.29 on, and 8 KiB before.
+tests/wire/test_nccl_slicing.py compares it with recorded calls of NCCL, and tests/nccl/test_slicing.py with
+the plugin.
 """
 
 from __future__ import annotations
@@ -49,14 +50,27 @@ class NcclSlicing:
             if size < least or size % _LINE:
                 raise ValueError(f"{name} {size}: must be a multiple of {_LINE} bytes, at least {least}")
 
-    def part(self, elements: int, itemsize: int, used: int, channel: int) -> range:
-        """Return the elements of a bucket that `channel` carries if NCCL uses `used` channels for it."""
+    def used(self, elements: int, itemsize: int, channels: int, allowed: int = 0) -> int:
+        """Return the number of channels that carry a bucket (see `part`)."""
+        cells = _up(elements * itemsize, self.cell)
+        return min(channels, _up(cells, self._share(elements * itemsize, allowed or channels)))
+
+    def part(self, elements: int, itemsize: int, channels: int, channel: int, allowed: int = 0) -> range:
+        """Return the elements of a bucket that `channel` of a communicator with `channels` carries.
+
+        Args:
+            elements: The elements of the bucket.
+            itemsize: Bytes of an element.
+            channels: The communicator's number of channels.
+            channel: The channel, from 0.
+            allowed: The channels that NCCL may use for the bucket. 0 stands for all, which a tuner ensures.
+                NCCL may use one more than allowed, because it rounds down.
+        """
+        used = self.used(elements, itemsize, channels, allowed)
         if channel >= used:
             return range(0)
-        cell = self.cell // itemsize
-        share = _up(_up(elements, cell), used) * cell
-        stop = elements if channel == used - 1 else share * (channel + 1)
-        return range(elements)[share * channel : stop]
+        share = self._share(elements * itemsize, allowed or channels) * (self.cell // itemsize)
+        return range(elements)[share * channel : elements if channel == used - 1 else share * (channel + 1)]
 
     def sends(self, part: range, itemsize: int, ranks: int, index: int) -> Iterator[NcclSend]:
         """Yield all sends of the rank at `index` of the ring, in order.
@@ -85,6 +99,10 @@ class NcclSlicing:
         for send in self.sends(part, itemsize, ranks, 0 if side == FIRST else ranks - 1):
             if send.where and (send.round == 0 or (send.round > 0 and side != FIRST)):
                 yield send
+
+    def _share(self, nbytes: int, allowed: int) -> int:
+        """Return the cells of each channel but the last. An AllReduce moves each byte twice."""
+        return max(1, _up(2 * nbytes // allowed, 2 * self.cell))
 
     def _chunk(self, left: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a chunk in a loop over the ring that begins with `left` elements."""

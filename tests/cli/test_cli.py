@@ -118,7 +118,8 @@ def test_the_errors_of_labs_as_data() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["status", "--json"], "Missing argument"),
+        (["status", "--json"], "Missing argument 'JOB'."),
+        (["shadow", "a.yaml", "--id", "x", "--json"], "'--id': must be a valid integer"),
         (["plan", "--json", "--colour"], "No such option: --colour"),
         (["lab", "rub", "--json"], "No such command 'rub'"),
     ],

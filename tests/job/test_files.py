@@ -207,6 +207,11 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
     assert "no path of links from switch 'tor1' to the first rank's" in found["dp_groups[0].ranks[1].switch"]
 
 
+def test_a_misspelt_switch_of_the_first_rank_is_the_only_fault(tmp_path: Path) -> None:
+    found = faults(write(tmp_path, edited("dp_groups/0/ranks/0/switch", "torr")))
+    assert set(found) == {"dp_groups[0].ranks[0].switch"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

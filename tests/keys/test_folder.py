@@ -205,3 +205,18 @@ def test_a_users_own_authority_may_have_an_intermediate_one(shadow: Path) -> Non
     two = [x509.UniformResourceIdentifier(f"checkmate:gpt/{role}") for role in ("shadow", "trainer")]
     own.write(shadow, x509.SubjectAlternativeName(two))
     refused(shadow, "it has checkmate:gpt/shadow and checkmate:gpt/trainer, not checkmate:gpt/shadow")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_of_another_user_is_one_error(shadow: Path) -> None:
+    read(shadow)  # imports all that another user could not
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            os.setuid(65534)
+            refused(shadow, "can't be read by this user, because it, or a folder above it, is another user's")
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

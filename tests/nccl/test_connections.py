@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from ipaddress import IPv4Address
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +15,7 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl_calls import RELEASES, REMOTE_ERROR, Caller
-
-LOOPBACK = IPv4Address("127.0.0.1")
-
-
-def buffer(data: bytes | int) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(data, data if isinstance(data, int) else max(1, len(data)))
-
-
-def until(made: Callable[[], int | None], seconds: float = 20.0) -> int:
-    deadline = time.monotonic() + seconds
-    while (found := made()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return found
+from tests.support.nccl_sender import LOOPBACK, KeepingCaller, buffer, until
 
 
 class Pair:
@@ -45,7 +30,7 @@ class Pair:
             library.begin(
                 NcclPlace(rank, 2, LOOPBACK, "lo"), channels=2, slicing=NcclSlicing(), incarnation=3
             )
-            caller = Caller(path, RELEASES[release])
+            caller = KeepingCaller(path, RELEASES[release])
             with library.expected():
                 assert caller.init(77, 2, 2, rank) == 0
             self.callers.append(caller)

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from checkmate.nodes.stubs import Stubs
 from checkmate.nodes.target import find_source
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.start import disk, fence
+from testbed.jobs import job_data
 from testbed.small_training import SmallTraining
 from tests.support.cli import COMMAND, invoke
 from tests.support.labs.end_hosts import needs_buffers
@@ -89,6 +91,7 @@ def test_the_next_start_begins_anew_and_the_discarded_run_cannot(stack: ExitStac
     assert plan.incarnation == training.incarnation + 1
     again.incarnation = plan.incarnation
     again.begin([0, 1], generation=plan.generation, start=plan.start, run=plan.run)
+    wait_until(lambda: here.status(0).trainers == 2, "trainers to be counted")
     with pytest.raises(NotReset, match="runs: 2 ranks"):
         reset.ask(here.job, stubs)
     said = stubs.reset([0], 5)[0]
@@ -163,6 +166,23 @@ def test_the_command(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.Monke
     here.stop(0)
     status, output = invoke(*arguments, "--yes")
     assert (status, "no shadow node of job demo answers" in output) == (3, True)
+
+
+def test_a_server_that_is_not_a_shadow_node_causes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CHECKMATE_INSECURE", raising=False)
+    plain = grpc.server(ThreadPoolExecutor(1))
+    data = job_data(nodes=1)
+    data["shadow_nodes"][0]["mgmt"] = f"127.0.0.1:{plain.add_insecure_port('127.0.0.1:0')}"
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**data, "keys": "keys"}))
+    subprocess.run([*COMMAND, "keys", file], check=True, capture_output=True)
+    plain.start()
+    done = subprocess.run([*COMMAND, "reset", file], capture_output=True, text=True, check=False)
+    plain.stop(None)
+    assert (done.returncode, done.stderr.splitlines()[:-1]) == (3, [])
+    assert "it does not use TLS" in done.stderr
 
 
 @needs_buffers

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkmate import machine_memory
 from checkmate.planner.models.named import Model, layers_of, load_model
 from checkmate.planner.profile import machine, receive
 from checkmate.planner.profile import step as profile_step
@@ -235,7 +236,7 @@ def test_too_little_memory_is_said_before_anything_is_measured() -> None:
 
 def test_this_machine_has_cores_and_memory() -> None:
     assert machine.cores() >= 1
-    assert 0 < machine.memory_available() < machine.memory()
+    assert 0 < machine.memory_available() < machine_memory.total()
     assert math.isfinite(machine.load_average())
     assert dtype_of(load_model(TINY)) == "float32"
 

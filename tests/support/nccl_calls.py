@@ -10,7 +10,8 @@ from typing import Any, Final
 
 REMOTE_ERROR: Final = 6
 _HANDLE_BYTES: Final = 128
-_COLL, _PROXY_OP, _PROXY_STEP, _NET = 1 << 1, 1 << 3, 1 << 4, 1 << 7
+_GROUP, _COLL, _PROXY_OP, _PROXY_STEP, _NET, _COLL_API = 1 << 0, 1 << 1, 1 << 3, 1 << 4, 1 << 7, 1 << 9
+_SEND_REM_FIFO_WAIT: Final = 1
 _SEND_PEER_WAIT: Final = 20
 
 _LOGGER = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
@@ -39,6 +40,21 @@ class _NamedColl(ctypes.Structure):
     _fields_ = (("name", c_char_p), ("comm_hash", c_uint64), ("coll", _Coll))
 
 
+class _GroupedColl(ctypes.Structure):
+    _fields_ = (("coll", _Coll), ("group", c_void_p))
+
+
+class _CollApi(ctypes.Structure):
+    _fields_ = (
+        ("function", c_char_p),
+        ("count", c_size_t),
+        ("datatype", c_char_p),
+        ("root", c_int),
+        ("stream", c_void_p),
+        ("graph_captured", ctypes.c_bool),
+    )
+
+
 class _ProxyOp(ctypes.Structure):
     _fields_ = (
         ("pid", c_int),
@@ -50,12 +66,24 @@ class _ProxyOp(ctypes.Structure):
     )
 
 
+class _OpState(ctypes.Structure):
+    _fields_ = (("transferred", c_size_t), ("steps", c_int))
+
+
 class _Net(ctypes.Structure):
     _fields_ = (("plugin", c_int64), ("data", c_void_p))
 
 
 class _What(ctypes.Union):
-    _fields_ = (("coll", _Coll), ("named", _NamedColl), ("op", _ProxyOp), ("step", c_int), ("net", _Net))
+    _fields_ = (
+        ("coll", _Coll),
+        ("named", _NamedColl),
+        ("grouped", _GroupedColl),
+        ("api", _CollApi),
+        ("op", _ProxyOp),
+        ("step", c_int),
+        ("net", _Net),
+    )
 
 
 class _OldEvent(ctypes.Structure):
@@ -99,6 +127,8 @@ class Caller:
         self._net_context = c_void_p()
         self._profiler_context = c_void_p()
         self._step_of_phandle: dict[int, int | None] = {}
+        self._place_of_step: dict[int, tuple[int | None, int]] = {}
+        self._earlier: int | None = None
         self.mask = 0
 
     def _functions(self, symbol: str, count: int) -> list[int | None]:
@@ -111,10 +141,11 @@ class Caller:
     # Set-up
 
     def init(self, comm_hash: int, nodes: int, ranks: int, rank: int) -> int:
-        """Make a communicator; return the result of the net's init."""
+        """Make a communicator; return 0 if it uses the net, and an error if it goes on to the next one."""
         net, log, profile = self.versions.net, self._log_callback, self._profile_callback
         before = () if net == 10 else (byref(self._net_context), c_uint64(comm_hash), None)
-        result = self._call(self._net, 1, *before, log, profile)
+        assert self._call(self._net, 1, *before, log, profile) == 0  # else NCCL disables the net for ever
+        result = self.properties()
         mask = c_int()
         name, sizes = None, (nodes, ranks, rank, log)
         context, hash_ = byref(self._profiler_context), c_uint64(comm_hash)
@@ -130,9 +161,15 @@ class Caller:
         self.mask = mask.value
         return result
 
-    def tuned(self, comm_hash: int, ranks: int, function: int = 4) -> tuple[list[list[float]], int]:
+    def properties(self, device: int = 0) -> int:
+        """Ask for a device's properties, which NCCL does right after init; return the result."""
+        return self._call(self._net, 3, device, ctypes.create_string_buffer(512))
+
+    def tuned(
+        self, comm_hash: int, ranks: int, function: int = 4, cost: float = 5.0
+    ) -> tuple[list[list[float]], int]:
         """Return the costs, by algorithm and protocol, and the channels that the tuner sets."""
-        context, costs, channels = c_void_p(), (ctypes.c_float * 21)(*[5.0] * 21), c_int(0)
+        context, costs, channels = c_void_p(), (ctypes.c_float * 21)(*[cost] * 21), c_int(0)
         size = c_size_t(ranks)
         if self.versions.tuner == 4:
             self._call(self._tuner, 1, size, size, self._log_callback, byref(context))
@@ -148,7 +185,8 @@ class Caller:
                 None,
                 None,
             )
-        self._call(self._tuner, 2, context, function, c_size_t(1 << 20), 1, costs, 7, 3, 0, byref(channels))
+        arguments = (context, function, c_size_t(1 << 20), 1, costs, 7, 3, 0, byref(channels))
+        assert self._call(self._tuner, 2, *arguments) == 0  # else NCCL fails the AllReduce
         return [list(costs[3 * i : 3 * i + 3]) for i in range(7)], channels.value
 
     # Connections: the order of functions in versions 10 to 12
@@ -177,11 +215,19 @@ class Caller:
         return () if self.versions.net == 10 else (self._net_context,)
 
     def isend(self, comm: int, data: Any, nbytes: int, step: int | None) -> tuple[int, int | None]:
-        """Send; return the result and the request. `step` is the profiler's handle of the send's step."""
+        """Send; return the result and the request. `step` is the profiler's handle of the send's step.
+
+        As in NCCL 2.26, net events of version 3 name an earlier step.
+        """
         request, phandle = c_void_p(), id(data) & 0xFFFF or 1
         self._step_of_phandle[phandle] = step
         if step is not None and self.versions.profiler > 3:
             self._call(self._profiler, 4, c_void_p(step), _SEND_PEER_WAIT, None)
+        elif step is not None:
+            op, number = self._place_of_step[step]
+            state = _OpState(0, number + 1)
+            self._call(self._profiler, 4, c_void_p(op), _SEND_REM_FIFO_WAIT, byref(state))
+            self._step_of_phandle[phandle], self._earlier = self._earlier, step
         result = self._call(
             self._net, 10, c_void_p(comm), data, c_size_t(nbytes), 0, None, c_void_p(phandle), byref(request)
         )
@@ -216,19 +262,27 @@ class Caller:
 
     # Events
 
+    def group(self) -> int | None:
+        """Begin the event of a group of collectives; return its handle."""
+        return self._start(_GROUP, None, _What())
+
+    def api(self, *, captured: bool) -> None:
+        """Begin the event of a call of NCCL, which versions 5 and 6 have."""
+        self._start(_COLL_API, None, _What(api=_CollApi(b"AllReduce", graph_captured=captured)))
+
     def coll(self, address: int, count: int, datatype: str, channels: int, **more: Any) -> int | None:
         """Begin and end a collective's event; return its handle."""
         values = {"function": b"AllReduce", "algorithm": b"RING", "protocol": b"SIMPLE", **more}
-        comm_hash = values.pop("comm_hash", 0)
+        comm_hash, group = values.pop("comm_hash", 0), values.pop("group", None)
         coll = _Coll(
             send_buffer=address, count=count, datatype=datatype.encode(), channels=channels, **values
         )
         what = (
             _What(named=_NamedColl(None, comm_hash, coll))
             if self.versions.profiler == 3
-            else _What(coll=coll)
+            else _What(grouped=_GroupedColl(coll, group))
         )
-        handle = self._start(_COLL, None, what)
+        handle = self._start(_COLL, group if self.versions.profiler < 5 else None, what)
         self._call(self._profiler, 3, c_void_p(handle))
         return handle
 
@@ -238,7 +292,10 @@ class Caller:
 
     def proxy_step(self, op: int | None, step: int) -> int | None:
         """Begin a step's event; return its handle."""
-        return self._start(_PROXY_STEP, op, _What(step=step))
+        handle = self._start(_PROXY_STEP, op, _What(step=step))
+        if handle is not None:
+            self._place_of_step[handle] = op, step
+        return handle
 
     def _start(self, kind: int, parent: int | None, what: _What) -> int | None:
         made = c_void_p()

@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from checkmate.wire.nccl_slicing import NcclSlicing
+
 FOLDER: Final = Path(__file__).resolve().parents[1] / "data" / "nccl"
-NAMES: Final = sorted(file.name.removesuffix(".jsonl.gz") for file in FOLDER.glob("*.jsonl.gz"))
+NAMES: Final = sorted(
+    str(file.relative_to(FOLDER)).removesuffix(".jsonl.gz") for file in FOLDER.rglob("*.jsonl.gz")
+)
 ITEMSIZES: Final = {"ncclUint32": 4, "ncclFloat32": 4}
 
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """A collective as the profiler was told of it."""
+    """A collective as the profiler was told of it.
+
+    `channels` carry it; in NCCL 2.26, they are those that may.
+    """
 
     count: int
     datatype: str
@@ -59,14 +66,20 @@ class Trace:
         return int(self.header["nchannels"])
 
     @property
-    def buffer(self) -> int:
-        """Bytes of a connection's buffer."""
-        return int(self.header["buffsize"])
+    def release(self) -> str:
+        """The release of NCCL, such as `2.30`."""
+        return ".".join(self.header["nccl"].split(".")[:2])
+
+    @property
+    def slicing(self) -> NcclSlicing:
+        """NCCL's slicing in this release and with this buffer."""
+        cell = 16 << 10 if self.release in ("2.29", "2.30") else 8 << 10
+        return NcclSlicing(cell, int(self.header["buffsize"]))
 
     @property
     def whole(self) -> bool:
         """Whether all collectives came to their end."""
-        return not self.name.startswith("senderr")
+        return "senderr" not in self.name
 
     def alone(self, rank: int) -> dict[int, TracedCollective]:
         """Return the collectives that were launched alone, by the profiler's number."""

@@ -19,7 +19,7 @@ import pytest
 from tests.support.labs.live import alive, needs_clang, needs_root
 from tests.support.labs.remains import LAB_COMMAND, ROOT, lab_command
 from tests.support.waiting import wait_until
-from topologies.crew import Crew, serving
+from topologies.crew import Crew
 from topologies.describe.topology import load
 from topologies.kernel import namespaces
 from topologies.lab import Lab
@@ -150,8 +150,7 @@ def test_training_resumes_after_a_kill_with_a_controller_that_serves_already(
     lab.release()
     script = ("-m", "checkmate.examples.gpt.train", "--iterations", "25", "--layers", "1", "--width", "64")
     with (
-        Crew(lab) as crew,
-        serving(crew),
+        started("exec", lab.name, "ctl", "--", "checkmate", "run", str(lab.job_file)) as controller,
         started("train", lab.name, "--", *script, "--heads", "2", folder=tmp_path) as process,
     ):
         worker = int(until(process, r"kill -9 (\d+), training resumes")[1])
@@ -162,6 +161,7 @@ def test_training_resumes_after_a_kill_with_a_controller_that_serves_already(
         assert until(process, r"^iteration (\d+): loss")[1] == str(resumed)
         until(process, "^iteration 24: loss")
         assert process.wait(60) == 0
+        assert controller.poll() is None
         assert not list(tmp_path.iterdir())
     assert "live at iteration" in lab_command("logs", lab.name, "shadow1").stdout
 
@@ -199,6 +199,12 @@ def test_training_with_any_script_fails_or_is_interrupted(lab: Lab, tmp_path: Pa
     script.write_text("raise ValueError('the cat sleeps')\n")
     with started("train", lab.name, "--max-restarts", "0", "--", "script.py", folder=tmp_path) as process:
         until(process, "^error: rank0, rank1, rank2, rank3 failed with: ValueError: the cat sleeps$")
+        assert process.wait(30) == 1
+    with started("train", lab.name, "--", "script.py", folder=tmp_path) as process:
+        until(
+            process,
+            "^error: the script has failed 3 times before checkmate.protect; rank0, .*: the cat sleeps$",
+        )
         assert process.wait(30) == 1
 
 

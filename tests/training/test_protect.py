@@ -46,8 +46,8 @@ def nodes() -> Iterator[list[RecordingNode]]:
         node.stop()
 
 
-def job_file(folder: Path, nodes: list[RecordingNode]) -> Path:
-    data = job_data(ranks=2, nodes=2, channels=2)
+def job_file(folder: Path, nodes: list[RecordingNode], ranks: int = 2) -> Path:
+    data = job_data(ranks=ranks, nodes=2, channels=2)
     for number, rank in enumerate(data["dp_groups"][0]["ranks"]):
         rank["ip"] = f"127.0.9.{number + 1}"
     for described, node in zip(data["shadow_nodes"], nodes, strict=True):

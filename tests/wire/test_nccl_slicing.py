@@ -10,28 +10,29 @@ from hypothesis import strategies as st
 
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 from checkmate.wire.schedule import FIRST, LAST
-from tests.support.nccl_traces import ITEMSIZES, NAMES, Trace
+from tests.support.nccl_traces import ITEMSIZES, NAMES, Trace, TracedCollective
 
 SLICING = NcclSlicing()
 
 
-def sends(
-    slicing: NcclSlicing, elements: int, itemsize: int, ranks: int, used: int, rank: int
-) -> list[list[NcclSend]]:
-    parts = [slicing.part(elements, itemsize, used, channel) for channel in range(used)]
-    return [list(slicing.sends(part, itemsize, ranks, rank)) for part in parts]
+def sends(trace: Trace, rank: int, one: TracedCollective) -> list[list[NcclSend]]:
+    slicing, itemsize = trace.slicing, ITEMSIZES[one.datatype]
+    parts = [
+        slicing.part(one.count, itemsize, trace.channels, channel, one.channels)
+        for channel in range(trace.channels)
+    ]
+    return [list(slicing.sends(part, itemsize, trace.ranks, rank)) for part in parts]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recorded_send_is_foreseen(name: str) -> None:
     trace = Trace.read(name)
-    slicing = NcclSlicing(buffer=trace.buffer)
     seen = 0
     for rank in range(trace.ranks):
         alone = trace.alone(rank)
         for number, collective in alone.items():
             itemsize = ITEMSIZES[collective.datatype]
-            foreseen = sends(slicing, collective.count, itemsize, trace.ranks, collective.channels, rank)
+            foreseen = sends(trace, rank, collective)
             found = trace.sends(rank, number)
             if trace.whole:
                 expected = {(channel, one.step) for channel, some in enumerate(foreseen) for one in some}

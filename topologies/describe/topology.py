@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from checkmate.job.faults import Fault, show_path
 from checkmate.job.yaml_lines import JobError, Located, read_document
+from checkmate.wording import did_you_mean
 from topologies.describe import lab_file
 from topologies.describe.lab_file import LabFile
 
@@ -154,7 +155,8 @@ def load(name: str) -> Topology:
     file = FOLDER / f"{name}.yaml" if name in names() else Path(name)
     if file.suffix not in (".yaml", ".yml"):
         raise BadDescription(
-            f"no lab {name!r}; there are {', '.join(names())}, or give the path of a .yaml file"
+            f"no lab {name!r}{did_you_mean(name, names())}; there are {', '.join(names())}, or give the path "
+            "of a .yaml file"
         )
     try:
         document = read_document(file, "title: and switches:")

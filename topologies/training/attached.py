@@ -9,7 +9,6 @@ import contextlib
 import math
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from topologies import state
 from topologies.crew import TEMPORARY, Crew, Member, serving
-from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host
+from topologies.describe.topology import CONTROLLER, SHADOW_MGMT_PORT, BadDescription, Host, LabError
 from topologies.kernel import namespaces
 from topologies.kernel.namespaces import entered
 from topologies.kernel.processes import has_variable, kill_all
@@ -27,10 +26,14 @@ from topologies.logs import LabLogs, LogLine
 from topologies.progress import StepProgress
 from topologies.training.job_processes import JobProcesses
 
-_LOOK_SECONDS: Final = 2.0
 _END_SECONDS: Final = 10.0
 _OF_TORCHRUN: Final = re.compile(r"\[rank\d+\]:|[WE]\d{4} .*torch/distributed/elastic")
 """The prefix of a script's traceback, and of torchrun's own log."""
+_FOLLOWED: Final = re.compile(r", from iteration \d+ on$")
+"""The end of the line in which rank 0 reports that shadow nodes follow."""
+_FAILED: Final = re.compile(r"failed \(exitcode: [1-9]")
+"""In torchrun's log: the script has ended with an error, not by a signal."""
+_FAILURES: Final = 3
 
 
 class LabTraining:
@@ -40,20 +43,25 @@ class LabTraining:
         self._job = job
         self._lab = job.crew.lab
         self._logs = LabLogs(self._lab.directory, self._lab.topology.ranks[0].name)
-        self._looked = -math.inf
-        self._worker: int | None = None
+        self._failures = 0
+        """Errors of rank 0's script since shadow nodes followed."""
 
     def follow(self, show: Callable[[LogLine], None], tell: Callable[[str], None]) -> None:
         """Train to the end; raise `LabError` if training fails.
 
         Args:
             show: Called with each line that rank 0 writes, except for tracebacks, which restarts cause.
-            tell: Called with the process number of the last rank's script, each time that it starts.
+            tell: Called with the process number of the last rank's script, once shadow nodes follow.
         """
 
         def tick() -> None:
-            self._look(tell)
-            self._show(show, whole=True)
+            if self._show(show, whole=True):
+                self._failures = 0
+                name, member = list(self._job.ranks.items())[-1]
+                for worker in member.children()[:1]:
+                    tell(f"{name} is process {worker}; after kill -9 {worker}, training resumes")
+            if self._failures >= _FAILURES:
+                raise LabError(f"the script has failed {_FAILURES} times before checkmate.protect")
 
         try:
             self._job.finish(math.inf, tick)
@@ -66,20 +74,16 @@ class LabTraining:
         with self._job.explained():
             self._job.crew.wait(lambda: _wrote(first), "rank 0 to begin", math.inf)
 
-    def _show(self, show: Callable[[LogLine], None], *, whole: bool) -> None:
+    def _show(self, show: Callable[[LogLine], None], *, whole: bool) -> bool:
+        """Show new lines, and count failures. Return whether shadow nodes have begun to follow."""
+        followed = False
         for line in self._logs.new(whole=whole):
             if not (line.error and _OF_TORCHRUN.match(line.text)):
                 show(line)
-
-    def _look(self, tell: Callable[[str], None]) -> None:
-        if time.monotonic() - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = time.monotonic()
-        name, member = list(self._job.ranks.items())[-1]
-        worker = next(iter(member.children()), self._worker)
-        if worker is not None and worker != self._worker:
-            tell(f"{name} is process {worker}; after kill -9 {worker}, training resumes")
-        self._worker = worker
+            elif _FAILED.search(line.text):
+                self._failures += 1
+            followed |= bool(_FOLLOWED.search(line.text))
+        return followed
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import TimeElapsedColumn
 
+from checkmate import machine_memory
 from checkmate.cli.common import AsJson, UsageFault, err, out, print_json, says_errors
 from checkmate.cli.planning.options import (
     Dtype,
@@ -114,7 +115,7 @@ def profile(
     counts = _threads(threads, machine.cores())
     iteration = quantity("--iteration-time", iteration_time, time_of) if iteration_time else None
     room = int(quantity("--memory", memory, nbytes)) if memory else None
-    node_room = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else machine.memory()
+    node_room = int(quantity("--node-memory", node_memory, nbytes)) if node_memory else machine_memory.total()
     load = machine.load_average()
     if load > machine.BUSY * machine.cores():
         err.print(

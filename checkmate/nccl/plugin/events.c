@@ -4,25 +4,33 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "calibration.h"
 #include "job.h"
 #include "slicing.h"
 
-enum { COLLS = 4096, OPS = 16384, STEPS_AHEAD = 16 };
+enum { GROUPS = 1024, COLLS = 4096, OPS = 16384, STEPS_AHEAD = 16 };
 
-enum kind { KIND_COLL = 1, KIND_OP, KIND_STEP };
+enum kind { KIND_GROUP = 1, KIND_COLL, KIND_OP, KIND_STEP };
+
+struct event_group {
+	enum kind kind;
+	uint32_t colls;
+};
 
 struct event_coll {
 	enum kind kind;
 	int bucket;
 	uint64_t serial; /* of the gradients' collectives in this process */
-	struct slicing slicing;
+	uint32_t epoch;
+	bool calibrates;
 	uint32_t shadow_id;
+	struct slicing slicing;
 };
 
 struct event_step {
 	enum kind kind;
 	struct event_op *op;
-	uint32_t step;
+	uint32_t number;
 };
 
 struct event_op {
@@ -33,10 +41,11 @@ struct event_op {
 	struct event_step steps[STEPS_AHEAD];
 };
 
+static struct event_group groups[GROUPS];
 static struct event_coll colls[COLLS];
 static struct event_op ops[OPS];
-static _Atomic uint64_t colls_begun, ops_begun;
-static _Thread_local struct event_step *waiting; /* the step that has entered SendPeerWait in this thread */
+static _Atomic uint64_t groups_begun, colls_begun, ops_begun;
+static _Thread_local struct send_mark announced;
 
 static bool is_a(const void *handle, enum kind kind)
 {
@@ -49,7 +58,8 @@ static uint32_t itemsize_of(const char *datatype)
 		const char *name;
 		uint32_t bytes;
 	} known[] = {
-		{"ncclFloat32", 4}, {"ncclFloat16", 2}, {"ncclBfloat16", 2}, {"ncclFloat64", 8}, {"ncclUint32", 4},
+		{"ncclFloat32", 4}, {"ncclFloat16", 2}, {"ncclBfloat16", 2}, {"ncclFloat64", 8}, {"ncclInt32", 4},
+		{"ncclUint32", 4},  {"ncclInt64", 8},	{"ncclUint64", 8},   {"ncclInt8", 1},
 	};
 
 	for (size_t i = 0; datatype && i < sizeof(known) / sizeof(*known); i++)
@@ -63,51 +73,72 @@ static bool equal(const char *text, const char *expected)
 	return text && !strcmp(text, expected);
 }
 
-/* Learn how many channels carry a bucket. Return false if that differs from what is known. */
-static bool learn_used(struct nccl_bucket *bucket, uint32_t channels, bool channels_are_used)
+static struct slicing slicing_of(const struct nccl_bucket *bucket)
 {
-	if (!bucket->used && channels_are_used)
-		bucket->used = channels;
-	return bucket->used && bucket->used <= job.channels && (!channels_are_used || bucket->used == channels);
+	return (struct slicing){
+		.elements = bucket->elements,
+		.itemsize = bucket->itemsize,
+		.cell = job.cell,
+		.buffer = job.buffer,
+		.channels = job.channels,
+		.allowed = bucket->allowed ? bucket->allowed : job.channels,
+		.ranks = job.ranks,
+		.index = job.rank,
+	};
 }
 
-void *start_coll(uint64_t comm_hash, const struct profiler_coll *coll, bool channels_are_used)
+void *start_group(void)
 {
-	struct nccl_bucket *bucket;
-	struct event_coll *made;
-	int number;
+	struct event_group *made = &groups[atomic_fetch_add(&groups_begun, 1) % GROUPS];
 
-	if (!job_tags() || !job_is_ours(comm_hash) || !equal(coll->function, "AllReduce"))
-		return NULL;
-	number = job_bucket_of(coll->send_buffer, coll->count);
-	if (number < 0) {
+	*made = (struct event_group){KIND_GROUP, 0};
+	return made;
+}
+
+/* Return whether a collective is the AllReduce of a bucket as it must be; name what is not right. */
+static bool fits(const struct profiler_coll *coll, void *group, int number, uint32_t itemsize, uint32_t channels)
+{
+	if (number < 0)
 		job_fail("an AllReduce of %zu elements at %p is not that of a bucket", coll->count, coll->send_buffer);
-		return NULL;
-	}
-	bucket = job_bucket(number);
-	if (!equal(coll->algorithm, "RING") || !equal(coll->protocol, "SIMPLE")) {
+	else if (is_a(group, KIND_GROUP) && ++((struct event_group *)group)->colls > 1)
+		job_fail("bucket %d is reduced in a group with another one: launch each alone", number);
+	else if (!equal(coll->algorithm, "RING") || !equal(coll->protocol, "SIMPLE"))
 		job_fail("bucket %d uses algorithm %s and protocol %s, not RING and SIMPLE: unset NCCL_ALGO and "
 			 "NCCL_PROTO", number, coll->algorithm ? coll->algorithm : "?", coll->protocol ? coll->protocol : "?");
-		return NULL;
-	}
-	if (itemsize_of(coll->datatype) != bucket->itemsize) {
-		job_fail("bucket %d has elements of %u bytes, and its AllReduce has %s", number, bucket->itemsize,
+	else if (itemsize_of(coll->datatype) != itemsize)
+		job_fail("bucket %d has elements of %u bytes, and its AllReduce has %s", number, itemsize,
 			 coll->datatype ? coll->datatype : "an unknown type");
+	else if (coll->channels != channels)
+		job_fail("bucket %d has %u channels, and not %u: another tuner, or fewer channels in the communicator",
+			 number, coll->channels, channels);
+	else
+		return true;
+	return false;
+}
+
+void *start_coll(const struct profiler_coll *coll, void *group, bool channels_are_used)
+{
+	struct nccl_bucket bucket = {.itemsize = 1};
+	struct event_coll *made;
+	struct slicing slicing;
+	int number;
+
+	if (!job_tags() || !equal(coll->function, "AllReduce"))
 		return NULL;
-	}
-	if (!learn_used(bucket, coll->channels, channels_are_used)) {
-		job_fail("bucket %d uses %u channels; %u were expected, and at most %u", number, coll->channels,
-			 bucket->used, job.channels);
+	number = job_find_bucket(coll->send_buffer, coll->count, &bucket);
+	slicing = slicing_of(&bucket);
+	if (!fits(coll, group, number, bucket.itemsize, channels_are_used ? slicing_used(&slicing) : slicing.allowed))
 		return NULL;
-	}
-	bucket->launches++;
+	job_set_used(number, slicing_used(&slicing));
 	made = &colls[atomic_fetch_add(&colls_begun, 1) % COLLS];
 	*made = (struct event_coll){
 		.kind = KIND_COLL,
 		.bucket = number,
 		.serial = atomic_load(&colls_begun),
-		.shadow_id = bucket->shadow_id,
-		.slicing = {bucket->elements, bucket->itemsize, job.cell, job.buffer, bucket->used, job.ranks, job.rank},
+		.epoch = job_epoch(),
+		.calibrates = calibration_runs(),
+		.shadow_id = bucket.shadow_id,
+		.slicing = slicing,
 	};
 	return made;
 }
@@ -146,53 +177,89 @@ void *start_step(void *parent, int step)
 void start_net(void *parent, const struct profiler_net *net)
 {
 	if (net->plugin == PLUGIN_ID && net->data && is_a(parent, KIND_STEP))
-		((struct send_mark *)net->data)->step = parent;
+		((struct send_mark *)net->data)->named = parent;
 }
 
-void record_state(void *handle, int state)
+void announce_step(void *handle)
 {
-	if (state == PROFILE_SEND_PEER_WAIT && is_a(handle, KIND_STEP))
-		waiting = handle;
+	const struct event_step *step = handle;
+
+	if (is_a(handle, KIND_STEP))
+		announced = (struct send_mark){.op = step->op, .step = step->number};
+}
+
+void announce_op(void *handle, int step)
+{
+	if (is_a(handle, KIND_OP) && step >= 0)
+		announced = (struct send_mark){.op = handle, .step = (uint32_t)step, .by_op = true};
+}
+
+struct send_mark take_announced(void)
+{
+	struct send_mark taken = announced;
+
+	announced = (struct send_mark){0};
+	return taken;
 }
 
 /* Return whether a send is the one that NCCL must make after the connection's last one. */
-static bool in_order(const struct event_coll *coll, const struct event_step *step, const struct send_order *order)
+static bool in_order(const struct event_coll *coll, uint32_t step, const struct send_order *order)
 {
 	if (!order->any || coll->serial > order->serial)
-		return step->step == 0;
-	return coll->serial == order->serial && step->step == order->step + 1;
+		return step == 0;
+	return coll->serial == order->serial && step == order->step + 1;
 }
 
-struct send_decision decide(const struct send_mark *mark, size_t nbytes, struct send_order *order)
+/* Return whether a send is the one that NCCL must make now, and which elements it has; name what is not right. */
+static bool foreseen(const struct send_mark *mark, size_t nbytes, const struct send_order *order, struct sent *sent)
+{
+	const struct event_coll *coll = mark->op->coll;
+	uint32_t channel = mark->op->channel, itemsize = coll->slicing.itemsize;
+
+	if (!mark->by_op && (mark->named->op != mark->op || mark->named->number != mark->step))
+		job_fail("NCCL names step %u for a send, and has announced step %u", mark->named->number, mark->step);
+	else if (!in_order(coll, mark->step, order))
+		job_fail("bucket %d, channel %u: step %u follows step %u", coll->bucket, channel, mark->step, order->step);
+	else if (slicing_send(&coll->slicing, channel, mark->step, sent))
+		job_fail("bucket %d, channel %u has no step %u", coll->bucket, channel, mark->step);
+	else if (sent->count * itemsize != nbytes)
+		job_fail("bucket %d, channel %u, step %u: NCCL sends %zu bytes, and not %llu", coll->bucket, channel,
+			 mark->step, nbytes, (unsigned long long)sent->count * itemsize);
+	else
+		return true;
+	return false;
+}
+
+/* The schedule of tags (design, section 3): rank 0 tags its sends of round 0, and the last rank those of all rounds. */
+static bool is_tagged(int round)
+{
+	return job.rank == job.ranks - 1 ? round >= 0 : job.rank == 0 && round == 0;
+}
+
+struct send_decision decide(const struct send_mark *mark, const void *data, size_t nbytes, struct send_order *order)
 {
 	struct send_decision decision = {0};
-	const struct event_step *step = mark->step;
 	const struct event_coll *coll;
 	struct sent sent;
 
-	if (!step || !step->op->sends || !job_tags())
+	if (!mark->op && mark->named)
+		job_fail("NCCL names step %u for a send, and has announced none", mark->named->number);
+	if (!mark->op || (!mark->by_op && !mark->named) || !mark->op->sends || !job_tags())
 		return decision;
-	coll = step->op->coll;
-	decision.channel = step->op->channel;
-	if (waiting && waiting != step) {
-		job_fail("NCCL names step %u for a send, and waits for its peer in step %u", step->step, waiting->step);
-	} else if (!in_order(coll, step, order)) {
-		job_fail("bucket %d, channel %u: step %u follows step %u", coll->bucket, decision.channel, step->step,
-			 order->step);
-	} else if (slicing_send(&coll->slicing, decision.channel, step->step, &sent)) {
-		job_fail("bucket %d, channel %u has no step %u", coll->bucket, decision.channel, step->step);
-	} else if (sent.count * coll->slicing.itemsize != nbytes) {
-		job_fail("bucket %d, channel %u, step %u: NCCL sends %zu bytes, and not %llu", coll->bucket,
-			 decision.channel, step->step, nbytes,
-			 (unsigned long long)sent.count * coll->slicing.itemsize);
-	} else {
-		*order = (struct send_order){coll->serial, step->step, true};
-		decision.tagged = sent.count && (sent.round == 0 ? job.rank == 0 || job.rank == job.ranks - 1 :
-						 sent.round > 0 && job.rank == job.ranks - 1);
-		decision.shadow_id = coll->shadow_id;
-		decision.position = job_position(decision.channel, decision.shadow_id);
+	coll = mark->op->coll;
+	if (coll->epoch != job_epoch() || !foreseen(mark, nbytes, order, &sent))
+		return decision;
+	*order = (struct send_order){coll->serial, mark->step, true};
+	decision.epoch = coll->epoch;
+	decision.channel = mark->op->channel;
+	decision.shadow_id = coll->shadow_id;
+	if (coll->calibrates) {
+		if (sent.round >= 0)
+			calibration_compare(decision.channel, coll->shadow_id, (uint32_t)coll->bucket, mark->step, &sent, data);
+		return decision;
 	}
+	decision.tagged = sent.count && is_tagged(sent.round);
 	if (decision.tagged)
-		job_add_tagged(decision.channel, decision.shadow_id, nbytes);
+		decision.position = job_add_tagged(decision.channel, decision.shadow_id, nbytes);
 	return decision;
 }

@@ -15,11 +15,15 @@
 
 enum { EVENTS_MASK = PROFILE_COLL | PROFILE_PROXY_OP | PROFILE_PROXY_STEP | PROFILE_NET_PLUGIN };
 
+struct event_op;
 struct event_step;
 
-/* Passed by isend through NCCL's callback; start_net fills it. */
+/* What is known of a send before it is accepted. */
 struct send_mark {
-	struct event_step *step;
+	const struct event_op *op; /* that this thread announced last; NULL for none */
+	uint32_t step;
+	bool by_op; /* profiler version 3, whose net events may name another step */
+	const struct event_step *named; /* by NCCL's callback */
 };
 
 /* The last send that a connection accepted. */
@@ -31,18 +35,25 @@ struct send_order {
 
 struct send_decision {
 	bool tagged;
+	uint32_t epoch; /* of the job */
 	uint32_t channel;
 	uint32_t shadow_id;
 	uint64_t position; /* in the stream */
 };
 
-void *start_coll(uint64_t comm_hash, const struct profiler_coll *coll, bool channels_are_used);
+void *start_group(void);
+/* Begin a collective of the gradients. `group` is NULL if it is not known. */
+void *start_coll(const struct profiler_coll *coll, void *group, bool channels_are_used);
 void *start_op(void *parent, const struct profiler_proxy_op *op);
 void *start_step(void *parent, int step);
 void start_net(void *parent, const struct profiler_net *net);
-void record_state(void *handle, int state);
+/* Note that the next send of this thread is a step's, or an operation's. */
+void announce_step(void *handle);
+void announce_op(void *handle, int step);
+/* Return what this thread has announced, once. */
+struct send_mark take_announced(void);
 
-/* Decide on a send that is accepted now. */
-struct send_decision decide(const struct send_mark *mark, size_t nbytes, struct send_order *order);
+/* Decide on a send that is accepted now. During calibration, compare it. */
+struct send_decision decide(const struct send_mark *mark, const void *data, size_t nbytes, struct send_order *order);
 
 #endif

@@ -15,7 +15,8 @@ struct nccl_job job = {.sockets_map = -1};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool present, stopped;
-static char trouble[TROUBLE_MAX];
+static _Atomic uint32_t epoch;
+static char trouble[TROUBLE_MAX], broken[TROUBLE_MAX];
 static struct nccl_bucket buckets[BUCKETS_MAX];
 static uint32_t bucket_count;
 static _Atomic uint64_t tagged[CHANNELS_MAX][SHADOW_IDS_MAX], acknowledged[CHANNELS_MAX][SHADOW_IDS_MAX];
@@ -23,24 +24,31 @@ static int expecting, standing;
 static uint64_t hash;
 static _Atomic(nccl_logger) log_to;
 
-void checkmate_nccl_begin(const struct nccl_job *given)
+int checkmate_nccl_begin(const struct nccl_job *given)
 {
+	if (!given->channels || given->channels > CHANNELS_MAX)
+		return -1;
 	pthread_mutex_lock(&lock);
 	job = *given;
 	bucket_count = 0;
 	standing = UNKNOWN;
-	trouble[0] = 0;
+	trouble[0] = broken[0] = 0;
 	memset(tagged, 0, sizeof(tagged));
 	memset(acknowledged, 0, sizeof(acknowledged));
+	atomic_fetch_add(&epoch, 1);
 	atomic_store(&stopped, false);
 	atomic_store(&present, true);
 	pthread_mutex_unlock(&lock);
+	return 0;
 }
 
 int checkmate_nccl_buckets(const struct nccl_bucket *given, uint32_t count)
 {
 	if (count > BUCKETS_MAX)
 		return -1;
+	for (uint32_t i = 0; i < count; i++)
+		if (given[i].shadow_id >= SHADOW_IDS_MAX)
+			return -1;
 	pthread_mutex_lock(&lock);
 	memcpy(buckets, given, count * sizeof(*given));
 	bucket_count = count;
@@ -50,7 +58,9 @@ int checkmate_nccl_buckets(const struct nccl_bucket *given, uint32_t count)
 
 uint32_t checkmate_nccl_used(uint32_t bucket)
 {
-	return bucket < bucket_count ? buckets[bucket].used : 0;
+	struct nccl_bucket known;
+
+	return job_copy_bucket(bucket, &known) ? known.used : 0;
 }
 
 void checkmate_nccl_expect(int expected)
@@ -65,14 +75,24 @@ void checkmate_nccl_stop(const char *why)
 	job_fail("%s", why);
 }
 
-uint32_t checkmate_nccl_trouble(char *text, uint32_t size)
+static uint32_t copy_text(char *text, uint32_t size, const char *from)
 {
 	uint32_t length;
 
 	pthread_mutex_lock(&lock);
-	length = (uint32_t)snprintf(text, size, "%s", trouble);
+	length = (uint32_t)snprintf(text, size, "%s", from);
 	pthread_mutex_unlock(&lock);
 	return length;
+}
+
+uint32_t checkmate_nccl_trouble(char *text, uint32_t size)
+{
+	return copy_text(text, size, trouble);
+}
+
+uint32_t checkmate_nccl_broken(char *text, uint32_t size)
+{
+	return copy_text(text, size, broken);
 }
 
 void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *sent, uint64_t *received)
@@ -94,6 +114,25 @@ bool job_present(void)
 bool job_tags(void)
 {
 	return job_present() && !atomic_load(&stopped);
+}
+
+uint32_t job_epoch(void)
+{
+	return atomic_load(&epoch);
+}
+
+void job_break(uint32_t of, const char *why)
+{
+	bool current;
+
+	job_log(NCCL_LOG_WARN, "%s", why);
+	pthread_mutex_lock(&lock);
+	current = of == atomic_load(&epoch);
+	if (current && !broken[0])
+		snprintf(broken, sizeof(broken), "%s", why);
+	pthread_mutex_unlock(&lock);
+	if (current)
+		job_fail("%s", why);
 }
 
 void job_fail(const char *format, ...)
@@ -168,7 +207,7 @@ bool job_expects(void)
 	return expected;
 }
 
-int job_bucket_of(const void *buffer, uint64_t elements)
+int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *copied)
 {
 	int found = -1;
 
@@ -176,26 +215,40 @@ int job_bucket_of(const void *buffer, uint64_t elements)
 	for (uint32_t i = 0; i < bucket_count && found < 0; i++)
 		if (buckets[i].address == (uintptr_t)buffer && buckets[i].elements == elements)
 			found = (int)i;
+	if (found >= 0)
+		*copied = buckets[found];
 	pthread_mutex_unlock(&lock);
 	return found;
 }
 
-struct nccl_bucket *job_bucket(int number)
+bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied)
 {
-	return &buckets[number];
+	bool known;
+
+	pthread_mutex_lock(&lock);
+	known = number < bucket_count;
+	if (known)
+		*copied = buckets[number];
+	pthread_mutex_unlock(&lock);
+	return known;
 }
 
-void job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes)
+void job_set_used(int number, uint32_t used)
 {
-	atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
+	pthread_mutex_lock(&lock);
+	buckets[number].used = used;
+	pthread_mutex_unlock(&lock);
 }
 
-uint64_t job_position(uint32_t channel, uint32_t shadow_id)
+uint64_t job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes)
 {
-	return atomic_load(&tagged[channel][shadow_id]);
+	return atomic_fetch_add(&tagged[channel][shadow_id], nbytes);
 }
 
-void job_set_acknowledged(uint32_t channel, uint32_t shadow_id, uint64_t position)
+void job_set_acknowledged(uint32_t of, uint32_t channel, uint32_t shadow_id, uint64_t position)
 {
-	atomic_store(&acknowledged[channel][shadow_id], position);
+	pthread_mutex_lock(&lock);
+	if (of == atomic_load(&epoch))
+		atomic_store(&acknowledged[channel][shadow_id], position);
+	pthread_mutex_unlock(&lock);
 }

@@ -21,7 +21,7 @@ struct nccl_job {
 	uint32_t address; /* of the NIC for gradients, in network order */
 	uint32_t ranks;
 	uint32_t rank;
-	uint32_t channels; /* at most */
+	uint32_t channels; /* of the communicator */
 	uint32_t cell;
 	uint32_t buffer;
 	uint32_t incarnation;
@@ -36,15 +36,16 @@ struct nccl_bucket {
 	uint64_t elements;
 	uint32_t itemsize;
 	uint32_t shadow_id;
-	uint32_t used; /* channels; 0 until NCCL has shown it */
-	uint32_t launches;
+	uint32_t allowed; /* channels that NCCL may use; 0 for all of the job's */
+	uint32_t used; /* channels that carry it; 0 until NCCL has shown it */
 };
 
 extern struct nccl_job job;
 
-/* Begin with a job, in place of an earlier one. Connections of the earlier one are not tagged any more. */
-EXPORTED void checkmate_nccl_begin(const struct nccl_job *given);
-/* Set the buckets, in the order of their launches in an iteration. */
+/* Begin with a job, in place of an earlier one. Connections of the earlier one are not tagged any more.
+ * Return 0, or -1 for too many channels. */
+EXPORTED int checkmate_nccl_begin(const struct nccl_job *given);
+/* Set the buckets. Return 0, or -1 for too many of them or of shadow ids. */
 EXPORTED int checkmate_nccl_buckets(const struct nccl_bucket *buckets, uint32_t count);
 EXPORTED uint32_t checkmate_nccl_used(uint32_t bucket);
 /* Announce that this process creates the communicator of gradients until it is called with 0. */
@@ -53,12 +54,19 @@ EXPORTED void checkmate_nccl_expect(int expected);
 EXPORTED void checkmate_nccl_stop(const char *why);
 /* Copy the first reason for which tagging stopped; return its length, 0 if there is none. */
 EXPORTED uint32_t checkmate_nccl_trouble(char *text, uint32_t size);
+/* Copy the first error of a connection of this job, which some versions of NCCL ignore; return its length, 0 if there
+ * is none. */
+EXPORTED uint32_t checkmate_nccl_broken(char *text, uint32_t size);
 /* The bytes of a stream that were tagged, and those that the peer has acknowledged. */
 EXPORTED void checkmate_nccl_count(uint32_t channel, uint32_t shadow_id, uint64_t *tagged, uint64_t *acknowledged);
 
 bool job_present(void);
+/* Return the number of the job in this process. */
+uint32_t job_epoch(void);
 bool job_tags(void);
 void job_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* Note that a connection of a job broke, for Python and the log. Tagging stops. */
+void job_break(uint32_t epoch, const char *why);
 void job_log(int level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void job_use_logger(nccl_logger logger);
 
@@ -67,11 +75,12 @@ void job_meet(uint64_t comm_hash);
 bool job_is_ours(uint64_t comm_hash);
 bool job_expects(void);
 
-/* Find the bucket of a collective by its address and size. Return its number, or -1. */
-int job_bucket_of(const void *buffer, uint64_t elements);
-struct nccl_bucket *job_bucket(int number);
-void job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes);
-void job_set_acknowledged(uint32_t channel, uint32_t shadow_id, uint64_t position);
-uint64_t job_position(uint32_t channel, uint32_t shadow_id);
+/* Find the bucket of a collective by its address and size, and copy it. Return its number, or -1. */
+int job_find_bucket(const void *buffer, uint64_t elements, struct nccl_bucket *found);
+bool job_copy_bucket(uint32_t number, struct nccl_bucket *copied);
+void job_set_used(int number, uint32_t used);
+/* Count tagged bytes; return the stream's position before them. */
+uint64_t job_add_tagged(uint32_t channel, uint32_t shadow_id, uint64_t nbytes);
+void job_set_acknowledged(uint32_t epoch, uint32_t channel, uint32_t shadow_id, uint64_t position);
 
 #endif

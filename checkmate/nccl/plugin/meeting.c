@@ -123,8 +123,9 @@ static int begin_connecting(struct handle *handle, bool ours)
 	if (made->fd < 0 || bind(made->fd, (struct sockaddr *)&own, sizeof(own)))
 		return fail("cannot use the NIC of the job file");
 	set_up(made->fd);
+	tagging_begin(&made->tagging, made->fd);
 	if (ours && job_tags()) {
-		int error = tagging_prepare(&made->tagging, made->fd);
+		int error = tagging_prepare(&made->tagging);
 
 		if (error)
 			job_fail("the kernel refuses to prepare a socket for tags: %s", strerror(-error));

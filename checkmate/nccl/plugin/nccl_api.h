@@ -117,14 +117,16 @@ struct net_v10 {
 NET_WITH_CONTEXT(11);
 NET_WITH_CONTEXT(12);
 
-/* Profiler: kinds of events, and the state in which a send waits for its peer. */
+/* Profiler: kinds of events, and the states right before a send: of an operation in version 3, of a step later. */
 enum {
+	PROFILE_GROUP = 1 << 0,
 	PROFILE_COLL = 1 << 1,
 	PROFILE_PROXY_OP = 1 << 3,
 	PROFILE_PROXY_STEP = 1 << 4,
 	PROFILE_NET_PLUGIN = 1 << 7,
+	PROFILE_COLL_API = 1 << 9,
 };
-enum { PROFILE_SEND_PEER_WAIT = 20 };
+enum { PROFILE_SEND_REM_FIFO_WAIT = 1, PROFILE_SEND_PEER_WAIT = 20 };
 
 /* A collective, in the part of it that does not differ. `channels` is the maximum before version 4. */
 struct profiler_coll {
@@ -153,6 +155,21 @@ struct profiler_proxy_op {
 struct profiler_net {
 	int64_t plugin;
 	void *data;
+};
+
+struct profiler_coll_api {
+	const char *function;
+	size_t count;
+	const char *datatype;
+	int root;
+	void *stream;
+	bool graph_captured;
+};
+
+/* Of a proxy operation, with its state in version 3. `steps` includes the one that begins. */
+struct profiler_state_v3 {
+	size_t transferred;
+	int steps;
 };
 
 struct profiler_event_v3 {
@@ -189,7 +206,11 @@ struct profiler_event_v5 {
 	void *parent;
 	int rank;
 	union {
-		struct profiler_coll coll;
+		struct profiler_coll_api coll_api;
+		struct {
+			struct profiler_coll coll;
+			void *group;
+		};
 		struct profiler_proxy_op proxy_op;
 		int step;
 		struct profiler_net net;
@@ -216,6 +237,7 @@ PROFILER(6, profiler_event_v5, void **context, uint64_t comm_hash, int *mask, co
 
 /* Tuner. */
 enum { TUNER_ALL_REDUCE = 4, TUNER_RING = 1, TUNER_SIMPLE = 2 };
+#define TUNER_IGNORED -1.0f
 
 #define TUNER_COLL_INFO                                                                                                \
 	int (*coll_info)(void *context, int function, size_t nbytes, int pipelined, float **costs, int algorithms,     \

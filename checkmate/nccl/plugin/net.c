@@ -3,6 +3,7 @@
  * The network that NCCL loads: versions 10 to 12 over `meeting` and `stream`. Memory is the host's, the network is the
  * kernel's TCP.
  */
+#include <errno.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,28 +19,35 @@ enum { COMMS_MAX = 65536, DEFAULT_SPEED = 10000 };
 static nccl_profiler_callback profile;
 static char name[] = "Checkmate";
 static char ours; /* its address is the context of the gradients' communicator */
+static _Thread_local bool refuses; /* the communicator that this thread creates */
 
-static int begin(nccl_logger log, nccl_profiler_callback callback)
+/* An error here would disable the plugin in the whole process, so `refused` is what refuses communicators. */
+static int init_v10(nccl_logger log, nccl_profiler_callback callback)
 {
 	job_use_logger(log);
 	profile = callback;
-	if (job_present())
-		return NCCL_SUCCESS;
-	job_log(NCCL_LOG_INFO, "not used, because this process has not called checkmate.protect");
-	return NCCL_SYSTEM_ERROR;
-}
-
-static int init_v10(nccl_logger log, nccl_profiler_callback callback)
-{
-	return begin(log, callback);
+	return NCCL_SUCCESS;
 }
 
 static int init_v11(void **context, uint64_t comm_hash, void *config, nccl_logger log, nccl_profiler_callback callback)
 {
 	(void)config;
 	job_meet(comm_hash);
-	*context = job_is_ours(comm_hash) ? &ours : NULL;
-	return begin(log, callback);
+	refuses = !job_is_ours(comm_hash);
+	*context = refuses ? NULL : &ours;
+	return init_v10(log, callback);
+}
+
+/* Return whether the communicator that this thread creates is not the gradients'. NCCL asks for properties right after
+ * init, and tries its next network if that fails. */
+static bool refused(bool named)
+{
+	bool refusing = named ? refuses : !job_present() || !job_expects();
+
+	refuses = false; /* the communicator may be used in the same thread later */
+	if (refusing)
+		job_log(NCCL_LOG_INFO, "a communicator that is not the gradients' keeps another network");
+	return refusing;
 }
 
 static int devices(int *count)
@@ -65,10 +73,10 @@ static void describe(struct net_properties_common *common)
 	};
 }
 
-#define PROPERTIES(VERSION, ...)                                                                                       \
+#define PROPERTIES(VERSION, NAMED, ...)                                                                                \
 	static int properties_v##VERSION(int device, struct net_properties_v##VERSION *properties)                     \
 	{                                                                                                              \
-		if (device)                                                                                            \
+		if (device || refused(NAMED))                                                                          \
 			return NCCL_INTERNAL_ERROR;                                                                    \
 		*properties = (struct net_properties_v##VERSION){                                                      \
 			.devices = 1, .p2p_bytes_max = BYTES_MAX, .collective_bytes_max = BYTES_MAX, __VA_ARGS__};     \
@@ -76,9 +84,9 @@ static void describe(struct net_properties_common *common)
 		return NCCL_SUCCESS;                                                                                   \
 	}
 
-PROPERTIES(10)
-PROPERTIES(11, .multi_request_max = 1)
-PROPERTIES(12, .multi_request_max = 1, .rail = -1, .plane = -1)
+PROPERTIES(10, false)
+PROPERTIES(11, true, .multi_request_max = 1)
+PROPERTIES(12, true, .multi_request_max = 1, .rail = -1, .plane = -1)
 
 static int listen_v10(int device, void *handle, void **comm)
 {
@@ -127,7 +135,7 @@ static int dereg_mr(void *comm, void *handle)
 static int isend(void *comm, void *data, size_t size, int tag, void *mr, void *phandle, void **request)
 {
 	struct stream *stream = comm;
-	struct send_mark mark = {0};
+	struct send_mark mark = take_announced();
 	void *event = NULL;
 
 	(void)tag, (void)mr;
@@ -147,7 +155,7 @@ static int irecv(void *comm, int n, void **data, size_t *sizes, int *tags, void 
 	(void)tags, (void)mrs, (void)phandles;
 	*request = NULL;
 	if (n != 1)
-		return NCCL_INTERNAL_ERROR;
+		stream_fail(stream, EINVAL);
 	if (atomic_load(&stream->error))
 		return NCCL_REMOTE_ERROR;
 	*request = stream_post(stream, data[0], sizes[0], NULL);

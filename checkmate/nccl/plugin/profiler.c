@@ -28,7 +28,9 @@ static int watch(void **context, int *mask, uint64_t comm_hash, int nodes, int r
 	}
 	*mask = EVENTS_MASK;
 	job_meet(comm_hash);
-	if (job_is_ours(comm_hash) && nodes != ranks)
+	if (job_is_ours(comm_hash) && (uint32_t)ranks != job.ranks)
+		job_fail("the gradients' communicator has %d ranks, and the job %u", ranks, job.ranks);
+	else if (job_is_ours(comm_hash) && nodes != ranks)
 		job_fail("the gradients' communicator has %d ranks on %d nodes: use one rank for each node", ranks, nodes);
 	return NCCL_SUCCESS;
 }
@@ -58,6 +60,8 @@ static void *start_below(uint64_t type, void *parent, const struct profiler_prox
 			 const struct profiler_net *net)
 {
 	switch (type) {
+	case PROFILE_GROUP:
+		return start_group();
 	case PROFILE_PROXY_OP:
 		return start_op(parent, op);
 	case PROFILE_PROXY_STEP:
@@ -70,33 +74,44 @@ static void *start_below(uint64_t type, void *parent, const struct profiler_prox
 	}
 }
 
+static bool is_ours(const struct watched *watched)
+{
+	return watched && job_is_ours(watched->comm_hash);
+}
+
 /* Version 3 knows its communicator only in a collective's event. */
 static int start_v3(void *context, void **handle, struct profiler_event_v3 *event)
 {
 	(void)context;
 	if (event->type == PROFILE_COLL) {
 		job_meet(event->comm_hash);
-		*handle = start_coll(event->comm_hash, &event->coll, false);
+		*handle = job_is_ours(event->comm_hash) ? start_coll(&event->coll, event->parent, false) : NULL;
 	} else {
 		*handle = start_below(event->type, event->parent, &event->proxy_op, event->step, &event->net);
 	}
 	return NCCL_SUCCESS;
 }
 
-#define START(VERSION)                                                                                                 \
-	static int start_v##VERSION(void *context, void **handle, struct profiler_event_v##VERSION *event)             \
-	{                                                                                                              \
-		const struct watched *watched = context;                                                               \
-                                                                                                                       \
-		if (event->type == PROFILE_COLL)                                                                       \
-			*handle = watched ? start_coll(watched->comm_hash, &event->coll, true) : NULL;                 \
-		else                                                                                                   \
-			*handle = start_below(event->type, event->parent, &event->proxy_op, event->step, &event->net); \
-		return NCCL_SUCCESS;                                                                                   \
-	}
+static int start_v4(void *context, void **handle, struct profiler_event_v4 *event)
+{
+	if (event->type == PROFILE_COLL)
+		*handle = is_ours(context) ? start_coll(&event->coll, event->parent, true) : NULL;
+	else
+		*handle = start_below(event->type, event->parent, &event->proxy_op, event->step, &event->net);
+	return NCCL_SUCCESS;
+}
 
-START(4)
-START(5)
+static int start_v5(void *context, void **handle, struct profiler_event_v5 *event)
+{
+	*handle = NULL;
+	if (event->type == PROFILE_COLL)
+		*handle = is_ours(context) ? start_coll(&event->coll, event->group, true) : NULL;
+	else if (event->type == PROFILE_COLL_API && event->coll_api.graph_captured && is_ours(context))
+		job_fail("an AllReduce of gradients is captured in a CUDA graph, which is not supported");
+	else if (event->type != PROFILE_COLL_API)
+		*handle = start_below(event->type, event->parent, &event->proxy_op, event->step, &event->net);
+	return NCCL_SUCCESS;
+}
 
 static int stop(void *handle)
 {
@@ -104,10 +119,20 @@ static int stop(void *handle)
 	return NCCL_SUCCESS;
 }
 
+static int record_v3(void *handle, int state, void *arguments)
+{
+	const struct profiler_state_v3 *known = arguments;
+
+	if (state == PROFILE_SEND_REM_FIFO_WAIT && known)
+		announce_op(handle, known->steps - 1);
+	return NCCL_SUCCESS;
+}
+
 static int record(void *handle, int state, void *arguments)
 {
 	(void)arguments;
-	record_state(handle, state);
+	if (state == PROFILE_SEND_PEER_WAIT)
+		announce_step(handle);
 	return NCCL_SUCCESS;
 }
 
@@ -117,7 +142,7 @@ static int finalize(void *context)
 	return NCCL_SUCCESS;
 }
 
-EXPORTED struct profiler_v3 ncclProfiler_v3 = {"Checkmate", init_v3, start_v3, stop, record, finalize};
+EXPORTED struct profiler_v3 ncclProfiler_v3 = {"Checkmate", init_v3, start_v3, stop, record_v3, finalize};
 EXPORTED struct profiler_v4 ncclProfiler_v4 = {"Checkmate", init_v4, start_v4, stop, record, finalize};
 EXPORTED struct profiler_v5 ncclProfiler_v5 = {"Checkmate", init_v5, start_v5, stop, record, finalize};
 EXPORTED struct profiler_v6 ncclProfiler_v6 = {"Checkmate", init_v5, start_v5, stop, record, finalize};

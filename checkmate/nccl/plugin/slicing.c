@@ -15,23 +15,37 @@ static void cut(uint64_t elements, uint64_t first, uint64_t size, struct sent *p
 	part->count = first >= elements ? 0 : elements - first < size ? elements - first : size;
 }
 
-static void channel_part(const struct slicing *s, uint32_t channel, struct sent *part)
+/* The cells of each channel but the last. NCCL rounds a channel's traffic down, so this may be one too few. */
+static uint64_t share_of(const struct slicing *s)
 {
-	uint64_t cell = s->cell / s->itemsize;
-	uint64_t share = up(up(s->elements, cell), s->used) * cell;
+	uint64_t bytes = s->elements * s->itemsize, traffic = 2 * bytes / s->allowed, share = up(traffic, 2 * s->cell);
 
-	cut(s->elements, share * channel, channel + 1 == s->used ? s->elements : share, part);
+	return share ? share : 1;
+}
+
+uint32_t slicing_used(const struct slicing *s)
+{
+	uint64_t used = up(up(s->elements * s->itemsize, s->cell), share_of(s));
+
+	return used < s->channels ? (uint32_t)used : s->channels;
+}
+
+static void channel_part(const struct slicing *s, uint32_t channel, uint32_t used, struct sent *part)
+{
+	uint64_t share = share_of(s) * (s->cell / s->itemsize);
+
+	cut(s->elements, share * channel, channel + 1 == used ? s->elements : share, part);
 }
 
 int slicing_send(const struct slicing *s, uint32_t channel, uint32_t step, struct sent *sent)
 {
-	uint32_t rounds = 2 * (s->ranks - 1), at = step / SLICES % rounds;
+	uint32_t rounds = 2 * (s->ranks - 1), at = step / SLICES % rounds, used = slicing_used(s);
 	uint64_t chunk, loop, least, size, number;
 	struct sent part, piece;
 
-	if (channel >= s->used)
+	if (channel >= used)
 		return -1;
-	channel_part(s, channel, &part);
+	channel_part(s, channel, used, &part);
 	chunk = s->buffer / STEPS * 4 / CHUNK_UNIT * CHUNK_UNIT / s->itemsize;
 	loop = (uint64_t)(step / SLICES / rounds) * s->ranks * chunk; /* elements before it */
 	if (loop >= part.count)

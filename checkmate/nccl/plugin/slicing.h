@@ -9,13 +9,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A bucket on one channel. `used` is the number of channels that carry it. */
+/* A bucket, and the ring that reduces it. */
 struct slicing {
 	uint64_t elements;
 	uint32_t itemsize;
 	uint32_t cell; /* bytes */
 	uint32_t buffer; /* bytes, NCCL_BUFFSIZE */
-	uint32_t used;
+	uint32_t channels; /* of the communicator */
+	uint32_t allowed; /* channels that NCCL may use for the bucket */
 	uint32_t ranks;
 	uint32_t index; /* of this rank in the ring */
 };
@@ -26,6 +27,8 @@ struct sent {
 	int round; /* of the AllGather; negative for partial sums */
 };
 
+/* Return the number of channels that carry the bucket. */
+uint32_t slicing_used(const struct slicing *slicing);
 /* Describe send `step` on `channel`. Return 0, or -1 if the channel has no such step. */
 int slicing_send(const struct slicing *slicing, uint32_t channel, uint32_t step, struct sent *sent);
 

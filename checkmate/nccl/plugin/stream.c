@@ -4,14 +4,16 @@
 #include <arpa/inet.h>
 #include <endian.h>
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "job.h"
 
-enum { HEADER = 8 };
+enum { HEADER = 8, IDLE_SECONDS = 1 };
 
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream *senders;
@@ -83,20 +85,20 @@ static int receive_all(struct stream *stream, void *data, size_t size)
 	return 0;
 }
 
-/* Send a message. MSG_EOR keeps a segment from having bytes of a tagged range and others. */
+/* Send a message. MSG_EOR keeps a segment from having bytes of a tagged range and others. MSG_MORE delays the header
+ * until the data is there, so that the peer wakes up once. */
 static int send_message(struct stream *stream, struct request *request)
 {
 	const struct send_decision *decision = &request->decision;
 	uint64_t header = htobe64(request->size);
-	int error, last = decision->tagged ? MSG_EOR : 0;
+	int error, end = decision->tagged ? MSG_EOR : 0;
 
 	error = tagging_pass(&stream->tagging, HEADER + request->size);
 	if (!error)
-		error = send_all(stream, &header, HEADER, decision->tagged ? MSG_EOR : request->size ? MSG_MORE : 0);
+		error = send_all(stream, &header, HEADER, end | (request->size ? MSG_MORE : 0));
 	if (!error && decision->tagged)
-		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision->channel,
-					 decision->shadow_id, decision->position);
-	return error ? error : send_all(stream, request->data, request->size, last);
+		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision);
+	return error ? error : send_all(stream, request->data, request->size, end);
 }
 
 static int receive_message(struct stream *stream, struct request *request)
@@ -112,18 +114,50 @@ static int receive_message(struct stream *stream, struct request *request)
 	return receive_all(stream, request->data, request->size);
 }
 
-/* Return the next request, or NULL when the stream closes. */
+/* Return whether the peer has vanished while nothing was sent. A peer that has closed may have ended as it should. */
+static bool vanished(struct stream *stream)
+{
+	socklen_t size = sizeof(int);
+	int error = 0;
+
+	getsockopt(stream->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+	if (error && error != ECONNRESET && error != EPIPE)
+		stream_fail(stream, error);
+	return atomic_load(&stream->error);
+}
+
+/* Return the next request, or NULL when the stream closes, or when the peer of a sending one has vanished. */
 static struct request *next_request(struct stream *stream)
 {
 	struct request *request = NULL;
+	bool gone = false;
 
 	pthread_mutex_lock(&stream->lock);
-	while (stream->done == stream->posted && !stream->closing)
-		pthread_cond_wait(&stream->changed, &stream->lock);
-	if (!stream->closing)
+	while (stream->done == stream->posted && !stream->closing && !gone) {
+		struct timespec until;
+
+		clock_gettime(CLOCK_REALTIME, &until);
+		until.tv_sec += IDLE_SECONDS;
+		if (pthread_cond_timedwait(&stream->changed, &stream->lock, &until) && stream->sends)
+			gone = vanished(stream);
+	}
+	if (!stream->closing && !gone)
 		request = &stream->requests[stream->done % NCCL_NET_REQUESTS_MAX];
 	pthread_mutex_unlock(&stream->lock);
 	return request;
+}
+
+void stream_fail(struct stream *stream, int error)
+{
+	char host[INET_ADDRSTRLEN] = "?", why[TROUBLE_MAX];
+	int none = 0;
+
+	if (!atomic_compare_exchange_strong(&stream->error, &none, error) || atomic_load(&stream->closing))
+		return;
+	inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
+	snprintf(why, sizeof(why), "the connection of rank %u %s %s broke: %s", job.rank, stream->sends ? "to" : "from",
+		 host, strerror(error));
+	job_break(stream->epoch, why);
 }
 
 static void *run(void *argument)
@@ -135,13 +169,7 @@ static void *run(void *argument)
 		int error = stream->sends ? send_message(stream, request) : receive_message(stream, request);
 
 		if (error) {
-			char host[INET_ADDRSTRLEN] = "?";
-
-			inet_ntop(AF_INET, &stream->peer.sin_addr, host, sizeof(host));
-			atomic_store(&stream->error, -error);
-			if (!stream->closing)
-				job_log(NCCL_LOG_WARN, "the connection %s %s broke: %s",
-					stream->sends ? "to" : "from", host, strerror(-error));
+			stream_fail(stream, -error);
 			return NULL;
 		}
 		atomic_store(&request->state, REQUEST_DONE);
@@ -161,6 +189,7 @@ struct stream *stream_open(int fd, bool sends, const struct tagging *tagging)
 		return NULL;
 	stream->fd = fd;
 	stream->sends = sends;
+	stream->epoch = job_epoch();
 	if (tagging)
 		stream->tagging = *tagging;
 	pthread_mutex_init(&stream->tagging.lock, NULL);
@@ -187,7 +216,7 @@ struct request *stream_post(struct stream *stream, void *data, size_t size, cons
 	request->data = data;
 	request->size = size;
 	if (mark)
-		request->decision = decide(mark, size, &stream->order);
+		request->decision = decide(mark, data, size, &stream->order);
 	atomic_store(&request->state, REQUEST_QUEUED);
 	pthread_mutex_lock(&stream->lock);
 	stream->posted++;

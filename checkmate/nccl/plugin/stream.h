@@ -41,13 +41,16 @@ struct stream {
 	uint64_t done; /* by the thread */
 	_Atomic bool closing;
 	struct stream *next; /* of the sending streams */
-	_Atomic int error; /* errno of what broke it */
+	uint32_t epoch; /* of the job */
+	_Atomic int error; /* errno of what broke it; stays */
 };
 
 /* Begin with a connected, blocking socket, which the stream owns. Return NULL without memory or a thread for it. */
 struct stream *stream_open(int fd, bool sends, const struct tagging *tagging);
 /* Post a message. Return its request, or NULL if too many are in progress. */
 struct request *stream_post(struct stream *stream, void *data, size_t size, const struct send_mark *mark);
+/* Break the stream for good, because some versions of NCCL ignore errors and go on. */
+void stream_fail(struct stream *stream, int error);
 /* Return whether a request is done, and free it then. */
 bool stream_test(struct request *request, size_t *size);
 void stream_close(struct stream *stream);

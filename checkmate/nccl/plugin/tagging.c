@@ -29,17 +29,21 @@ static int call(int command, const struct tagging *tagging, void *value)
 	return syscall(SYS_bpf, command, &attributes, sizeof(attributes)) ? -errno : 0;
 }
 
-int tagging_prepare(struct tagging *tagging, int fd)
+void tagging_begin(struct tagging *tagging, int fd)
+{
+	memset(tagging, 0, sizeof(*tagging));
+	pthread_mutex_init(&tagging->lock, NULL);
+	tagging->fd = fd;
+}
+
+int tagging_prepare(struct tagging *tagging)
 {
 	int tos = 0, error;
 	socklen_t size = sizeof(tos);
 
-	memset(tagging, 0, sizeof(*tagging));
-	pthread_mutex_init(&tagging->lock, NULL);
-	tagging->fd = fd;
 	if (job.sockets_map < 0)
 		return 0;
-	if (getsockopt(fd, IPPROTO_IP, IP_TOS, &tos, &size))
+	if (getsockopt(tagging->fd, IPPROTO_IP, IP_TOS, &tos, &size))
 		return -errno;
 	tagging->socket.plain_tos = (uint32_t)tos & ~(job.dscp_bit << 2);
 	tagging->socket.tagged_tos = tagging->socket.plain_tos | job.dscp_bit << 2;
@@ -59,16 +63,20 @@ void tagging_wrote(struct tagging *tagging, uint64_t nbytes)
 static int reap(struct tagging *tagging)
 {
 	struct tagged_socket *socket = &tagging->socket;
-	int unacknowledged;
+	uint64_t acknowledged;
+	int waiting;
 
-	if (ioctl(tagging->fd, SIOCOUTQ, &unacknowledged))
+	if (ioctl(tagging->fd, SIOCOUTQ, &waiting))
 		return -errno;
+	/* The kernel may have bytes of a write that is not counted yet. */
+	acknowledged = tagging->written > (uint64_t)waiting ? tagging->written - (uint64_t)waiting : 0;
 	for (; socket->head != socket->tail; socket->head++) {
 		uint32_t at = socket->head % TAGGER_RANGES;
 
-		if (tagging->live[at].end > tagging->written - (uint64_t)unacknowledged)
+		if (tagging->live[at].end > acknowledged)
 			break;
-		job_set_acknowledged(tagging->live[at].channel, tagging->live[at].shadow_id, tagging->live[at].position);
+		job_set_acknowledged(tagging->live[at].epoch, tagging->live[at].channel, tagging->live[at].shadow_id,
+				     tagging->live[at].position);
 	}
 	return 0;
 }
@@ -97,47 +105,65 @@ static int await_ranges(struct tagging *tagging, uint32_t most)
 	}
 }
 
-static int add(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
+/* Learn the connection's first sequence number from the kernel, once. */
+static int learn_first_sequence(struct tagging *tagging)
+{
+	struct tagged_socket seen;
+	int error;
+
+	if (!tagging->prepared || tagging->socket.established)
+		return 0;
+	error = call(BPF_MAP_LOOKUP_ELEM, tagging, &seen);
+	if (error || !seen.established)
+		return error ? error : -ENOTCONN; /* not created in the tagger's cgroup */
+	tagging->socket.established = 1;
+	tagging->socket.first_sequence = seen.first_sequence;
+	return 0;
+}
+
+/* If the kernel refuses a call, tagging stops. */
+static bool granted(int error)
+{
+	if (error)
+		job_fail("the kernel refuses a tag: %s", strerror(-error));
+	return !error;
+}
+
+static int add(struct tagging *tagging, uint32_t length, const struct send_decision *decision)
 {
 	struct tagged_socket *socket = &tagging->socket;
+	int error = await_ranges(tagging, TAGGER_RANGES - 1);
 	uint32_t at;
-	int error = 0;
 
-	if (!socket->established) {
-		struct tagged_socket seen;
-
-		error = call(BPF_MAP_LOOKUP_ELEM, tagging, &seen);
-		if (error || !seen.established)
-			return error ? error : -ENOTCONN; /* not created in the tagger's cgroup */
-		socket->established = 1;
-		socket->first_sequence = seen.first_sequence;
-	}
-	error = await_ranges(tagging, TAGGER_RANGES - 1);
-	if (error)
+	if (error || decision->epoch != job_epoch() || !granted(learn_first_sequence(tagging)))
 		return error;
 	at = socket->tail++ % TAGGER_RANGES;
 	socket->ranges[at] = (struct tag_range){
 		.anchor = socket->first_sequence + (uint32_t)tagging->written,
 		.length = length,
-		.sequence = (uint32_t)position,
-		.shadow_id = (uint16_t)shadow_id,
-		.channel = (uint8_t)channel,
+		.sequence = (uint32_t)decision->position,
+		.shadow_id = (uint16_t)decision->shadow_id,
+		.channel = (uint8_t)decision->channel,
 		.incarnation = (uint8_t)job.incarnation,
 	};
-	tagging->live[at].end = tagging->kernel_end = tagging->written + length;
-	tagging->live[at].position = position + length;
-	tagging->live[at].shadow_id = shadow_id;
-	tagging->live[at].channel = channel;
-	return call(BPF_MAP_UPDATE_ELEM, tagging, socket);
+	tagging->live[at].end = tagging->written + length;
+	tagging->live[at].position = decision->position + length;
+	tagging->live[at].epoch = decision->epoch;
+	tagging->live[at].shadow_id = decision->shadow_id;
+	tagging->live[at].channel = decision->channel;
+	if (tagging->prepared) {
+		tagging->kernel_end = tagging->live[at].end;
+		granted(call(BPF_MAP_UPDATE_ELEM, tagging, socket));
+	}
+	return 0;
 }
 
-int tagging_announce(struct tagging *tagging, uint32_t length, uint32_t channel, uint32_t shadow_id, uint64_t position)
+int tagging_announce(struct tagging *tagging, uint32_t length, const struct send_decision *decision)
 {
-	int error = 0;
+	int error;
 
 	pthread_mutex_lock(&tagging->lock);
-	if (tagging->prepared)
-		error = add(tagging, length, channel, shadow_id, position);
+	error = add(tagging, length, decision);
 	pthread_mutex_unlock(&tagging->lock);
 	return error;
 }
@@ -150,7 +176,7 @@ int tagging_pass(struct tagging *tagging, uint64_t length)
 	if (tagging->kernel_end && tagging->written + length - tagging->kernel_end > RETIRE_AFTER) {
 		error = await_ranges(tagging, 0);
 		if (!error)
-			error = call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket);
+			granted(call(BPF_MAP_UPDATE_ELEM, tagging, &tagging->socket));
 		tagging->kernel_end = 0;
 	}
 	pthread_mutex_unlock(&tagging->lock);

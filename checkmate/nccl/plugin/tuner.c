@@ -31,10 +31,14 @@ static int coll_info(void *context, int function, size_t nbytes, int pipelined, 
 	(void)nbytes, (void)pipelined, (void)registered;
 	if (context != &ours || function != TUNER_ALL_REDUCE || algorithms <= TUNER_RING || protocols <= TUNER_SIMPLE)
 		return NCCL_SUCCESS;
+	if (cost[TUNER_RING * protocols + TUNER_SIMPLE] < 0) {
+		job_fail("NCCL may not use the ring with the SIMPLE protocol: unset NCCL_ALGO and NCCL_PROTO");
+		return NCCL_SUCCESS; /* an error would fail the AllReduce */
+	}
 	for (int algorithm = 0; algorithm < algorithms; algorithm++)
 		for (int protocol = 0; protocol < protocols; protocol++)
 			if (algorithm != TUNER_RING || protocol != TUNER_SIMPLE)
-				cost[algorithm * protocols + protocol] = -1.0f; /* ignored */
+				cost[algorithm * protocols + protocol] = TUNER_IGNORED;
 	cost[TUNER_RING * protocols + TUNER_SIMPLE] = 0.0f;
 	*channels = (int)job.channels;
 	return NCCL_SUCCESS;

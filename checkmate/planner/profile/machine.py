@@ -1,4 +1,4 @@
-"""This machine: cores, memory and load."""
+"""This machine: cores, free memory and load."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ def cores() -> int:
 def load_average() -> float:
     """Return the number of threads that ran, or waited for a core or a disk: the last minute's average."""
     return os.getloadavg()[0]
-
-
-def memory() -> int:
-    """Return the memory of the machine, or of its cgroup, in bytes."""
-    return machine_memory.total()
 
 
 def memory_available() -> int:

@@ -50,6 +50,5 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
             f"{error}. Do all ranks run, and has `checkmate run` installed the job on its switches? "
             "`checkmate status JOB` shows that"
         ) from error
-    if tagger is not None:
-        tagger.give_up_capabilities()
+    Tagger.give_up_capabilities()  # also on ranks that do not tag: all hosts have the same starter
     return ring

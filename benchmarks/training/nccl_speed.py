@@ -1,0 +1,73 @@
+"""The NCCL plugin's speed between two ranks, against plain sockets, and the processor time of tags, in turns.
+
+A caller drives the plugin as NCCL does in an AllReduce: sends of up to 1 MiB, four in flight on each channel.
+Rank 1 of two tags half of what it sends. Plain sockets send as many bytes, in writes of 128 KiB as in iperf3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.figures import Figure, Result, Skipped, ratios, spread95
+from benchmarks.switch.rings import bridge_instead, quiet_warmup
+from benchmarks.training.nccl_speed_rank import CONNECTIONS, MODES, NBYTES
+from topologies.crew import Crew
+from topologies.describe.topology import load
+from topologies.lab import Lab
+
+TITLE = "NCCL plugin: 1 GiB from rank to rank over a kernel bridge, driven as NCCL does, in turns"
+ROUNDS = 25
+_SECONDS = 900.0
+
+
+def measure() -> list[Result]:
+    """Measure in one run."""
+    if os.geteuid() != 0:
+        return [Skipped("nccl_speed", "needs root, for network namespaces")]
+    quiet_warmup()
+    with Progress(transient=True) as bar, Lab(load("single_tor"), "softswitch", name="benchnccl") as lab:
+        task = bar.add_task("nccl_speed", total=None)
+        bridge_instead(lab)
+        with Crew(lab) as crew:
+            hosts = [(rank.name, rank.interfaces[0]) for rank in lab.topology.ranks[:2]]
+            common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--rounds", str(ROUNDS)]
+            members = []
+            for number, (name, nic) in enumerate(hosts):
+                own = ["--rank", str(number), "--interface", nic.name]
+                argv = [sys.executable, "-m", "benchmarks.training.nccl_speed_rank", *own, *common]
+                members.append(crew.start(name, name, argv))
+            crew.finish(members, _SECONDS, lambda: bar.advance(task))
+            said = json.loads(members[1].said())
+    return figures(said)
+
+
+def figures(turns: list[dict[str, Any]]) -> list[Result]:
+    """Return the figures from all turns."""
+    found: list[Result] = []
+    for count in CONNECTIONS:
+        words = f"{count} connection" + "s" * (count > 1)
+        of = {
+            mode: [turn for turn in turns if (turn["mode"], turn["count"]) == (mode, count)] for mode in MODES
+        }
+        rates = {mode: [NBYTES * 8e-9 / turn["seconds"] for turn in some] for mode, some in of.items()}
+        used = {mode: [turn["used"] for turn in some] for mode, some in of.items()}
+        for mode in ("untagged", "tagged"):
+            pairs = ratios(rates[mode], rates["sockets"])
+            aim, floor = (0.95, 0.85)
+            name = f"plugin, {mode} / plain sockets, throughput, {words}"
+            found.append(Figure(name, pairs, "", aim, floor, note=spread95(pairs)))
+        pairs = ratios(used["tagged"], used["untagged"])
+        name = f"tagged / untagged, processor time of both ranks, {words}"
+        found.append(Figure(name, pairs, "", 1.01, 1.03, smaller=True, note=spread95(pairs)))
+        found += [Figure(f"{mode}, {words}", tuple(rates[mode]), "Gbit/s") for mode in MODES]
+        gigabytes = NBYTES / 1e9
+        found += [
+            Figure(f"{mode}, processor time, {words}", tuple(one / gigabytes for one in used[mode]), "s/GB")
+            for mode in MODES
+        ]
+    return found

@@ -1,0 +1,28 @@
+"""Ranks that send through the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.nccl_sender import SendingRank, Settings
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., SendingRank]]:
+    """Make ranks from `Settings`, which are closed after the test."""
+    made: list[SendingRank] = []
+
+    def begin(*settings: Any, receives: bool = True, **more: Any) -> SendingRank:
+        (folder := tmp_path / str(len(made))).mkdir()
+        made.append(SendingRank(folder, Settings(*settings, **more)))
+        if receives:
+            made[-1].receive()
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
