@@ -114,6 +114,23 @@ def test_closing_with_sends_in_flight_is_no_break(make: Make) -> None:
     assert sender.library.broken == ""
 
 
+def test_a_peer_that_aborts_is_noticed_although_nothing_follows(make: Make) -> None:
+    sender = make("2.27", 0, 2, 1, receives=False)
+    sender.send(0, 100, None)  # into the kernel
+    sender.stop_receiving()
+    assert until(lambda: 1 if sender.library.broken else None)
+    assert "Connection reset by peer" in sender.library.broken
+
+
+@pytest.mark.slow
+def test_a_peer_that_ends_is_no_break(make: Make) -> None:
+    sender = make("2.30", 0, 2, 1)
+    sender.send(0, 100, None)
+    sender.stop_receiving()
+    time.sleep(3)
+    assert sender.library.broken == ""
+
+
 def test_acknowledgements_of_an_earlier_job_do_not_count(make: Make) -> None:
     sender = make("2.30", 1, 2, 1)
     sender.library.set_buckets([BUCKET])

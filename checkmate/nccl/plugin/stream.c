@@ -114,15 +114,14 @@ static int receive_message(struct stream *stream, struct request *request)
 	return receive_all(stream, request->data, request->size);
 }
 
-/* Return whether the peer has vanished while nothing was sent. A peer that has closed may have ended as it should. */
+/* Return whether the peer has vanished, or has aborted, while nothing was sent. Once it has ended the connection
+ * properly, nothing more is an error. */
 static bool vanished(struct stream *stream)
 {
-	socklen_t size = sizeof(int);
-	int error = 0;
+	char byte;
 
-	getsockopt(stream->fd, SOL_SOCKET, SO_ERROR, &error, &size);
-	if (error && error != ECONNRESET && error != EPIPE)
-		stream_fail(stream, error);
+	if (recv(stream->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && errno != EAGAIN && errno != EINTR)
+		stream_fail(stream, errno);
 	return atomic_load(&stream->error);
 }
 
@@ -240,7 +239,9 @@ void stream_close(struct stream *stream)
 	stream->closing = true;
 	pthread_cond_signal(&stream->changed);
 	pthread_mutex_unlock(&stream->lock);
-	shutdown(stream->fd, SHUT_RDWR); /* ends a blocked call; what the kernel has is still sent */
+	/* Ends a blocked call. What the kernel has is still sent. The peer of a receiving stream is told by `close`: that
+	 * all has arrived, or that something was not read. */
+	shutdown(stream->fd, stream->sends ? SHUT_RDWR : SHUT_RD);
 	pthread_join(stream->thread, NULL);
 	list_remove(stream);
 	tagging_acknowledge(&stream->tagging);
