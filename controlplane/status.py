@@ -71,8 +71,8 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
         held = await session.read()
     plan = plan_switch(network, switch.name, held)
     connected = {key: entry for entry in held.table("streams") if (key := key_of(entry)) in plan.streams}
-    moved = await _direct(session, "streams")
-    lost = await _direct(session, "lost")
+    moved = await _direct(session, "streams", held)
+    lost = await _direct(session, "lost", held)
     streams = []
     for key, stream in plan.streams.items():
         entry = connected.get(key)
@@ -128,10 +128,15 @@ def _not_installed(network: Network, here: Collection[str], held: Holdings) -> t
     return tuple(missing)
 
 
-async def _direct(session: SwitchSession, table: str) -> dict[tuple[StreamKey, int | None], StreamCount]:
-    found = {}
+async def _direct(
+    session: SwitchSession, table: str, held: Holdings
+) -> dict[tuple[StreamKey, int | None], StreamCount]:
+    found: dict[tuple[StreamKey, int | None], StreamCount] = {}
     codec = session.codec
-    async for message in session.read_entities([codec.read_direct_counters(table)]):
+    asked = codec.read_direct_counters(table, held.table(table))
+    if not asked:
+        return found
+    async for message in session.read_entities(asked):
         match, packets, nbytes = codec.decode_direct_counter(message)
         found[(key_of(match), match.get("incarnation"))] = StreamCount(packets, nbytes)
     return found

@@ -238,8 +238,9 @@ def run(
 
     Example: checkmate lab run two_tor --loss 1% --jitter 5ms
     """
-    load = Load(nbytes=megabytes * 1_000_000, iterations=iterations)
-    if not perform(_lab(topology, target, name, mtu, share, delay), load, as_json=as_json):
+    lab = _lab(topology, target, name, mtu, share, delay)
+    state.require_root()
+    if not perform(lab, Load(nbytes=megabytes * 1_000_000, iterations=iterations), as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from finsy import (
     P4CounterData,
@@ -57,19 +57,20 @@ def compiled(target: str) -> tuple[Path, Path]:
 
 
 class Codec:
-    """Translator for one program. `without` is the reason for a missing device configuration."""
+    """Translator for one program.
+
+    `server` is a Tofino's P4Runtime server, and `without` the reason for a missing device configuration.
+    """
 
     def __init__(
         self,
         schema: P4Schema,
         *,
-        counters_by_entry: bool = False,
-        reads_meters: bool = True,
+        server: Literal["stratum", "pi"] | None = None,
         without: NotCompiled | None = None,
     ) -> None:
         self.schema = schema
-        self._counters_by_entry = counters_by_entry
-        self._reads_meters = reads_meters
+        self._server = server
         self._without = without
         self._fields = {
             table.alias: tuple(field.alias for field in table.match_fields) for table in schema.tables
@@ -79,7 +80,9 @@ class Codec:
         }
 
     @classmethod
-    def for_target(cls, target: str, p4runtime: str = "stratum", cpu_port: int | None = None) -> Codec:
+    def for_target(
+        cls, target: str, p4runtime: Literal["stratum", "pi"] = "stratum", cpu_port: int | None = None
+    ) -> Codec:
         """Return the codec of the program compiled for `target`, for its P4Runtime server.
 
         A Tofino's device configuration may be missing until it is loaded. If even its P4Info is missing,
@@ -88,8 +91,7 @@ class Codec:
         if target not in chips.TARGETS:
             p4info, config = compiled(target)
             return cls(P4Schema(p4info, config))
-        # PI can't read a Tofino's indexed meters: the drivers have no function for it.
-        make = partial(cls, counters_by_entry=True, reads_meters=p4runtime != "pi")
+        make = partial(cls, server=p4runtime)
         p4info = artifacts(target) / P4INFO
         if not p4info.exists():
             missing = NotCompiled(f"{p4info} is missing; `python -m p4src.compile {target}` makes it")
@@ -174,31 +176,37 @@ class Codec:
         entries = P4TableEntry().encode(self.schema)
         entries.table_entry.meter_config.SetInParent()  # otherwise they come without their rates
         reads = [entries, P4MulticastGroupEntry().encode(self.schema)]
-        if self._reads_meters:
+        if self._server != "pi":  # the drivers have no function for it
             reads.append(P4MeterEntry(STRANGER_METER).encode(self.schema))
         return reads
 
     def decode_all(self, answers: Iterable[p4r.Entity]) -> Holdings:
         """Return what a switch holds, from the answers to `read_all`."""
         held = Holdings.of(entity for entity in map(self.decode, answers) if entity is not None)
-        if not self._reads_meters:
+        if self._server == "pi":
             for port in range(self.schema.meters[STRANGER_METER].size):
                 held.put(PortRate(port, None))
         return held
 
-    def read_direct_counters(self, table: str) -> p4r.Entity:
-        """Return the wildcard read for the direct counters of all entries of a table.
+    def read_direct_counters(self, table: str, held: Iterable[TableEntry]) -> list[p4r.Entity]:
+        """Return the reads of a table's direct counters, if it holds these entries.
 
-        A Tofino's servers return direct counters for one entry at a time, but all of them with the entries
-        (Stratum: `BfrtTableManager::ReadDirectCounterEntry`, `ReadTableEntry`).
+        A Tofino's Stratum returns all of them only with the entries (`BfrtTableManager::ReadTableEntry`).
+        PI asks the chip only if the read is of one entry (`direct_counter_read` in its `device_mgr.cpp`).
         """
-        if self._counters_by_entry:
-            return P4TableEntry(table, counter_data=P4CounterData()).encode(self.schema)
-        return P4DirectCounterEntry(table_entry=P4TableEntry(table)).encode(self.schema)
+        if self._server == "stratum":
+            return [P4TableEntry(table, counter_data=P4CounterData()).encode(self.schema)]
+        keys = [P4TableEntry(table)]
+        if self._server == "pi":
+            keys = [
+                P4TableEntry(table, match=P4TableMatch(entry.match), priority=entry.priority)
+                for entry in held
+            ]
+        return [P4DirectCounterEntry(table_entry=key).encode(self.schema) for key in keys]
 
     def decode_direct_counter(self, message: p4r.Entity) -> tuple[dict[str, Any], int, int]:
         """Return match fields by name, packets and bytes in an answer to `read_direct_counters`."""
-        if self._counters_by_entry:
+        if message.HasField("table_entry"):
             found = P4TableEntry.decode(message, self.schema)
             data = found.counter_data or P4CounterData()
             return dict(found.match or {}), data.packet_count, data.byte_count

@@ -51,7 +51,7 @@ def _head(switch: Switch, plan: PfcPlan) -> Iterable[str]:
 # Settings that P4Runtime lacks, for {switch.name} ({switch.target}): ports, replication, PFC.
 # Made by `checkmate plan --bfrt`. On the switch, once its program is loaded:
 #     $SDE/run_bfshell.sh -b $PWD/{switch.name}.py
-# Running it again changes nothing. Existing ports keep their speed and FEC.
+# Running it again changes nothing. Existing ports keep their speed and FEC, and are enabled.
 
 CPU_PORT = {switch.packet_port}  # the port that the program is compiled for
 PRIORITY = {plan.priority}  # of all training traffic (IEEE 802.1Q)
@@ -75,14 +75,18 @@ def _ports(ports: Sequence[PortSettings], peers: dict[int, tuple[str, ...]]) -> 
     yield """\
 for device_port, name, leads_to, speed, fec in PORTS:
     if bfrt.port.port.get(DEV_PORT=device_port, print_ents=False) == -1:
-        bfrt.port.port.add(DEV_PORT=device_port, SPEED=speed, FEC=fec, PORT_ENABLE=True)
+        bfrt.port.port.add(DEV_PORT=device_port, SPEED=speed, FEC=fec)
     bfrt.port.port.mod(
         DEV_PORT=device_port,
+        PORT_ENABLE=True,
         TX_MTU=FRAME,
         RX_MTU=FRAME,
         TX_PFC_EN_MAP=1 << PRIORITY,
         RX_PFC_EN_MAP=1 << PRIORITY,
     )
+    there = bfrt.port.port.get(DEV_PORT=device_port, print_ents=False).data[b"$SPEED"]
+    if there != speed:
+        print("port", name, "keeps its speed,", there, "instead of", speed)
 """
 
 
@@ -136,8 +140,8 @@ for device_port, pipe, ppg, headroom in SENDERS:
     yield f"COS_TO_ICOS = [{LOSSY_ICOS}] * 8"
     yield """\
 COS_TO_ICOS[PRIORITY] = 0
-for device_port, *_ in PORTS:
-    TM.port.flowcontrol.mod(dev_port=device_port, mode_tx="PFC", mode_rx="PFC", cos_to_icos=COS_TO_ICOS)
+for device_port, *_ in PORTS:  # received PFC is always honoured: mode_rx is read-only
+    TM.port.flowcontrol.mod(dev_port=device_port, mode_tx="PFC", cos_to_icos=COS_TO_ICOS)
 PLACES = {}
 for device_port, pipe, cells, shadow in QUEUES:
     place = TM.port.cfg.get(dev_port=device_port, print_ents=False).data

@@ -65,7 +65,7 @@ def below(lines: list[str], title: str) -> list[str]:
     return lines[first:]
 
 
-@pytest.mark.parametrize(("columns", "heads"), [(60, 2), (80, 1)])
+@pytest.mark.parametrize(("columns", "heads"), [pytest.param(60, 2, marks=pytest.mark.slow), (80, 1)])
 def test_restarts_of_a_switch_leave_log_and_view_whole(tmp_path: Path, columns: int, heads: int) -> None:
     """At 60 columns, each of the two streams has its own heads."""
     port = free_port()

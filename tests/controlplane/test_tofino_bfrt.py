@@ -114,15 +114,28 @@ def test_a_port_that_only_receives_training_pauses_its_peer_too() -> None:
     tables, _ = run(script(switch, peers_of(network, "tor1")[0], plan), listed("tf1"), "tf1")
     controls = tables["tf1.tm.port.flowcontrol"].entries
     assert {port for port, _ in controls} == {8, 60}
-    assert all(values[b"mode_tx"] == values[b"mode_rx"] == "PFC" for values in controls.values())
+    assert all(values[b"mode_tx"] == "PFC" for values in controls.values())
     assert set(tables["tf1.tm.queue.buffer"].entries) == {(60 // 4, 0, 0)}
 
 
-def test_ports_that_are_there_are_left_as_they_are() -> None:
+def test_a_second_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, text = planned()
     again = f"{text}\n{text}"
     tables, _ = run(again, listed("tf1"), "tf1")
     assert len(tables["port.port"].entries) == 5
+    assert "keeps its speed" not in capsys.readouterr().out
+
+
+def test_ports_that_are_there_keep_their_speed_and_are_enabled(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `bf_switchd` adds all ports of a model, disabled."""
+    _, _, text = planned()
+    slow = 'bfrt.port.port.add(DEV_PORT=128, SPEED="BF_SPEED_10G", PORT_ENABLE=False)'
+    tables, _ = run(f"{slow}\n{text}", listed("tf1"), "tf1")
+    values = tables["port.port"].entries[128, None]
+    assert (values[b"SPEED"], values[b"PORT_ENABLE"]) == ("BF_SPEED_10G", True)
+    printed = capsys.readouterr().out
+    assert "port 1/0 keeps its speed, BF_SPEED_10G instead of BF_SPEED_100G" in printed
+    assert printed.count("keeps its speed") == 1
 
 
 @pytest.mark.parametrize("target", CHIPS)

@@ -31,19 +31,20 @@ from tests.support.tofino import write_compiled
 
 
 def test_an_entry_says_what_it_counted() -> None:
-    codec = Codec(P4Schema(*compiled("softswitch")), counters_by_entry=True)
+    codec = Codec(P4Schema(*compiled("softswitch")), server="stratum")
     message = codec.encode(lose((300, 2, 1, 3)))
     message.table_entry.counter_data.packet_count = 7
     message.table_entry.counter_data.byte_count = 7000
     match, packets, nbytes = codec.decode_direct_counter(message)
     assert (packets, nbytes) == (7, 7000)
     assert match == {"boundary": 300, "channel": 2, "shadow_id": 1, "replication_id": 3}
-    assert codec.read_direct_counters("lost").table_entry.HasField("counter_data")
+    assert codec.read_direct_counters("lost", [])[0].table_entry.HasField("counter_data")
 
 
-def test_both_ways_of_asking_say_the_same() -> None:
+def test_all_ways_of_asking_report_the_same() -> None:
     p4info, config = compiled("softswitch")
-    by_entry = Codec(P4Schema(p4info, config), counters_by_entry=True)
+    by_entry = Codec(P4Schema(p4info, config), server="stratum")
+    one_by_one = Codec(P4Schema(p4info, config), server="pi")
     with softswitch("--no-p4") as switch:
         data = job_data(nodes=2, channels=2)
         data["fabric"]["switches"][0]["address"] = switch.address
@@ -57,8 +58,14 @@ def test_both_ways_of_asking_say_the_same() -> None:
                 usual = await read_status(session, network)
             async with SwitchSession(switch, by_entry, primary=False) as session:
                 assert await read_status(session, network) == usual
-                asked = [by_entry.read_direct_counters("lost")]
+                asked = by_entry.read_direct_counters("lost", [])
                 found = [by_entry.decode_direct_counter(m) async for m in session.read_entities(asked)]
+            async with SwitchSession(switch, one_by_one, primary=False) as session:
+                assert await read_status(session, network) == usual
+                asked = one_by_one.read_direct_counters("lost", (await session.read()).table("lost"))
+                assert all(one.direct_counter_entry.table_entry.match for one in asked)
+                again = [one_by_one.decode_direct_counter(m) async for m in session.read_entities(asked)]
+            assert again == found
             assert len(found) == len(plan.streams)
             assert {len(match) for match, *_ in found} == {4}
 
@@ -69,7 +76,7 @@ def test_pis_unread_rates_are_written_again_and_removed() -> None:
     """PI returns no indexed meters of a Tofino, so each start writes every port's rate."""
     limited = PortRate(5, Rate(packets=50, burst=100))
     client = stub.client(5, IPv4Address("10.0.0.3"))
-    unread = Codec(P4Schema(*compiled("softswitch")), reads_meters=False)
+    unread = Codec(P4Schema(*compiled("softswitch")), server="pi")
     with softswitch("--no-p4") as switch:
 
         async def scenario() -> None:

@@ -53,9 +53,7 @@ def listed(chip: str) -> dict[str, TableSchema]:
         "tm.pool.app_pfc": TableSchema(("pool", "cos"), _any("pfc_limit_cells")),
         "tm.port.buffer": TableSchema(("dev_port",), _any("skid_limit_cells")),
         "tm.port.cfg": TableSchema(("dev_port",), _any("pg_id", "ingress_qid_map", "egress_qid_queues")),
-        "tm.port.flowcontrol": TableSchema(
-            ("dev_port",), {"mode_tx": _MODES, "mode_rx": _MODES, "cos_to_icos": ()}
-        ),
+        "tm.port.flowcontrol": TableSchema(("dev_port",), {"mode_tx": _MODES, "cos_to_icos": ()}),
         "tm.ppg.cfg": TableSchema(
             ("ppg_id",), ppg, {"dev_port": _any("dev_port", "pfc_enable", "pfc_skid_max_cells")}
         ),
@@ -140,7 +138,12 @@ class RecordedTable:
     ) -> RecordedEntry | int:
         assert key.keys() == set(self.schema.keys), f"the keys of {self.name} are {self.schema.keys}"
         place = (*(key[name] for name in self.schema.keys), pipe)
-        return RecordedEntry(self, place[:-1], self.entries[place]) if place in self.entries else -1
+        if place not in self.entries:
+            return -1
+        data = self.entries[place]
+        if self.name.startswith("port."):  # whose fields begin with a dollar, which methods leave out
+            data = {name if name[:1] == b"$" else b"$" + name: value for name, value in data.items()}
+        return RecordedEntry(self, place[:-1], data)
 
     def get_default(self, *, print_ent: bool = True) -> RecordedEntry:
         assert not self.schema.keys, f"{self.name} has keys"

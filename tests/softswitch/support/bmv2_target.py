@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import shutil
 import socket
-import struct
 import subprocess
 import tempfile
 import threading
@@ -24,21 +22,11 @@ from finsy.proto import p4i, p4r, p4r_grpc
 from pyroute2 import netns
 
 from softswitch.program.state import State
+from tests.softswitch.support import cables
 from tests.softswitch.support.bmv2_entities import table_entry, updates
 from tests.softswitch.support.scenarios import CPU_PORT
 
 DEVICE = 1
-ETH_P_ALL = 3
-SOL_PACKET = 263
-PACKET_AUXDATA = 8
-PACKET_IGNORE_OUTGOING = 23
-SO_RCVBUFFORCE = 33
-TP_STATUS_VLAN_VALID = 1 << 4
-# tp_status, tp_len, tp_snaplen, tp_mac, tp_net, tp_vlan_tci, tp_vlan_tpid
-_AUXDATA = struct.Struct("=IIIHHHH")
-_ANCILLARY = socket.CMSG_SPACE(_AUXDATA.size)
-RECEIVE_BYTES = 65536
-RECEIVE_BUFFER = 16 << 20
 SHORTEST = 14
 """Bytes that raw sockets send at least."""
 VLAN_TYPES = (0x8100, 0x88A8)
@@ -78,7 +66,6 @@ class Bmv2:
         self._stub = p4r_grpc.P4RuntimeStub(channel)
         self._sockets = sockets
         self._p4info = p4info
-        self._buffer = bytearray(RECEIVE_BYTES)
         self._requests: queue.Queue[p4r.StreamMessageRequest | None] = queue.Queue()
         self._packets: queue.Queue[bytes] = queue.Queue()
         self._primary = threading.Event()
@@ -213,21 +200,7 @@ class Bmv2:
                 return self._packets.get(timeout=timeout) if timeout > 0 else self._packets.get_nowait()
             except queue.Empty:
                 return None
-        cable = self._sockets[port]
-        try:
-            return self._arrived(cable)
-        except BlockingIOError:
-            ready, _, _ = select.select([cable], [], [], max(timeout, 0))
-            return self._arrived(cable) if ready else None
-
-    def _arrived(self, cable: socket.socket) -> bytes:
-        """Return the next frame, with the VLAN tag that the kernel has removed."""
-        size, ancillary, _, _ = cable.recvmsg_into([self._buffer], _ANCILLARY, socket.MSG_DONTWAIT)
-        status, *_, control, kind = _AUXDATA.unpack(ancillary[0][2])
-        frame = bytes(memoryview(self._buffer)[:size])
-        if not status & TP_STATUS_VLAN_VALID:
-            return frame
-        return frame[:12] + struct.pack("!HH", kind, control) + frame[12:]
+        return cables.received(self._sockets[port], timeout)
 
 
 @contextmanager
@@ -266,12 +239,7 @@ def _cables(space: str, ports: list[int]) -> dict[int, socket.socket]:
             subprocess.run(pair, check=True)
             for end in (f"s{port}", f"t{port}"):
                 subprocess.run(["ip", "link", "set", end, "up"], check=True)
-            cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
-            cable.bind((f"t{port}", ETH_P_ALL))
-            cable.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
-            cable.setsockopt(SOL_PACKET, PACKET_AUXDATA, 1)
-            cable.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, RECEIVE_BUFFER)
-            sockets[port] = cable
+            sockets[port] = cables.opened(f"t{port}")
     finally:
         netns.popns()
     return sockets
