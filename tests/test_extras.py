@@ -127,6 +127,7 @@ def test_a_missing_extra_is_in_the_json(environment: Make, job_file: Path) -> No
         ("shadow", "consolidate JOB --out new --insecure --timeout 1", 3, "shadow node 0"),
     ],
 )
+@pytest.mark.slow
 def test_an_extra_is_enough_for_its_role(
     environment: Make, job_file: Path, extra: str, command: str, status: int, said: str
 ) -> None:

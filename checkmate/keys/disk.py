@@ -77,9 +77,12 @@ def workspace(keys: Path) -> Iterator[Path]:
     have left. May raise `OSError`.
     """
     with contextlib.ExitStack() as undo:
-        if not keys.is_dir():
+        try:
             _make_folder(keys)
             undo.callback(_remove_if_empty, keys)
+        except FileExistsError:
+            if not keys.is_dir():
+                raise
         lock = os.open(keys, os.O_RDONLY | os.O_DIRECTORY)
         undo.callback(os.close, lock)
         if _locked(lock):

@@ -93,9 +93,10 @@ def test_a_pipe_gets_whole_lines(lines: Sequence[Sequence[str]], whole: str) -> 
         (80, {}),
         (60, {}),
         (60, {"LANG": "C"}),
-        (60, {"LC_ALL": "POSIX"}),
-        (60, {"PYTHONIOENCODING": "ascii"}),
-        (60, {"TERM": "dumb"}),
+        *(
+            pytest.param(60, changes, marks=pytest.mark.slow)
+            for changes in ({"LC_ALL": "POSIX"}, {"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"})
+        ),
     ],
 )
 def test_no_figure_is_cut_and_no_character_garbled(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkmate.job.schema import Job
+from checkmate.keys import disk
 from checkmate.keys.errors import KeysError
 from checkmate.keys.folder import read_keys
 from checkmate.keys.making import make_keys
@@ -150,6 +151,20 @@ def test_two_names_of_one_folder_do_not_block_each_other(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "keys")
     make_keys([(served_job("a"), tmp_path / "keys"), (served_job("b"), tmp_path / "link")], NOW)
     assert {path.name for path in (tmp_path / "keys").iterdir()} == {"a", "b"}
+
+
+def test_a_folder_that_another_run_makes_first_is_used(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = disk._make_folder
+
+    def late(folder: Path) -> None:
+        if folder.name == "keys":
+            folder.mkdir()
+        make(folder)
+
+    monkeypatch.setattr(disk, "_make_folder", late)
+    assert made(job, tmp_path / "keys").made
 
 
 def test_runs_at_the_same_time_make_one_set_of_keys(job: Job, tmp_path: Path) -> None:

@@ -272,10 +272,15 @@ def test_the_figures_are_pictures(tmp_path: Path) -> None:
     "arguments",
     [
         ["--gpus", "1", "--failure-rate", "1e-12"],
-        ["--stall", "0"],
-        ["--gpus", "10,000,000", "--stall", "1h"],
-        ["--duration", "1min", "--iteration", "50s"],
-        ["--duration", "100y", "--iteration", "1us"],
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (
+                ["--stall", "0"],
+                ["--gpus", "10,000,000", "--stall", "1h"],
+                ["--duration", "1min", "--iteration", "50s"],
+                ["--duration", "100y", "--iteration", "1us"],
+            )
+        ),
     ],
 )
 def test_extremes_are_drawn_too(arguments: list[str], tmp_path: Path) -> None:

@@ -148,7 +148,8 @@ def _occupy(lab: Lab, host: str, port: int) -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_traffic_leaves_nothing(name: str, small: Path, number: signal.Signals) -> None:
     object_file()
     process = _start_run(name, small)

@@ -38,7 +38,8 @@ def lab(name: str) -> Iterator[Lab]:
         yield made
 
 
-@pytest.mark.parametrize("upset", [pytest.param(restart_controller, marks=pytest.mark.slow), restart_switch])
+@pytest.mark.slow
+@pytest.mark.parametrize("upset", [restart_controller, restart_switch])
 def test_every_stream_is_complete(lab: Lab, upset: Callable[[LabController], None]) -> None:
     """The failure happens after a tenth of the bytes has been read."""
     happened = False
