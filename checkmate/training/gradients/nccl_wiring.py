@@ -55,8 +55,7 @@ class NcclMaker:
             reducer = self._untagged(self._open())
         else:
             reducer = self._calibrated(self.library)
-        if self.tagger is not None:
-            self.tagger.give_up_capabilities()
+        Tagger.give_up_capabilities()
         return reducer
 
     def _agree(self, trouble: str) -> None:
