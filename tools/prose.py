@@ -102,7 +102,7 @@ def files() -> list[str]:
         if name.endswith(kinds)
         and (ROOT / name).is_file()
         and not name.startswith(
-            ("p4src/build", "checkmate/rpc/shadow_pb2", "tools/prose.py", "tests/test_prose")
+            ("p4src/build", "checkmate/rpc/shadow_pb2", "tools/prose.py", "tests/docs/test_prose")
         )
     ]
 

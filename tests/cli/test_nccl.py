@@ -34,9 +34,9 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_check_runs_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump({**job_data(), "collective": "nccl"}))
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     code, output = invoke("nccl", "check", file)
     assert code == 2
     assert output.startswith(
-        "error: RANK is not set: start `torchrun ... --no-python checkmate nccl check JOB`"
+        "error: MASTER_ADDR is not set: start `torchrun ... --no-python checkmate nccl check JOB`"
     )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import metadata as meta
 from checkmate import state
 from checkmate.consolidate import disk, folder
 from checkmate.consolidate.assemble import checkpoint
+from checkmate.rpc.protocol import PROTOCOL
 from tests.support.checkpoints import DiskRun
 from tests.support.fuzz import damaged, fuzz
 
@@ -165,7 +166,9 @@ def test_a_checkpoint_of_a_newer_version_says_so(tmp_path: Path) -> None:
     for kind in ("dcp", "torch"):
         made = {**checkpoint(DiskRun().snapshot(), by_name=kind == "dcp"), "protocol": 99}
         disk.save(made, tmp_path / kind, kind)
-        with pytest.raises(disk.DiskError, match="it has format 99, .* reads up to 2: this version is older"):
+        with pytest.raises(
+            disk.DiskError, match=f"it has format 99, .* reads up to {PROTOCOL}: this version is older"
+        ):
             disk.load(tmp_path / kind)
 
 

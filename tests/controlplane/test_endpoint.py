@@ -23,8 +23,8 @@ from controlplane.memory import Changes, SwitchMemory
 from controlplane.network import Network
 from controlplane.plan import plan_switch
 from testbed.jobs import job, job_data
-from tests.support.endpoint import empty_view
-from tests.support.hellos import signed
+from tests.support.controlplane.endpoint import empty_view
+from tests.support.controlplane.hellos import signed
 
 JOB = job(channels=2, ranks=3, nodes=2, replicas=1)
 NETWORK = Network([JOB])

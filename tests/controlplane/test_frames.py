@@ -17,7 +17,7 @@ from controlplane.endpoint.endpoint import answer
 from controlplane.endpoint.frames import Segment, SegmentKind
 from controlplane.network import Network
 from testbed.jobs import job
-from tests.support.endpoint import empty_view
+from tests.support.controlplane.endpoint import empty_view
 from tests.support.fuzz import fuzz
 
 JOB = job(channels=1, ranks=2, nodes=1, replicas=1)

@@ -26,8 +26,8 @@ from controlplane.p4runtime.codec import Codec
 from controlplane.plan import SwitchPlan, excesses, limits, plan_switch
 from controlplane.remove import without
 from testbed.jobs import job
+from tests.support.controlplane.planned import connect_all
 from tests.support.jobs import some_jobs
-from tests.support.planned import connect_all
 
 CODEC = Codec.for_target("softswitch")
 few = settings(max_examples=40, deadline=None)

@@ -17,7 +17,7 @@ from controlplane.network import Network
 from controlplane.tofino.bfrt import script
 from controlplane.tofino.pfc import PfcPlan, peers_of, pfc_plan
 from testbed.jobs import job_data, tofino_job_data
-from tests.support.bfrt_recorder import RecordedTable, TableSchema, listed, of_sde, tree
+from tests.support.controlplane.bfrt_recorder import RecordedTable, TableSchema, listed, of_sde, tree
 
 CHIPS = {"tofino": "tf1", "tofino2": "tf2"}
 

@@ -25,7 +25,7 @@ from controlplane.tofino.device_config import (
     stratum_message,
 )
 from p4src import sde_install
-from tests.support.tofino import write_compiled
+from tests.support.controlplane.tofino import write_compiled
 
 few = settings(max_examples=40, deadline=None)
 programs = st.builds(

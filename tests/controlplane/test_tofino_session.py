@@ -26,8 +26,8 @@ from controlplane.streams import lose
 from controlplane.tofino.device_config import NotCompiled
 from p4src.tofino import P4INFO
 from testbed.jobs import job_data, tofino_job_data
+from tests.support.controlplane.tofino import write_compiled
 from tests.support.switch_process import LOOP, softswitch
-from tests.support.tofino import write_compiled
 
 
 def test_an_entry_says_what_it_counted() -> None:

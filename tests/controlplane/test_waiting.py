@@ -14,7 +14,7 @@ from controlplane.endpoint.waiting import KNOWN_DEPTH, TokenBucket, WaitingSegme
 from controlplane.entities import Rate
 from controlplane.network import Network
 from testbed.jobs import job
-from tests.support.endpoint import empty_view
+from tests.support.controlplane.endpoint import empty_view
 
 JOB = job(channels=2, ranks=3, nodes=3, replicas=1)
 NETWORK = Network([JOB])

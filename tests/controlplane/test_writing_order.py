@@ -18,8 +18,8 @@ from controlplane.plan import plan
 from softswitch.p4runtime.pipeline import Pipeline, build
 from softswitch.p4runtime.writes import apply
 from testbed.jobs import job
+from tests.support.controlplane.planned import connect_all
 from tests.support.p4.frames import TAG, Frame
-from tests.support.planned import connect_all
 
 INCARNATION = 3
 CODEC = Codec.for_target("softswitch")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.nccl_sender import SendingRank, Settings
+from tests.support.nccl.sender import SendingRank, Settings
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclCalibration, NcclLibrary
 from checkmate.wire.nccl_slicing import NcclSend
-from tests.support.nccl_sender import SendingRank, address, buffer
+from tests.support.nccl.sender import SendingRank, address, buffer
 
 Make = Callable[..., SendingRank]
 

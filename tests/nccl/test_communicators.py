@@ -15,8 +15,8 @@ import pytest
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
-from tests.support.nccl_calls import RELEASES, Caller, Versions
-from tests.support.nccl_sender import LOOPBACK, OURS, SendingRank, address
+from tests.support.nccl.calls import RELEASES, Caller, Versions
+from tests.support.nccl.sender import LOOPBACK, OURS, SendingRank, address
 
 Make = Callable[..., SendingRank]
 

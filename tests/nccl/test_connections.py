@@ -14,8 +14,8 @@ import pytest
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
-from tests.support.nccl_calls import RELEASES, REMOTE_ERROR, Caller
-from tests.support.nccl_sender import LOOPBACK, KeepingCaller, buffer, until
+from tests.support.nccl.calls import RELEASES, REMOTE_ERROR, Caller
+from tests.support.nccl.sender import LOOPBACK, KeepingCaller, buffer, until
 
 
 class Pair:

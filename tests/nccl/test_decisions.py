@@ -13,9 +13,9 @@ import pytest
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
-from tests.support.nccl_calls import RELEASES
-from tests.support.nccl_sender import LOOPBACK, SendingRank, address, buckets_of
-from tests.support.nccl_traces import ITEMSIZES, NAMES, Trace, TracedCollective
+from tests.support.nccl.calls import RELEASES
+from tests.support.nccl.sender import LOOPBACK, SendingRank, address, buckets_of
+from tests.support.nccl.traces import ITEMSIZES, NAMES, Trace, TracedCollective
 
 SHADOW_IDS = 3
 

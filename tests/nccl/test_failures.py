@@ -14,9 +14,9 @@ from collections.abc import Callable
 import pytest
 
 from checkmate.nccl.library import NcclBucket, NcclPlace
-from tests.support.nccl_calls import RELEASES, REMOTE_ERROR
-from tests.support.nccl_sender import LOOPBACK, OURS, SendingRank, address, buffer, until
-from tests.support.nccl_traces import TracedCollective
+from tests.support.nccl.calls import RELEASES, REMOTE_ERROR
+from tests.support.nccl.sender import LOOPBACK, OURS, SendingRank, address, buffer, until
+from tests.support.nccl.traces import TracedCollective
 
 Make = Callable[..., SendingRank]
 

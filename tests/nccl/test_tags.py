@@ -15,8 +15,8 @@ from checkmate.tagger import Tagger
 from checkmate.wire import tag
 from checkmate.wire.nccl_slicing import NcclSend
 from tests.support.labs.end_hosts import CapturedSegment, PacketCapture, needs_root, veth_pair
-from tests.support.nccl_calls import REMOTE_ERROR
-from tests.support.nccl_sender import SendingRank, address, buffer, until
+from tests.support.nccl.calls import REMOTE_ERROR
+from tests.support.nccl.sender import SendingRank, address, buffer, until
 from tests.support.streams import copy_sequence
 
 pytestmark = needs_root

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import checkmate
 from checkmate import Restored
 from checkmate.training.start import nccl_runtime
-from tests.support.nccl_double import DoubleNccl
+from tests.support.nccl.double import DoubleNccl
 from tests.support.training.orders import ScriptOrders
 
 

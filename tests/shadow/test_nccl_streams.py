@@ -25,7 +25,7 @@ from checkmate.wire.layout import Layout, LayoutError, Parameter, from_json, mak
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.schedule import RING_SLICING, side_of, stream_layout, tags
 from testbed.jobs import job
-from tests.support.nccl_ring import RingChannel
+from tests.support.nccl.ring import RingChannel
 
 Streams = dict[tuple[int, int, int], bytearray]
 """Tagged bytes, by side, channel and shadow id."""

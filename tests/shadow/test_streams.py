@@ -25,7 +25,7 @@ from checkmate.shadow.receive.connect import StreamError, connect_stream, tcp_me
 from checkmate.wire import tcp
 from checkmate.wire.tag import HELLO_LENGTH, Hello
 from testbed.jobs import job_data
-from tests.support.hellos import ends_of, signed
+from tests.support.controlplane.hellos import ends_of, signed
 from tests.support.labs.end_hosts import HostPair, inside, needs_root, veth_pair
 from tests.support.shadow.fake_stub import FakeStub
 from topologies.traffic.sink import Sink, SinkJob, SinkResult

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 from checkmate.wire.schedule import FIRST, LAST
-from tests.support.nccl_traces import ITEMSIZES, NAMES, Trace, TracedCollective
+from tests.support.nccl.traces import ITEMSIZES, NAMES, Trace, TracedCollective
 
 SLICING = NcclSlicing()
 

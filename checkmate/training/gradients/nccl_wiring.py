@@ -95,8 +95,7 @@ class NcclMaker:
             sockets_map=-1 if self.tagger is None else self.tagger.sockets_map,
             dscp_bit=self.place.job.tag.dscp_bit,
         )
-        for name, value in settings().items():
-            os.environ.setdefault(name, value)
+        os.environ.update(settings() | dict(os.environ))
         self.undo.callback(library.stop, "training has ended")
         self.library = library
         return ""

@@ -24,7 +24,7 @@ from checkmate.keys.access import INSECURE, access
 from checkmate.keys.roles import Role, Secret
 from checkmate.shadow.receive.connect import node_time
 from checkmate.wire.tag import Hello
-from tests.support.hellos import ends_of, signed
+from tests.support.controlplane.hellos import ends_of, signed
 from topologies import switches
 from topologies.crew import CHECKMATE, Crew, LabController, serving
 from topologies.describe.job_files import Target

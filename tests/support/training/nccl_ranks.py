@@ -18,7 +18,7 @@ from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
 from testbed.jobs import job_data
-from tests.support.nccl_double import DoubleNccl
+from tests.support.nccl.double import DoubleNccl
 
 TAGGING = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("clang") is None, reason="the tagger needs root and clang"

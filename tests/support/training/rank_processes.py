@@ -74,6 +74,7 @@ def _serve(end: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout
             )
+            dist.barrier()  # a rank that is already done would disconnect from others that still connect
             result = function(rank, ranks, *arguments)
         except BaseException:  # noqa: BLE001 - the test shows it
             words = traceback.format_exc()

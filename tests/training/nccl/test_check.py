@@ -12,7 +12,7 @@ from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.nccl_check import RankVerdict
 from checkmate.training.start.membership import SessionError
 from checkmate.wire.nccl_slicing import NcclSlicing
-from tests.support.nccl_double import DoubleNccl
+from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, place_of, prepare
 from tests.support.training.rank_processes import RankProcesses
 

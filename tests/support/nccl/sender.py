@@ -17,8 +17,8 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 from tests.support.labs.end_hosts import inside
-from tests.support.nccl_calls import RELEASES, Caller, Versions
-from tests.support.nccl_traces import ITEMSIZES, TracedCollective
+from tests.support.nccl.calls import RELEASES, Caller, Versions
+from tests.support.nccl.traces import ITEMSIZES, TracedCollective
 
 LOOPBACK: Final = IPv4Address("127.0.0.1")
 OURS: Final = 4711

@@ -20,8 +20,8 @@ from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership
 from checkmate.training.start.nccl_runtime import Communicator
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
-from tests.support.nccl_calls import RELEASES, Caller
-from tests.support.nccl_ring import RingChannel
+from tests.support.nccl.calls import RELEASES, Caller
+from tests.support.nccl.ring import RingChannel
 
 _IN_FLIGHT: Final = 8
 """Sends of a channel that are not done: parts of a connection's buffer."""

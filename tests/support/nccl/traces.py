@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from checkmate.wire.nccl_slicing import NcclSlicing
 
-FOLDER: Final = Path(__file__).resolve().parents[1] / "data" / "nccl"
+FOLDER: Final = Path(__file__).resolve().parents[2] / "data" / "nccl"
 NAMES: Final = sorted(
     str(file.relative_to(FOLDER)).removesuffix(".jsonl.gz") for file in FOLDER.rglob("*.jsonl.gz")
 )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.labs.live import needs_root
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LABS = {"1-laptop": "try", "2-script": "mine", "4-operate": "ops", "5-recover": "crash"}
 """By page, the name that its lab has. The third page needs a real switch."""
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -19,7 +19,7 @@ from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import SessionError
-from tests.support.nccl_double import DoubleNccl
+from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, layout_of, place_of, prepare
 from tests.support.training.rank_processes import RankProcesses
 

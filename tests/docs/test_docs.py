@@ -24,7 +24,7 @@ from topologies.describe.lab_file import LabFile
 from topologies.describe.topology import build, load
 from topologies.torchrun import RESTARTS, loop
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -22,7 +22,7 @@ from checkmate.cli.main import app
 from tools import site
 from tools.prose import files
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [name for name in files() if name.endswith(".md")]
 MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 SHELL = ("", "sh")

@@ -16,7 +16,7 @@ from topologies import torchrun
 from topologies.describe.topology import P4RUNTIME_PORT, SHADOW_MGMT_PORT, STUB_TCP_PORT, load
 from topologies.switches import THRIFT_PORT
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "install.md").read_text()
 PACKAGES = (
     "checkmate",
@@ -56,6 +56,8 @@ def read_by_the_code() -> set[str]:
         constants |= dict(re.findall(r"^([A-Z_]+)(?:: Final)? = \"([A-Z0-9_]+)\"$", source, re.MULTILINE))
     named = {name for source in sources for name in variables_in(source)}
     shell = set(re.findall(r"\$\{(\w+):-", (ROOT / "tools" / "setup.sh").read_text()))
+    nccl = (ROOT / "checkmate" / "nccl").glob("*.py")
+    shell |= {name for file in nccl for name in re.findall(r'"(NCCL_\w+)"', file.read_text())}
     return shell | {name.strip("'") if "'" in name else constants[name] for name in named}
 
 
