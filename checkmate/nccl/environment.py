@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from checkmate.nccl.building import SONAME
-from checkmate.nccl.library import settings
 from checkmate.wire.nccl_slicing import NcclSlicing
 
 Version = tuple[int, int, int]
@@ -32,13 +31,22 @@ _LARGE_CELLS: Final = (2, 29)
 """The first version that shares out cells of 16 KiB; they had 8 before."""
 
 
+def settings() -> dict[str, str]:
+    """Return the environment that NCCL needs before it makes its first communicator in the process.
+
+    The name stands for the library that the process has loaded, because NCCL 2.27.3 takes no path. The count
+    exceeds that of refused communicators: NCCL 2.28.3 to 2.29 forgets a plugin once it has counted down to 0.
+    """
+    return dict.fromkeys(_PLUGINS, SONAME) | {"NCCL_NET_PLUGIN_REF_COUNT": "1000000"}
+
+
 def variables(plugin: Path) -> dict[str, str]:
     """Return the variables with which NCCL loads the plugin in processes that begin with them.
 
-    They have its path, which NCCL 2.27.0 to 2.27.4 do not take. `library.settings` has those of a process
-    that has loaded the plugin itself, and makes its first communicator after that.
+    They have its path, which NCCL 2.27.0 to 2.27.4 do not take. `settings` has those of a process that
+    has loaded the plugin itself, and makes its first communicator after that.
     """
-    return {name: str(plugin) if name in _PLUGINS else value for name, value in settings().items()}
+    return settings() | dict.fromkeys(_PLUGINS, str(plugin))
 
 
 def slicing_of(version: Version, environ: Mapping[str, str]) -> NcclSlicing:

@@ -11,7 +11,6 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
 
-from checkmate.nccl.building import SONAME
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, SHADOW_IDS_MAX
 
@@ -81,16 +80,6 @@ class NcclCalibration:
     sends: int
     nbytes: int
     mismatches: int
-
-
-def settings() -> dict[str, str]:
-    """Return the environment that NCCL needs before it makes its first communicator in the process.
-
-    The name stands for the library that the process has loaded, because NCCL 2.27.3 takes no path. The count
-    exceeds that of refused communicators: NCCL 2.28.3 to 2.29 forgets a plugin once it has counted down to 0.
-    """
-    plugins = ("NCCL_NET_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_TUNER_PLUGIN")
-    return dict.fromkeys(plugins, SONAME) | {"NCCL_NET_PLUGIN_REF_COUNT": "1000000"}
 
 
 class NcclLibrary:

@@ -68,7 +68,8 @@ def test_versions_that_the_plugin_does_not_know_are_not_offered() -> None:
 FIND = """
 import ctypes, sys
 from pathlib import Path
-from checkmate.nccl.library import NcclLibrary, settings
+from checkmate.nccl.environment import settings
+from checkmate.nccl.library import NcclLibrary
 mine = NcclLibrary(Path(sys.argv[1]))
 mine.stop("to be recognized")
 for variable in ("NCCL_NET_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_TUNER_PLUGIN"):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from checkmate.nccl.building import SONAME
-from checkmate.nccl.environment import environment_troubles, slicing_of, variables, version_trouble
+from checkmate.nccl.environment import environment_troubles, settings, slicing_of, variables, version_trouble
 from checkmate.nccl.interfaces import interface_of, speed_of
-from checkmate.nccl.library import settings
 from checkmate.wire.nccl_slicing import NcclSlicing
 
 PLUGIN = Path("/cache/libnccl-net-checkmate-1.so")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from checkmate.nccl.building import PluginError, shared_object
-from checkmate.nccl.environment import environment_troubles, version_trouble
+from checkmate.nccl.environment import environment_troubles, settings, version_trouble
 from checkmate.nccl.interfaces import interface_of, speed_of
-from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace, settings
+from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.ring import RingError
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.gradients.calibration import calibrate
