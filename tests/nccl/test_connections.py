@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import socket
 import threading
@@ -16,6 +18,8 @@ from checkmate.nccl.library import NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl.calls import RELEASES, REMOTE_ERROR, Caller
 from tests.support.nccl.sender import LOOPBACK, KeepingCaller, buffer, until
+
+DEFAULT = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 class Pair:
@@ -85,6 +89,26 @@ def test_messages_arrive_in_order_with_their_true_sizes(pair: Pair) -> None:
         assert pair.finish(pair.sender, request) == len(message)
         assert pair.finish(pair.receiver, receive) == len(message)
         assert room.raw[: len(message)] == message
+
+
+def socket_to(port: int) -> socket.socket:
+    """Return a duplicate of this process's socket that is connected to a port of this machine."""
+    for file in Path("/proc/self/fd").iterdir():
+        if not os.path.realpath(file).rpartition("/")[2].startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError):  # not connected
+            copy = socket.socket(fileno=os.dup(int(file.name)))
+            if copy.family == socket.AF_INET and copy.getpeername()[1] == port:
+                return copy
+            copy.close()
+    raise AssertionError(f"no socket is connected to port {port}")
+
+
+def test_a_sender_does_not_pace(newest: Pair) -> None:
+    """The machine's default may be BBR, with which tags cost half as much processor time again."""
+    with socket_to(int.from_bytes(newest.handle[2:4], "big")) as sender:
+        used = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    assert used in ("cubic", "reno"), f"the default is {DEFAULT.read_text()}"
 
 
 def test_too_many_sends_are_refused_until_some_are_done(newest: Pair) -> None:
