@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -138,6 +139,20 @@ def test_a_message_that_exceeds_its_room_breaks_the_connection(newest: Pair) -> 
     until(lambda: newest.receiver.test(receive)[0] or None)
     assert newest.receiver.test(receive) == (REMOTE_ERROR, None)
     assert newest.receiver.irecv(newest.receive_comm, room, 10) == (REMOTE_ERROR, None)
+
+
+@pytest.mark.parametrize("count", [0, 8, 1 << 63])
+def test_a_frame_with_a_wrong_number_of_messages_breaks_the_connection(newest: Pair, count: int) -> None:
+    port, secret = int.from_bytes(newest.handle[2:4], "big"), newest.handle[16:32]
+    with socket.create_connection(("127.0.0.1", port)) as peer:
+        peer.sendall(secret + struct.pack(">8Q", count, *[1] * 7) + b"x" * 7)
+        receiver = until(lambda: newest.receiver.accept(newest.listening))
+        room = buffer(10)
+        receive = newest.receiver.irecv(receiver, room, 10)[1]
+        assert receive is not None
+        until(lambda: newest.receiver.test(receive)[0] or None)
+        assert newest.libraries[1].broken.endswith("Protocol error")
+        newest.receiver.close_receive(receiver)
 
 
 def test_a_peer_that_closes_is_an_error_of_the_next_calls(newest: Pair) -> None:
