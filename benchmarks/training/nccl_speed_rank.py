@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from ipaddress import IPv4Address
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 from checkmate.compiled import compiled
 from checkmate.nccl.building import SOURCES, shared_object
-from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
+from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace, NcclSizes
 from checkmate.tagger import Tagger
 from checkmate.wire.nccl_slicing import NcclSlicing
 from checkmate.wire.tcp import tune_for_bulk
@@ -45,9 +46,8 @@ class _Slicing(ctypes.Structure):
 
     _fields_ = (
         ("elements", ctypes.c_uint64),
+        ("sizes", NcclSizes),
         ("itemsize", ctypes.c_uint32),
-        ("cell", ctypes.c_uint32),
-        ("buffer", ctypes.c_uint32),
         ("channels", ctypes.c_uint32),
         ("allowed", ctypes.c_uint32),
         ("ranks", ctypes.c_uint32),
@@ -86,7 +86,7 @@ class PluginFlow:
         if not self.caller:
             raise SystemExit("the plugin refuses the communicator")
         self.comms = (ctypes.c_void_p * count)()
-        parameters = (4, _SLICING.cell, _SLICING.buffer, count, count, _RANKS, _SENDER)
+        parameters = (NcclSizes(**asdict(_SLICING)), 4, count, count, _RANKS, _SENDER)
         self._slicing = ctypes.byref(_Slicing(NBYTES // 4, *parameters))
 
     def meet(self, control: Connection, *, sends: bool) -> None:
