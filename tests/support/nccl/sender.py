@@ -24,6 +24,8 @@ from tests.support.nccl.traces import ITEMSIZES, TracedCollective
 LOOPBACK: Final = IPv4Address("127.0.0.1")
 OURS: Final = 4711
 """The hash of the gradients' communicator."""
+ANOTHER: Final = 12
+"""The hash of a communicator that is not ours."""
 _ROOM: Final = 2 << 20
 _SLICING: Final = NcclSlicing()
 
@@ -77,6 +79,8 @@ class Settings:
     """Network namespace, "" for this one, and address."""
     other: tuple[str, IPv4Address] = ("", LOOPBACK)
     sockets_map: int = -1
+    refused: bool = False
+    """Whether another communicator is made before there is a job; the plugin refuses it."""
 
 
 def _there(namespace: str) -> AbstractContextManager[None]:
@@ -88,6 +92,8 @@ def _loaded(
 ) -> tuple[NcclLibrary, Caller]:
     """Load a plugin of its own for a rank, begin with a job, and make the gradients' communicator."""
     shutil.copy(shared_object(), path)
+    if said.refused:
+        assert Caller(path, RELEASES[said.release]).init(ANOTHER, said.ranks, said.ranks, rank) != 0
     library = NcclLibrary(path)
     library.begin(
         NcclPlace(rank, said.ranks, address, "lo"),

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.nccl.building import shared_object
 from checkmate.ring import RingError
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import SessionError
+from tests.support.nccl.calls import RELEASES, Caller
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, layout_of, place_of, prepare
 from tests.support.training.rank_processes import RankProcesses
@@ -85,6 +87,27 @@ def test_averages_are_exact_and_every_byte_is_tagged_once(
         total += sum(one["ends"].values())
     layout = layout_of(DoubleNccl(release))
     assert total == ITERATIONS * sum(bucket.nbytes for bucket in layout.schedule)
+
+
+def reduce_after_another(rank: int, count: int, double: DoubleNccl) -> dict[str, Any]:
+    """Have the plugin refuse a communicator before there is a job, as DDP's, and reduce then."""
+    other = Caller(shared_object(), RELEASES[double.release])
+    assert other.init(1, count, count, rank) != 0
+    found = reduce(rank, count, 1, double)
+    assert other.init(2, count, count, rank) != 0
+    return found
+
+
+@TAGGING
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_plugin_that_refused_a_communicator_first_is_used_later(release: str) -> None:
+    with RankProcesses() as fresh:
+        found = fresh.run(2, reduce_after_another, DoubleNccl(release))
+    for one in found:
+        assert one["troubles"] == []
+        assert {stream: tagged for stream, (tagged, _) in one["counts"].items()} == one["ends"]
+        assert sum(one["ends"].values()) > 0
 
 
 def untagged(
