@@ -174,7 +174,7 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         """Start a command in a node's namespace and cgroup, in a session of its own.
 
-        Its environment is `environment()`, with the changes in `environment`. It may use only `cpus` if they
+        Its environment is `environment`'s, with the changes in `environment`. It may use only `cpus` if they
         are specified. Ctrl-C at the terminal does not reach it; `down` ends it.
 
         Raises:
@@ -189,14 +189,15 @@ class Lab:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env={**self.environment(), **(environment or {})},
+                env={**self.environment(node), **(environment or {})},
                 start_new_session=True,
             )
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of processes in the lab: ours, and what job and torchrun need there."""
+    def environment(self, node: str) -> dict[str, str]:
+        """Return the environment of a node's processes: ours, and what job, torchrun and NCCL need there."""
         ours = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
         ours.pop(INSECURE, None)  # a lab has keys
+        ours |= torchrun.nccl_environment(f"{self.name} {node}")
         return ours | {"CHECKMATE_JOB": str(self.job_file)}
 
     def cgroup(self, node: str) -> Path | None:

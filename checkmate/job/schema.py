@@ -68,6 +68,7 @@ HostPort = Annotated[
 ]
 Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
 PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
+Collective = Literal["ring", "nccl"]
 Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
 Fec = Literal["none", "firecode", "rs"]
 Metres = Annotated[float, Field(gt=0, le=10_000)]
@@ -240,7 +241,7 @@ class Job(_Model):
     job: Name
     fabric: Fabric
     tag: TagSettings = TagSettings()
-    collective: Literal["ring", "nccl"] = "ring"
+    collective: Collective = "ring"
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1

@@ -52,6 +52,7 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
         "switches": names,
         "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
         "dp_groups": groups,
+        "collective": draw(st.sampled_from(["ring", "nccl"])),
         "shadow_nodes": nodes,
     }
 
@@ -64,6 +65,7 @@ def test_any_lab_gives_a_job_that_the_control_plane_accepts(
     topology = build("drawn", data)
     jobs = read_jobs([write(topology, tmp_path_factory.mktemp("lab"))])
     assert [len(group.ranks) for group in jobs[0].dp_groups] == [len(g["ranks"]) for g in data["dp_groups"]]
+    assert jobs[0].collective == data["collective"]
     assert set(plan(jobs)) == set(data["switches"])
 
 

@@ -54,6 +54,7 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
         "fabric": FABRIC_FILE,
         "channels": topology.channels,
         "replicas": topology.replicas,
+        **_collective(topology),
         "dp_groups": [
             {"ranks": [_rank(rank) for rank in group.ranks]}
             | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
@@ -69,6 +70,7 @@ def topology_data(topology: Topology) -> dict[str, Any]:
         "title": topology.title,
         "channels": topology.channels,
         "replicas": topology.replicas,
+        **_collective(topology),
         "switches": [switch.name for switch in topology.switches],
         "links": [[link.a[0], link.b[0]] for link in topology.links],
         "dp_groups": [
@@ -83,6 +85,10 @@ def topology_data(topology: Topology) -> dict[str, Any]:
 def as_yaml(data: dict[str, Any], title: str) -> str:
     """Return YAML text under a comment with the title."""
     return f"# {title}\n" + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _collective(topology: Topology) -> dict[str, str]:
+    return {} if topology.collective == "ring" else {"collective": topology.collective}
 
 
 def _switch(switch: SwitchNode, target: Target) -> dict[str, Any]:
