@@ -52,11 +52,11 @@ class NcclMaker:
         """
         self._agree(self._prepare())
         if self.library is None or self.troubles:
-            reducer = self._untagged(self._open())
+            self._reducer = self._with(self._open(), None)
         else:
-            reducer = self._calibrated(self.library)
+            self._reducer = self._calibrated(self.library)
         Tagger.give_up_capabilities()
-        return reducer
+        return self._reducer
 
     def _agree(self, trouble: str) -> None:
         """Note the troubles of all ranks. Raise `SessionError` on all if tagging is required."""
@@ -129,27 +129,19 @@ class NcclMaker:
             communicator.abort()
         communicator.close()
 
-    def _untagged(self, communicator: Communicator) -> NcclReducer:
-        self._reducer = NcclReducer(self.layout, communicator, None, {}, self.place.name)
-        return self._reducer
+    def _with(self, communicator: Communicator, tags: NcclLibrary | None) -> NcclReducer:
+        streams = dict(self._streams()) if tags is not None and self.place.side is not None else {}
+        return NcclReducer(self.layout, communicator, tags, streams, self.place.name, required=self.required)
 
     def _calibrated(self, library: NcclLibrary) -> NcclReducer:
         """Return the reducer that tags, unless the calibration shows that tags would be wrong."""
         with library.expected():
-            reducer = self._tagging(library, self._open())
+            self._reducer = reducer = self._with(self._open(), library)
             trouble = self._name_buckets(library, reducer)
             self._agree(trouble or calibrate(self.place, self.layout, library, reducer))
-        if not self.troubles:
-            return reducer
-        library.stop(self.troubles[0])
-        return self._untagged(reducer.communicator)
-
-    def _tagging(self, library: NcclLibrary, communicator: Communicator) -> NcclReducer:
-        """Return the reducer whose sends the plugin tags, from after the calibration on."""
-        streams = dict(self._streams()) if self.place.side is not None else {}
-        self._reducer = reducer = NcclReducer(
-            self.layout, communicator, library, streams, self.place.name, required=self.required
-        )
+        if self.troubles:
+            library.stop(self.troubles[0])
+            reducer.leave_untagged()
         return reducer
 
     def _name_buckets(self, library: NcclLibrary, reducer: NcclReducer) -> str:
