@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.nccl.environment import Version
 from checkmate.ring import RingError
+from checkmate.training.gradients import nccl_wiring
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import membership, nccl_runtime
@@ -113,6 +115,26 @@ def test_what_cannot_be_tagged_is_reduced_nevertheless(
     assert found[0] == found[1]
     assert words in found[0][0]
     assert found[0][0].startswith("SessionError: gradients can't be tagged: rank ") == required
+
+
+def with_another_plugin(rank: int, count: int, other: Path) -> list[str]:
+    """Return the troubles if rank 1's plugin was compiled from other sources."""
+    with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
+        maker = prepare(rank, count, 2, DoubleNccl(), undo)
+        if rank == 1:
+            patch.setattr(nccl_wiring, "shared_object", lambda: other)
+        maker.make()
+        return maker.troubles
+
+
+@TAGGING
+def test_ranks_with_different_plugins_do_not_tag(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Their connections would not understand each other."""
+    first, second = ranks.run(2, with_another_plugin, tmp_path / "libnccl-net-checkmate-0.so")
+    assert first == second
+    assert first[0].endswith(
+        "rank 1 (192.168.0.1) has another Checkmate: install the same version on all hosts"
+    )
 
 
 def lose(rank: int, count: int) -> str:
