@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -15,8 +15,10 @@ from topologies.describe.topology import (
     Topology,
 )
 
-Target = Literal["softswitch", "bmv2"]
-TARGETS: tuple[Target, ...] = ("softswitch", "bmv2")
+Target = Literal["softswitch", "bmv2", "tofino"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+TOFINO_CPU_PORT = 320
+"""Of the model, which has four pipes."""
 FABRIC_FILE = "fabric.yaml"
 JOB_FILE = "job.yaml"
 TOPOLOGY_FILE = "topology.yaml"
@@ -27,7 +29,7 @@ def target_of(text: str) -> Target:
     for target in TARGETS:
         if target == text:
             return target
-    raise BadDescription(f"no target {text!r}; there are {' and '.join(TARGETS)}")
+    raise BadDescription(f"no target {text!r}; there are {', '.join(TARGETS)}")
 
 
 def files(topology: Topology, lab: str, target: Target) -> dict[str, str]:
@@ -92,12 +94,14 @@ def _collective(topology: Topology) -> dict[str, str]:
 
 
 def _switch(switch: SwitchNode, target: Target) -> dict[str, Any]:
+    tofino = {"device_id": 0, "cpu_port": TOFINO_CPU_PORT, "p4runtime": "pi", "speed": "10G"}
     return {
         "name": switch.name,
         "target": target,
         "address": switch.address,
         "device_id": switch.device_id,
         "stub": {"ip": str(switch.stub_ip), "mac": switch.stub_mac, "port": STUB_TCP_PORT},
+        **(tofino if target == "tofino" else {}),
     }
 
 
