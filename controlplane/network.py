@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 
-from checkmate.job.boundaries import Boundary, Stream, boundaries, streams
+from checkmate.job.boundaries import Boundary, Stream, boundaries, first_shadow_ids, streams
 from checkmate.job.schema import Attachment, Job, Nic, Rank, Switch
 
 
@@ -43,6 +43,11 @@ class Network:
     def boundaries(self) -> tuple[Boundary, ...]:
         """Every boundary of every job."""
         return tuple(boundary for job in self.jobs for boundary in boundaries(job))
+
+    @cached_property
+    def first_ids(self) -> dict[str, tuple[int, ...]]:
+        """By job: the shadow id on the wire of each DP group's shard 0."""
+        return {job.job: first_shadow_ids(job) for job in self.jobs}
 
     def links(self, switch: str) -> dict[int, str]:
         """Return the switch's link ports, each with the switch at its other end."""

@@ -34,6 +34,7 @@ class StreamStatus:
     side: int
     channel: int
     shadow_id: int
+    shard: int
     replication_id: int
     shadow_node: int
     nic: str
@@ -86,6 +87,7 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
                 stream.boundary.side,
                 stream.channel,
                 stream.shadow_id,
+                stream.shard,
                 stream.replication_id,
                 stream.node.id,
                 str(stream.nic.ip),

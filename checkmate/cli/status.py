@@ -156,7 +156,7 @@ def _job_table(status: SwitchStatus, job: str) -> FittedTable:
             str(stream.dp_group),
             SIDES[stream.side],
             str(stream.channel),
-            f"{stream.shadow_id}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
+            f"{stream.shard}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
             str(stream.shadow_node),
             stream.nic,
             _connected(stream),

@@ -15,7 +15,7 @@ from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_
 from checkmate.job.schema import NODE_IDS_LAST, Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import validated
-from checkmate.wire.tag import SHADOW_IDS_MAX
+from checkmate.wire.tag import SHARDS_MAX
 
 PORTS_MOST: Final = 65535
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
@@ -170,7 +170,7 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
     ids = [node.fields.get("id") for node in nodes]
     groups = raw.get("dp_groups") if isinstance(raw, dict) else None
     replicas = raw.get("replicas", 1) if isinstance(raw, dict) else 1
-    replicas = replicas if _is_number(replicas, SHADOW_IDS_MAX) else 0
+    replicas = replicas if _is_number(replicas, SHARDS_MAX) else 0
     every = len(ids) if isinstance(raw, dict) and isinstance(raw.get("shadow_nodes"), list) else 0
     for index, group in enumerate(groups if isinstance(groups, list) else []):
         listed = group.get("shadow_nodes") if isinstance(group, dict) else None
@@ -189,8 +189,8 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
                 ("replicas",),
                 f"{replicas} replicas need as many shadow nodes; dp_groups[{index}] has {holders}",
             )
-        if holders > SHADOW_IDS_MAX and not isinstance(listed, list):
-            most = f"a DP group has at most {SHADOW_IDS_MAX} shadow nodes, not {holders}"
+        if holders > SHARDS_MAX and not isinstance(listed, list):
+            most = f"a DP group has at most {SHARDS_MAX} shadow nodes, not {holders}"
             yield Fault(path, f"{most}; list the ones it uses")
 
 

@@ -211,7 +211,7 @@ class DpGroup(_Model):
     """A data-parallel group with its ranks in ring order. `shadow_nodes` are ids, by default all."""
 
     ranks: Annotated[tuple[Rank, ...], Field(min_length=2)]
-    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHADOW_IDS_MAX)] | (
+    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHARDS_MAX)] | (
         None
     ) = None
 
@@ -243,7 +243,7 @@ class Job(_Model):
     collective: Literal["ring", "nccl"] = "ring"
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
-    replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
+    replicas: Annotated[int, Field(ge=1, le=wire.SHARDS_MAX, strict=True)] = 1
     keys: Path | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]

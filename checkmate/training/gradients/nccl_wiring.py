@@ -148,16 +148,25 @@ class NcclMaker:
         """Return the reducer whose sends the plugin tags, from after the calibration on."""
         streams = dict(self._streams()) if self.place.side is not None else {}
         self._reducer = reducer = NcclReducer(
-            self.layout, communicator, library, streams, self.place.name, required=self.required
+            self.layout,
+            communicator,
+            library,
+            streams,
+            self.place.name,
+            first_id=self.place.first_id,
+            required=self.required,
         )
         return reducer
 
     def _name_buckets(self, library: NcclLibrary, reducer: NcclReducer) -> str:
         """Tell the plugin the buckets. Return why it does not take them, or ""."""
+        first_id = self.place.first_id
         try:
             library.set_buckets(
                 [
-                    NcclBucket(tensor.data_ptr(), bucket.elements, bucket.itemsize, bucket.shadow_id)
+                    NcclBucket(
+                        tensor.data_ptr(), bucket.elements, bucket.itemsize, first_id + bucket.shadow_id
+                    )
                     for tensor, bucket in zip(reducer.tensors, self.layout.schedule, strict=True)
                 ]
             )

@@ -44,7 +44,8 @@ def make_reducer(
     """
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
-        return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned), []
+        ring = connect(place, layout, start, undo)
+        return RingReducer(ring, layout, first_id=place.first_id, pinned=pinned), []
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required)
     return maker.make(), maker.troubles

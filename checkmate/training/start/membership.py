@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.errors import CheckmateError
+from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.access import access
@@ -94,6 +95,11 @@ class Membership:
     def shards(self) -> int:
         """Number of shards of its group's model."""
         return self.job.shards(self.group)
+
+    @property
+    def first_id(self) -> int:
+        """The shadow id on the wire of its group's shard 0."""
+        return first_shadow_ids(self.job)[self.group]
 
     @property
     def nodes(self) -> list[ShadowNode]:
