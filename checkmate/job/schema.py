@@ -191,20 +191,34 @@ class Host(Attachment):
         return (self.ip, *self.addresses)
 
 
+class TrainingHost(_Model):
+    """A host with one or more ranks, and its interfaces on the training network."""
+
+    name: Name
+    mgmt: HostName | None = None
+    nics: Annotated[tuple[Host, ...], Field(min_length=1, max_length=64)]
+
+
 class Rank(Host):
-    """A training rank: `rank` is its number in the whole job."""
+    """A training rank: `rank` is its number in the whole job.
+
+    A rank that names a `host` has the rest from there (`placing`). Else it is alone on a host of its own.
+    """
 
     rank: Annotated[int, Field(ge=0, le=65535, strict=True)]
     mgmt: HostName | None = None
+    host: Name | None = None
+    nic: Annotated[int, Field(ge=0, strict=True)] = 0
 
     @property
-    def host(self) -> str:
+    def place(self) -> str:
+        """Its host's name or address on the management network, or else its own address."""
         return self.mgmt or str(self.ip)
 
     @property
     def named(self) -> str:
         """Its name in messages."""
-        return f"rank {self.rank} ({self.host})"
+        return f"rank {self.rank} ({self.place})"
 
 
 class DpGroup(_Model):
@@ -246,14 +260,20 @@ class Job(_Model):
     replicas: Annotated[int, Field(ge=1, le=wire.SHARDS_MAX, strict=True)] = 1
     keys: Path | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
+    hosts: tuple[TrainingHost, ...] = ()
+    """Hosts that ranks name."""
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
     shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
 
-    def hosts(self) -> Iterator[tuple[str, Rank | Nic]]:
-        """Yield every rank and shadow NIC, each with the name of its machine, such as `rank 0 of gpt`."""
+    def interfaces(self) -> Iterator[tuple[str, Host]]:
+        """Yield all interfaces on the training network, with the names of their machines: `rank 0 of gpt`."""
         for group in self.dp_groups:
             for rank in group.ranks:
-                yield f"rank {rank.rank} of {self.job}", rank
+                if rank.host is None:
+                    yield f"rank {rank.rank} of {self.job}", rank
+        for host in self.hosts:
+            for interface in host.nics:
+                yield f"host {host.name} of {self.job}", interface
         for node in self.shadow_nodes:
             for nic in node.nics:
                 yield f"shadow node {node.id} of {self.job}", nic

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.schema import Job
+from checkmate.ring.place import ring_ports
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.wire.schedule import Bucket, stream_layout
 from controlplane.network import Network
@@ -74,6 +75,7 @@ def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
             {"elements": b.elements, "dtype": _DTYPES[b.itemsize], "shadow_id": first_id + b.shadow_id}
             for b in buckets(job, group, load)
         ],
+        "ports": ring_ports(job, group),
         "channels": job.channels,
         "iterations": load.iterations,
         "seed": group,

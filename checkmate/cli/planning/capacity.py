@@ -116,7 +116,7 @@ def _switches(job: Job) -> list[SwitchUse]:
     holds = {target: planning.limits(target) for target in planning.GROUPS_MAX}
     found = []
     for name, plan in planning.plan([job]).items():
-        ports = [isinstance(host, Nic) for _, host in job.hosts() if host.switch == name]
+        ports = [isinstance(host, Nic) for _, host in job.interfaces() if host.switch == name]
         sides = ports.count(False), ports.count(True)
         found.append(SwitchUse(name, targets[name], plan.usage(), holds, *sides))
     return found

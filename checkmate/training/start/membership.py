@@ -22,6 +22,7 @@ from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.access import access
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
+from checkmate.nccl.interfaces import interface_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.record.buffers import synchronised
@@ -60,6 +61,17 @@ class Membership:
     def ips(self) -> list[str]:
         """Addresses of the ring, in ring order."""
         return [str(rank.ip) for rank in self.job.dp_groups[self.group].ranks]
+
+    @property
+    def interface(self) -> str | None:
+        """This rank's interface, if its host has several in the job. May raise `SessionError`."""
+        own = self.job.dp_groups[self.group].ranks[self.position]
+        if not any(host.name == own.host and len(host.nics) > 1 for host in self.job.hosts):
+            return None
+        try:
+            return interface_of(own.ip)
+        except ValueError as error:
+            raise SessionError(f"{self.name}: {error}") from None
 
     @property
     def names(self) -> list[str]:
