@@ -40,6 +40,8 @@ def of_job() -> dict[str, Any]:
     rank["required"] = ["rank"]
     rank["oneOf"] = [{"required": ["host"], **_without(OF_HOST)}, {"required": needed, **_without(("host",))}]
     path = {"type": "string", "minLength": 1, "description": "The path of a fabric file."}
+    schema["required"].remove("dp_groups")
+    schema["oneOf"] = [{"required": ["dp_groups"]}, {"required": ["mesh", "hosts", "gpus_per_host"]}]
     schema["properties"]["fabric"] = {"anyOf": [schema["properties"]["fabric"], path]}
     return schema
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from checkmate.job import mesh
 from checkmate.job.faults import Fault, Part, Path, parts
 from checkmate.job.schema import Host, Rank, TrainingHost
 
@@ -19,6 +20,7 @@ RANKS_MOST: Final = 256
 _OF_NIC: Final = ("ip", "mac", "switch", "port", "addresses")
 OF_HOST: Final = (*_OF_NIC, "mgmt")
 """Keys that a placed rank has from its host."""
+_NO_GROUPS: Final = Fault(("dp_groups",), "is missing")
 _SHOWN: Final = 10
 
 
@@ -30,13 +32,18 @@ class Placing:
     origins: dict[Path, Path] = field(default_factory=dict)
     unplaced: set[Path] = field(default_factory=set)
     """Ranks whose host or NIC is unknown. Only that is reported, and not that they have no address."""
+    meshed: bool = False
+    """Whether DP groups are those of a mesh."""
 
     def told(self, faults: Iterable[Fault]) -> list[Fault]:
         """Return each fault once, at its place in the file, without those that follow from our own."""
+        own = {fault.path for fault in self.faults}
         found = [
             Fault(self._origin(fault.path), fault.message)
             for fault in faults
-            if not (fault.path[:-1] in self.unplaced and fault.path[-1] in OF_HOST)
+            if fault.path not in own
+            and not (fault.path[:-1] in self.unplaced and fault.path[-1] in OF_HOST)
+            and not (self.meshed and fault == _NO_GROUPS)
         ]
         return list(dict.fromkeys(found))
 
@@ -50,12 +57,15 @@ class Placing:
         for end in range(len(path), 0, -1):
             if (origin := self.origins.get(path[:end])) is not None:
                 return (*origin, *path[end:])
-        return path
+        return (mesh.KEY,) if self.meshed and path[:1] == ("dp_groups",) else path
 
 
 def place(raw: Any) -> Placing:
-    """Give each rank that names a host what it needs from there, in `raw` itself."""
+    """Add a mesh's groups, and give each rank that names a host what it needs from there, in `raw` itself."""
     found = Placing()
+    if isinstance(raw, dict) and mesh.KEY in raw:
+        found.faults += mesh.expand(raw)
+        found.meshed = all(fault.path != ("dp_groups",) for fault in found.faults)
     listed = parts(raw, TrainingHost, "hosts")
     hosts = {host.fields["name"]: host for host in reversed(listed) if "name" in host.fields}
     unsure = len(listed) > sum("name" in host.fields for host in listed)

@@ -14,8 +14,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from checkmate.job.faults import Fault, Part, Path, parts
+from checkmate.job.fields import CPU_PORT
 from checkmate.job.placing import interfaces
-from checkmate.job.schema import CPU_PORT, Attachment, Nic, PanelPort, Switch
+from checkmate.job.schema import Attachment, Nic, PanelPort, Switch
 from checkmate.job.tofino import chips
 
 FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Final, Protocol, TypeVar
 
 from checkmate.job.faults import Fault
+from checkmate.job.mesh import groups_key
 from checkmate.job.schema import Job
 from checkmate.planner.capacity.plan import Capacity, SwitchUse
 from checkmate.planner.demand import Demand, NicDemand, NodeDemand
@@ -73,7 +74,7 @@ def _tables(found: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
     for use in found.switches:
         for what, needed in sorted(use.used.items()):
             holds, where = use.holds[what], f"switch {use.switch}"
-            check = Check(what, where, needed, holds, "", ("dp_groups",))
+            check = Check(what, where, needed, holds, "", (groups_key(found.demand.job),))
             if needed > holds:
                 wrong = f"{needed:,} {what} needed on {where} ({use.target}), which has room for {holds:,}"
                 check = replace(check, wrong=wrong, change=_room(found, use, what, with_channels))
