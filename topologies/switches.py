@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from checkmate import extras
-from checkmate.job.schema import CPU_PORT
+from checkmate.job.fields import CPU_PORT
 from topologies import tofino_model
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode

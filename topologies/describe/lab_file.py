@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from checkmate.job.faults import Fault, Path, parts, show_path
-from checkmate.job.schema import Collective
+from checkmate.job.fields import Collective
 from checkmate.job.validation import validated
 from checkmate.wording import counted
 

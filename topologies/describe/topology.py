@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from checkmate.job.faults import Fault, show_path
-from checkmate.job.schema import Collective
+from checkmate.job.fields import Collective
 from checkmate.job.yaml_lines import JobError, Located, read_document
 from checkmate.wording import did_you_mean
 from topologies.describe import lab_file

@@ -140,7 +140,15 @@ class NcclMaker:
 
     def _with(self, communicator: Communicator, tags: NcclLibrary | None) -> NcclReducer:
         streams = dict(self._streams()) if tags is not None and self.place.side is not None else {}
-        return NcclReducer(self.layout, communicator, tags, streams, self.place.name, required=self.required)
+        return NcclReducer(
+            self.layout,
+            communicator,
+            tags,
+            streams,
+            self.place.name,
+            first_id=self.place.first_id,
+            required=self.required,
+        )
 
     def _calibrated(self, library: NcclLibrary) -> NcclReducer:
         """Return the reducer that tags, unless the calibration shows that tags would be wrong."""
@@ -155,10 +163,13 @@ class NcclMaker:
 
     def _name_buckets(self, library: NcclLibrary, reducer: NcclReducer) -> str:
         """Tell the plugin the buckets. Return why it does not take them, or ""."""
+        first_id = self.place.first_id
         try:
             library.set_buckets(
                 [
-                    NcclBucket(tensor.data_ptr(), bucket.elements, bucket.itemsize, bucket.shadow_id)
+                    NcclBucket(
+                        tensor.data_ptr(), bucket.elements, bucket.itemsize, first_id + bucket.shadow_id
+                    )
                     for tensor, bucket in zip(reducer.tensors, self.layout.schedule, strict=True)
                 ]
             )
