@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkmate.wire.nccl_slicing import NcclSlicing
-from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, SHADOW_IDS_MAX
+from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, NCCL_SHADOW_IDS
 
 _TROUBLE_MAX: Final = 512
 _BUCKETS_MAX: Final = 4096
@@ -140,7 +140,7 @@ class NcclLibrary:
         self._itemsizes = [b.itemsize for b in buckets]
         made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.allowed) for b in buckets]
         if self._library.checkmate_nccl_buckets((_Bucket * len(made))(*made), len(made)):
-            most = f"it takes {_BUCKETS_MAX} at most, with shadow ids below {SHADOW_IDS_MAX}"
+            most = f"it takes {_BUCKETS_MAX} at most, with shadow ids below {NCCL_SHADOW_IDS}"
             raise ValueError(f"the NCCL plugin refuses {len(made)} buckets: {most}")
 
     @contextmanager

@@ -74,10 +74,11 @@ def test_the_addresses_of_a_lab_are_as_written() -> None:
 
 
 def test_the_example_of_a_job_works(tmp_path: Path) -> None:
-    job, fabric, tofino = blocks("job.md", "yaml")
+    job, fabric, hosts, mesh, tofino = blocks("job.md", "yaml")
     (tmp_path / "fabric.yaml").write_text(fabric)
-    (tmp_path / "job.yaml").write_text(job)
-    assert read_job(tmp_path / "job.yaml").job == "gpt"
+    for text, ranks in ((job, [0, 1]), (hosts, [0, 2]), (mesh, [0, 2])):
+        (tmp_path / "job.yaml").write_text(text)
+        assert [rank.rank for rank in read_job(tmp_path / "job.yaml").dp_groups[0].ranks] == ranks
     (tmp_path / "fabric.yaml").write_text(tofino)
     for port in range(1, 5):
         job = job.replace(f"port: {port}}}", f"port: {port}/0}}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from checkmate.job.faults import Fault, Path, parts, show_path
+from checkmate.job.fields import Collective
 from checkmate.job.validation import validated
 from checkmate.wording import counted
 
@@ -43,6 +44,7 @@ class LabFile(_Model):
     title: Annotated[str, Field(min_length=1)]
     channels: Annotated[int, Field(ge=1, le=8, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=_SHARDS_MAX, strict=True)] = 1
+    collective: Collective = "ring"
     switches: Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], Field(max_length=150)] = ()
     dp_groups: Annotated[tuple[GroupFile, ...], Field(min_length=1)]

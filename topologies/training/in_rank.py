@@ -25,7 +25,7 @@ import checkmate
 from checkmate import Restored
 from checkmate.ring import connect_ring
 from checkmate.ring.connections import PlainSocket
-from checkmate.ring.place import RingPlace
+from checkmate.ring.place import RingPlace, ring_ports
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
@@ -70,7 +70,14 @@ class Untagged(Unprotected):
     def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         session = join(ddp)
         layout = lay_out(ddp, session.shards)
-        place = RingPlace(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
+        place = RingPlace(
+            session.position,
+            session.ips,
+            session.job.channels,
+            ports=ring_ports(session.job, session.group),
+            device=session.interface,
+            fingerprint=layout.fingerprint,
+        )
         self._ring = connect_ring(place)
         parameters = list(trained(ddp).values())
         reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda)

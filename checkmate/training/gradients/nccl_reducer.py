@@ -47,6 +47,7 @@ class NcclReducer:
         streams: Mapping[tuple[int, int], int],
         name: str,
         *,
+        first_id: int = 0,
         required: bool = False,
     ) -> None:
         """Allocate buckets on the communicator's device.
@@ -57,17 +58,24 @@ class NcclReducer:
             tags: The plugin; `None` if it can't be used.
             streams: Bytes in each iteration of the streams that this rank tags, by channel and shard.
             name: This rank's name in messages.
+            first_id: The shadow id on the wire of shard 0.
             required: Whether the end of tagging is an error.
         """
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
         self.communicator: Final = communicator
-        self._tags, self._streams, self._name, self._required = tags, streams, name, required
+        self._tags, self._name, self._required = tags, name, required
+        self._streams: Mapping[tuple[int, int], int] = streams
+        self._first_id = first_id
         self.failed = False
         """Whether NCCL has failed."""
         self._iterations = 0
         self._told = False
         self._on_done: Callable[[int], None]
         self._on_error: Callable[[RingError], None]
+
+    def leave_untagged(self) -> None:
+        """Reduce without tags from now on."""
+        self._tags, self._streams = None, {}
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
         """Return what copies gradients on the communicator's stream."""
@@ -115,7 +123,8 @@ class NcclReducer:
                 self._on_error(RingError(f"{self._name}: {broken}"))
                 self.communicator.abort()
             return False
-        done = all(self._tags.count(*stream)[1] >= end for stream, end in ends.items())
+        received = {one: self._tags.count(one[0], one[1] + self._first_id)[1] for one in ends}
+        done = all(received[one] >= end for one, end in ends.items())
         return done or bool(self._trouble())
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
+from checkmate.ring.place import ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.gradients.reducing import Reducer, RingReducer
@@ -44,7 +45,8 @@ def make_reducer(
     """
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
-        return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned), []
+        ring = connect(place, layout, start, undo)
+        return RingReducer(ring, layout, first_id=place.first_id, pinned=pinned), []
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required)
     return maker.make(), maker.troubles
@@ -66,6 +68,8 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         incarnation=start.plan.incarnation,
         dscp_bit=place.job.tag.dscp_bit,
         fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+        ports=ring_ports(place.job, place.group),
+        device=place.interface,
         names=place.names,
         key=access(place.job, Role.TRAINER).secret(Secret.RING),
     )
