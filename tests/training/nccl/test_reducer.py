@@ -83,9 +83,9 @@ def reduce_after_another(rank: int, count: int, double: DoubleNccl) -> dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_plugin_that_refused_a_communicator_first_is_used_later(release: str) -> None:
+    double = DoubleNccl(release)
     with RankProcesses() as fresh:
-        found = fresh.run(2, reduce_after_another, DoubleNccl(release))
-    check_reduced(found, DoubleNccl(release))
+        check_reduced(fresh.run(2, reduce_after_another, double), double)
 
 
 def untagged(
