@@ -37,7 +37,7 @@ def become(lab: Lab, node: str, argv: Sequence[str]) -> NoReturn:
         BadDescription: The lab has no such node.
         LabError: The command cannot be executed.
     """
-    namespace, environment = lab.namespace(check_node(lab, node)), lab.environment()
+    namespace, environment = lab.namespace(check_node(lab, node)), lab.environment(node)
     program = shutil.which(argv[0], path=environment["PATH"])
     if program is None:
         raise NoCommand(f"{argv[0]!r} is neither an executable file nor a command on PATH")

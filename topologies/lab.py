@@ -122,7 +122,7 @@ class Lab:
     def up(self) -> None:
         """Create the lab and start its switches; remove all of it on failure. The lab stays locked."""
         state.require_root()
-        switches.check_target(self.target)
+        switches.check_target(self.target, self.switches)
         try:
             self._lock.enter_context(state.locked(self.name))
             if state.read_record(self.name) or namespaces.of_lab(self.name):
@@ -174,7 +174,7 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         """Start a command in a node's namespace and cgroup, in a session of its own.
 
-        Its environment is `environment()`, with the changes in `environment`. It may use only `cpus` if they
+        Its environment is `environment`'s, with the changes in `environment`. It may use only `cpus` if they
         are specified. Ctrl-C at the terminal does not reach it; `down` ends it.
 
         Raises:
@@ -189,14 +189,15 @@ class Lab:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env={**self.environment(), **(environment or {})},
+                env={**self.environment(node), **(environment or {})},
                 start_new_session=True,
             )
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of processes in the lab: ours, and what job and torchrun need there."""
+    def environment(self, node: str) -> dict[str, str]:
+        """Return the environment of a node's processes: ours, and what job, torchrun and NCCL need there."""
         ours = {**torchrun.DEFAULTS, **processes.environment(), **torchrun.ENVIRONMENT}
         ours.pop(INSECURE, None)  # a lab has keys
+        ours |= torchrun.nccl_environment(f"{self.name} {node}")
         return ours | {"CHECKMATE_JOB": str(self.job_file)}
 
     def cgroup(self, node: str) -> Path | None:
@@ -275,7 +276,9 @@ class Lab:
         own_socket = self.target == "bmv2" and switches.has_notifications()
         notifications = self.directory / f"{switch.name}.ipc" if own_socket else None
         statistics = switches.statistics_file(self.directory, switch)
-        command = switches.command(switch, self.target, notifications, statistics)
+        command = switches.command(
+            switch, self.target, self.directory, notifications=notifications, statistics=statistics
+        )
         with self.log(switch.name).open("ab") as log:
             self._processes[switch.name] = self.start(
                 switch.name, command, stdout=log, stderr=subprocess.STDOUT, cpus=self.switch_cpus
@@ -283,7 +286,7 @@ class Lab:
 
     def _await_switch(self, switch: SwitchNode) -> None:
         process = self._processes[switch.name]
-        switches.wait_listening(self.name, switch, process, self.log(switch.name))
+        switches.wait_listening(self.name, switch, self.target, process, self.log(switch.name))
         if self.target == "bmv2":
             switches.deepen_queues(self.name, switch)
 

@@ -35,6 +35,11 @@ DEFAULTS: Final[Mapping[str, str]] = {
 """The same, unless the user's own environment has them. c10d would log that addresses have no host names."""
 
 
+def nccl_environment(host: str) -> dict[str, str]:
+    """Return the environment in which NCCL takes a namespace for a host, so that ranks may share a GPU."""
+    return {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": MGMT_INTERFACE}
+
+
 def command(
     topology: Topology, host: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
 ) -> list[str | Path]:

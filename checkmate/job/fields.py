@@ -46,6 +46,7 @@ HostPort = Annotated[
 ]
 Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
 PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
+Collective = Literal["ring", "nccl"]
 Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
 Fec = Literal["none", "firecode", "rs"]
 Metres = Annotated[float, Field(gt=0, le=10_000)]

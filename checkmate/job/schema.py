@@ -19,6 +19,7 @@ from checkmate.job.fields import (
     DSCP_BITS,
     GPUS_MOST,
     RANKS_LAST,
+    Collective,
     Fec,
     HostName,
     HostPort,
@@ -230,7 +231,7 @@ class Job(_Model):
     job: Name
     fabric: Fabric
     tag: TagSettings = TagSettings()
-    collective: Literal["ring", "nccl"] = "ring"
+    collective: Collective = "ring"
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=wire.SHARDS_MAX, strict=True)] = 1

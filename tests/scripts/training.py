@@ -117,7 +117,8 @@ class ScriptRank:
         self.rank = dist.get_rank()
         self.folder = Path(orders.folder)
         torch.manual_seed(orders.seed)
-        self.model = SmallModel(orders)
+        self.device = torch.device(orders.device)
+        self.model = SmallModel(orders).to(self.device)
         self.group = self._dp_group()
         self.ddp = DistributedDataParallel(
             self.model,
@@ -128,12 +129,12 @@ class ScriptRank:
         kind = getattr(torch.optim, orders.optimizer)
         self.optimizer = kind(self._groups(), **orders.options)
         if self.model.odd is not None:
-            self.model.odd.earlier.grad = torch.randn(4)
+            self.model.odd.earlier.grad = torch.randn(4).to(self.device)
             self.optimizer.step()
             self.model.odd.earlier.grad = None
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.97**step)
         self.scaler = (
-            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if orders.amp else None
+            torch.amp.GradScaler(orders.device, init_scale=2.0**10, growth_interval=3) if orders.amp else None
         )
         self.sampler = {"seen": 0}
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -199,7 +200,7 @@ class ScriptRank:
             last = micro == orders.accumulate - 1
             with nullcontext() if last else self.ddp.no_sync():
                 x, y = self.batch()
-                with torch.autocast("cpu", torch.bfloat16, enabled=orders.autocast):
+                with torch.autocast(orders.device, torch.bfloat16, enabled=orders.autocast):
                     loss = ((self.ddp(x) - y) ** 2).mean()
                 if iteration in orders.infinite:
                     loss = loss * float("inf")
@@ -227,6 +228,7 @@ class ScriptRank:
             list(DataLoader(data, num_workers=self.orders.workers, worker_init_fn=collect))
         x = torch.randn(self.orders.batch, self.orders.width)
         x[0, 0] += random.random() + float(np.random.rand())
+        x = x.to(self.device)
         return x, x.sum(1) * 0.1
 
     def die_if_due(self, iteration: int) -> None:

@@ -57,6 +57,7 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
         "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
         **({"hosts": hosts} if len(hosts) > 1 else {}),
         "dp_groups": groups,
+        "collective": "ring" if len(hosts) > 1 else draw(st.sampled_from(["ring", "nccl"])),
         "shadow_nodes": nodes,
     }
 
@@ -73,6 +74,7 @@ def test_any_lab_gives_a_job_that_the_control_plane_accepts(
     assert [[rank.ip for rank in group.ranks] for group in jobs[0].dp_groups] == [
         [rank.interface.ip for rank in group.ranks] for group in topology.groups
     ]
+    assert jobs[0].collective == data["collective"]
     assert set(plan(jobs)) == set(data["switches"])
 
 
@@ -248,14 +250,14 @@ def test_an_unknown_lab_is_refused(name: str) -> None:
 def test_switch_commands() -> None:
     switch = load("two_tor").switches[1]
     ports = [part for port in range(1, 6) for part in ("-i", f"{port}@port{port}")]
-    bmv2 = switches.command(switch, "bmv2")
+    bmv2 = switches.command(switch, "bmv2", Path("/lab"))
     assert bmv2[:1] == ["simple_switch_grpc"]
     assert bmv2[1:] == [
         *("--no-p4", "--device-id", "2", *ports, "--"),
         *("--grpc-server-addr", "172.31.3.2:9559", "--cpu-port", "510"),
     ]
     plain = [part for part in bmv2[1:] if part != "--"]
-    assert switches.command(switch, "softswitch")[3:] == [*plain, "--insecure"]
+    assert switches.command(switch, "softswitch", Path("/lab"))[3:] == [*plain, "--insecure"]
 
 
 @pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5", 0.5), ("0", 0.0), ("0.5%", 0.005)])

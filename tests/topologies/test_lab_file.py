@@ -54,6 +54,11 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
         (SHARED | {"hosts": [["tor0"], []]}, "hosts[1]", "needs at least 1 item"),
         (SHARED | {"dp_groups": [{"hosts": [0, 2]}]}, "dp_groups[0].hosts[1]", "no host 2; the lab has 2"),
         (SHARED | {"dp_groups": [{"hosts": [0, 1, 0]}]}, "dp_groups[0].hosts[2]", "host 0 has a rank"),
+        (
+            SHARED | {"collective": "nccl", "dp_groups": [{"hosts": [1, 0]}]},
+            "dp_groups[0].hosts",
+            "list hosts in ascending order",
+        ),
         (SHARED | {"hosts": [["tor0"]] * 3}, "dp_groups", "the same number of ranks, but host 0 has 1"),
         ({"dp_groups": [{"ranks": ["tor0"]}]}, "dp_groups[0].ranks", "needs at least 2 items, has 1"),
         (

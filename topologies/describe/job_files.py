@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -16,8 +16,10 @@ from topologies.describe.topology import (
     Topology,
 )
 
-Target = Literal["softswitch", "bmv2"]
-TARGETS: tuple[Target, ...] = ("softswitch", "bmv2")
+Target = Literal["softswitch", "bmv2", "tofino"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+TOFINO_CPU_PORT = 320
+"""Of the model, which has four pipes."""
 FABRIC_FILE = "fabric.yaml"
 JOB_FILE = "job.yaml"
 TOPOLOGY_FILE = "topology.yaml"
@@ -28,7 +30,7 @@ def target_of(text: str) -> Target:
     for target in TARGETS:
         if target == text:
             return target
-    raise BadDescription(f"no target {text!r}; there are {' and '.join(TARGETS)}")
+    raise BadDescription(f"no target {text!r}; there are {', '.join(TARGETS)}")
 
 
 def files(topology: Topology, lab: str, target: Target) -> dict[str, str]:
@@ -56,6 +58,7 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
         "fabric": FABRIC_FILE,
         "channels": topology.channels,
         "replicas": topology.replicas,
+        **_collective(topology),
         **({"hosts": hosts} if hosts else {}),
         "dp_groups": [
             {"ranks": [(_placed_rank if hosts else _rank)(rank) for rank in group.ranks]}
@@ -73,6 +76,7 @@ def topology_data(topology: Topology) -> dict[str, Any]:
         "title": topology.title,
         "channels": topology.channels,
         "replicas": topology.replicas,
+        **_collective(topology),
         "switches": [switch.name for switch in topology.switches],
         "links": [[link.a[0], link.b[0]] for link in topology.links],
         **({"hosts": hosts} if hosts else {}),
@@ -94,13 +98,19 @@ def as_yaml(data: dict[str, Any], title: str) -> str:
     return f"# {title}\n" + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 
+def _collective(topology: Topology) -> dict[str, str]:
+    return {} if topology.collective == "ring" else {"collective": topology.collective}
+
+
 def _switch(switch: SwitchNode, target: Target) -> dict[str, Any]:
+    tofino = {"device_id": 0, "cpu_port": TOFINO_CPU_PORT, "p4runtime": "pi", "speed": "10G"}
     return {
         "name": switch.name,
         "target": target,
         "address": switch.address,
         "device_id": switch.device_id,
         "stub": {"ip": str(switch.stub_ip), "mac": switch.stub_mac, "port": STUB_TCP_PORT},
+        **(tofino if target == "tofino" else {}),
     }
 
 

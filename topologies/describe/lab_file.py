@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from checkmate.job.faults import Fault, Path, parts, show_path
+from checkmate.job.fields import Collective
 from checkmate.job.validation import validated
 from checkmate.wording import counted
 
@@ -48,6 +49,7 @@ class LabFile(_Model):
     title: Annotated[str, Field(min_length=1)]
     channels: Annotated[int, Field(ge=1, le=8, strict=True)] = 1
     replicas: Annotated[int, Field(ge=1, le=_SHARDS_MAX, strict=True)] = 1
+    collective: Collective = "ring"
     switches: Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], Field(max_length=150)] = ()
     hosts: Annotated[
@@ -85,6 +87,8 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
     yield from _too_many_ranks(raw)
     if (hosts := top.fields.get("hosts")) is not None:
         yield from _placed(raw, len(hosts))
+        if top.fields.get("collective") == "nccl":
+            yield from _descending(raw)
         if sum(map(len, hosts)) > _RANKS_MAX:
             yield Fault(("hosts",), f"a lab's hosts have at most {_RANKS_MAX} NICs together")
     nodes = raw.get("shadow_nodes")
@@ -194,6 +198,14 @@ def _placed(raw: dict[str, Any], hosts: int) -> Iterator[Fault]:
     if hosts and sound and len({count[number] for number in range(hosts)}) > 1:
         has = ", ".join(f"host {number} has {count[number]}" for number in range(min(hosts, 4)))
         yield Fault(("dp_groups",), f"all hosts need the same number of ranks, but {has}")
+
+
+def _descending(raw: dict[str, Any]) -> Iterator[Fault]:
+    """Yield hosts that NCCL would connect in another order."""
+    for group in parts(raw, GroupFile, "dp_groups"):
+        listed = list(group.fields.get("hosts") or ())
+        if listed != sorted(listed):
+            yield Fault((*group.path, "hosts"), "with collective: nccl, list hosts in ascending order")
 
 
 def _shadow_list(group: Path, listed: Sequence[int] | None, nodes: int, replicas: int) -> Iterator[Fault]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from checkmate.job.faults import Fault, show_path
+from checkmate.job.fields import Collective
 from checkmate.job.yaml_lines import JobError, Located, read_document
 from checkmate.wording import did_you_mean
 from topologies.describe import lab_file
@@ -140,6 +141,7 @@ class Topology:
     title: str
     channels: int
     replicas: int
+    collective: Collective
     switches: tuple[SwitchNode, ...]
     links: tuple[Link, ...]
     groups: tuple[LabGroup, ...]
@@ -234,6 +236,7 @@ class _Builder:
             self.lab.title,
             self.lab.channels,
             self.lab.replicas,
+            self.lab.collective,
             tuple(self.switch(index, switch) for index, switch in enumerate(self.lab.switches)),
             links,
             groups,

@@ -63,7 +63,8 @@ class NcclReducer:
         """
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
         self.communicator: Final = communicator
-        self._tags, self._streams, self._name, self._required = tags, streams, name, required
+        self._tags, self._name, self._required = tags, name, required
+        self._streams: Mapping[tuple[int, int], int] = streams
         self._first_id = first_id
         self.failed = False
         """Whether NCCL has failed."""
@@ -71,6 +72,10 @@ class NcclReducer:
         self._told = False
         self._on_done: Callable[[int], None]
         self._on_error: Callable[[RingError], None]
+
+    def leave_untagged(self) -> None:
+        """Reduce without tags from now on."""
+        self._tags, self._streams = None, {}
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
         """Return what copies gradients on the communicator's stream."""

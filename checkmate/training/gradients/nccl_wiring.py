@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ class NcclMaker:
         """
         self._agree(self._prepare())
         if self.library is None or self.troubles:
-            reducer = self._untagged(self._open())
+            self._reducer = self._with(self._open(), None)
         else:
-            reducer = self._calibrated(self.library)
+            self._reducer = self._calibrated(self.library)
         Tagger.give_up_capabilities()
-        return reducer
+        return self._reducer
 
     def _agree(self, trouble: str) -> None:
         """Note the troubles of all ranks. Raise `SessionError` on all if tagging is required."""
@@ -69,11 +70,15 @@ class NcclMaker:
     def _prepare(self) -> str:
         """Load the plugin, and attach the tagger on boundary ranks. Return why that is impossible, or ""."""
         version, channels = nccl_runtime.runtime.version(), self.place.job.channels
-        fingerprints = exchange.gather([*version, self.layout.fingerprint.hex()], named=self.place.named)
-        if trouble := version_trouble(version) or self._different(fingerprints):
+        try:
+            plugin, missing = shared_object(), ""
+        except PluginError as error:
+            plugin, missing = Path(), str(error)
+        own = [*version, self.layout.fingerprint.hex(), plugin.name]
+        told = exchange.gather(own, named=self.place.named)
+        if trouble := version_trouble(version) or missing or self._different(told):
             return trouble
         try:
-            plugin = shared_object()
             trouble = next(environment_troubles(os.environ, plugin, channels), "")
             if trouble:
                 return trouble
@@ -101,7 +106,7 @@ class NcclMaker:
         return ""
 
     def _different(self, told: list[Any]) -> str:
-        """Return which rank of this group has another NCCL or model than the first, or ""."""
+        """Return which rank of this group has another NCCL, model or plugin than the first, or ""."""
         own = [rank.rank for rank in self.place.job.dp_groups[self.place.group].ranks]
         by_rank = {rank: told[rank] for rank in own}
         first = by_rank[own[0]]
@@ -111,8 +116,12 @@ class NcclMaker:
                     f"{self.place.named(r)} has {_dotted(v)}" for r, v in ((own[0], first), (rank, theirs))
                 ]
                 return f"versions of NCCL differ: {', '.join(names)}; install the same on all hosts"
-            if theirs != first:
+            if theirs[3] != first[3]:
                 return f"{self.place.named(rank)} has another model, or another NCCL_BUFFSIZE"
+            if theirs[4] != first[4] and theirs[4] and first[4]:
+                return (
+                    f"{self.place.named(rank)} has another Checkmate: install the same version on all hosts"
+                )
         return ""
 
     def _open(self) -> Communicator:
@@ -129,33 +138,27 @@ class NcclMaker:
             communicator.abort()
         communicator.close()
 
-    def _untagged(self, communicator: Communicator) -> NcclReducer:
-        self._reducer = NcclReducer(self.layout, communicator, None, {}, self.place.name)
-        return self._reducer
-
-    def _calibrated(self, library: NcclLibrary) -> NcclReducer:
-        """Return the reducer that tags, unless the calibration shows that tags would be wrong."""
-        with library.expected():
-            reducer = self._tagging(library, self._open())
-            trouble = self._name_buckets(library, reducer)
-            self._agree(trouble or calibrate(self.place, self.layout, library, reducer))
-        if not self.troubles:
-            return reducer
-        library.stop(self.troubles[0])
-        return self._untagged(reducer.communicator)
-
-    def _tagging(self, library: NcclLibrary, communicator: Communicator) -> NcclReducer:
-        """Return the reducer whose sends the plugin tags, from after the calibration on."""
-        streams = dict(self._streams()) if self.place.side is not None else {}
-        self._reducer = reducer = NcclReducer(
+    def _with(self, communicator: Communicator, tags: NcclLibrary | None) -> NcclReducer:
+        streams = dict(self._streams()) if tags is not None and self.place.side is not None else {}
+        return NcclReducer(
             self.layout,
             communicator,
-            library,
+            tags,
             streams,
             self.place.name,
             first_id=self.place.first_id,
             required=self.required,
         )
+
+    def _calibrated(self, library: NcclLibrary) -> NcclReducer:
+        """Return the reducer that tags, unless the calibration shows that tags would be wrong."""
+        with library.expected():
+            self._reducer = reducer = self._with(self._open(), library)
+            trouble = self._name_buckets(library, reducer)
+            self._agree(trouble or calibrate(self.place, self.layout, library, reducer))
+        if self.troubles:
+            library.stop(self.troubles[0])
+            reducer.leave_untagged()
         return reducer
 
     def _name_buckets(self, library: NcclLibrary, reducer: NcclReducer) -> str:

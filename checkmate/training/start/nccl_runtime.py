@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Collection
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from checkmate.nccl.environment import Version
 from checkmate.nccl.environment import slicing_of as nccl_slicing
 from checkmate.training.start.membership import Membership, SessionError, trained
 from checkmate.wire.schedule import RING_SLICING, Slicing
+
+_LIBRARY: Final = "libnccl.so.2"
 
 
 def slicing_of(place: Membership, ddp: DistributedDataParallel) -> Slicing:
@@ -112,11 +116,24 @@ class TorchCommunicator:
             dist.destroy_process_group(self._group)
 
 
+def loaded_version(library: ctypes.CDLL) -> Version:
+    """Return what ncclGetVersion of a library returns: 10000 major + 100 minor + patch, since NCCL 2.9."""
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
 class TorchNccl:
     """PyTorch's NCCL on this rank's GPU."""
 
     def version(self) -> Version:
-        """Return NCCL's version."""
+        """Return the version of the NCCL that this process has loaded; users may install another one.
+
+        `torch.cuda.nccl.version` is the one with which PyTorch was compiled.
+        """
+        with suppress(OSError):
+            library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+            return loaded_version(library)
         major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
         return major, minor, patch
 

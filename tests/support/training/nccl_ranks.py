@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from checkmate.job.schema import Job
 from checkmate.nccl.environment import slicing_of
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import Membership, Start
+from checkmate.training.start.nccl_runtime import NcclRuntime
 from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.nccl_slicing import NcclSlicing
@@ -23,6 +28,7 @@ from tests.support.nccl.double import DoubleNccl
 TAGGING = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("clang") is None, reason="the tagger needs root and clang"
 )
+ITERATIONS = 3
 OTHER_CELLS = DoubleNccl("2.29", NcclSlicing(cell=8192))
 """Its sends differ from what the layout foresees."""
 
@@ -36,20 +42,65 @@ def place_of(rank: int, count: int, channels: int) -> Membership:
     return membership.place(made, rank, count, range(count))
 
 
-def layout_of(double: DoubleNccl) -> Layout:
-    """Return a layout of several types and two shards, with the slicing of the double's release."""
+def layout_of(runtime: NcclRuntime) -> Layout:
+    """Return a layout of several types and two shards, with the slicing of this release of NCCL."""
     sizes = [(70_001, "float32"), (33_333, "bfloat16"), (5, "float32"), (40_000, "float64"), (1, "bfloat16")]
     known = [Parameter(f"p{i}", (size,), dtype) for i, (size, dtype) in enumerate(sizes)]
-    return make_layout(known, 2, 200_000, slicing_of(double.version(), {}))
+    return make_layout(known, 2, 200_000, slicing_of(runtime.version(), {}))
 
 
 def prepare(
-    rank: int, count: int, channels: int, double: DoubleNccl, undo: ExitStack, *, required: bool = False
+    rank: int, count: int, channels: int, runtime: NcclRuntime, undo: ExitStack, *, required: bool = False
 ) -> NcclMaker:
-    """Return what makes a rank's reducer over the double. The environment names nothing to NCCL."""
-    nccl_runtime.runtime = double
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+    """Return what makes a rank's reducer over NCCL or its double. The environment names no plugin to NCCL.
+
+    Each rank is a host of its own for NCCL, so that ranks may share a GPU.
+    """
+    nccl_runtime.runtime = runtime
+    for name in [name for name in os.environ if name.startswith("NCCL_") and "DEBUG" not in name]:
         del os.environ[name]
+    os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
     start = Start(RestartPlan("nothing", 7, "run"))
     place = place_of(rank, count, channels)
-    return NcclMaker(place, layout_of(double), start, torch.device("cpu"), undo, required)
+    return NcclMaker(place, layout_of(runtime), start, runtime.device(0), undo, required)
+
+
+def reduce(rank: int, count: int, channels: int, runtime: NcclRuntime) -> dict[str, Any]:
+    """Reduce the layout some times; check the averages, and return the streams' ends and counts."""
+    with ExitStack() as undo:
+        maker = prepare(rank, count, channels, runtime, undo)
+        reducer = maker.make()
+        done: list[int] = []
+        reducer.open(done.append, lambda error: None)
+        undo.callback(reducer.close)
+        for iteration in range(ITERATIONS):
+            for index, tensor in enumerate(reducer.tensors):
+                torch.manual_seed(100 * index + iteration)
+                averaged = torch.randint(-16, 16, (count, len(tensor)))  # small numbers, so sums are exact
+                tensor.copy_(averaged[rank] * count)
+                reducer.submit(index)
+                reducer.communicator.synchronize()
+                expected = averaged.sum(0).to(tensor)  # NCCL multiplies by 1/3, which is not exact
+                torch.testing.assert_close(tensor, expected, rtol=0, atol=0.2 if tensor.is_cuda else 0)
+        assert done == [*range(len(reducer.tensors))] * ITERATIONS
+        ends = reducer.ends()
+        deadline = time.monotonic() + 10
+        while not (passed := reducer.passed(ends)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        dist.barrier()
+        library = maker.library
+        assert library is not None, maker.troubles
+        counts = {stream: library.count(*stream) for stream in ends}
+        return {"troubles": maker.troubles, "ends": ends, "counts": counts, "passed": passed}
+
+
+def check_reduced(found: Sequence[dict[str, Any]], runtime: NcclRuntime) -> None:
+    """Check what `reduce` returned on all ranks: every byte was tagged once, and acknowledged."""
+    assert [one["troubles"] for one in found] == [[]] * len(found)
+    assert all(one["passed"] for one in found)
+    total = 0
+    for one in found:
+        assert {stream: tagged for stream, (tagged, _) in one["counts"].items()} == one["ends"]
+        assert {stream: seen for stream, (_, seen) in one["counts"].items()} == one["ends"]
+        total += sum(one["ends"].values())
+    assert total == ITERATIONS * sum(bucket.nbytes for bucket in layout_of(runtime).schedule)

@@ -25,6 +25,7 @@ class ScriptOrders:
     """
 
     folder: str
+    device: str = "cpu"
     iterations: int = 12
     layers: int = 3
     width: int = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.nccl.environment import Version
 from checkmate.ring import RingError
+from checkmate.training.gradients import nccl_wiring
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import SessionError
 from tests.support.nccl.double import DoubleNccl
-from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, layout_of, place_of, prepare
+from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, check_reduced, place_of, prepare, reduce
 from tests.support.training.rank_processes import RankProcesses
-
-ITERATIONS = 3
 
 
 @pytest.fixture(scope="module")
@@ -32,33 +32,22 @@ def ranks() -> Iterator[RankProcesses]:
         yield processes
 
 
-def reduce(rank: int, count: int, channels: int, double: DoubleNccl) -> dict[str, Any]:
-    """Reduce the layout some times; check the averages, and return the streams' ends and counts."""
-    with ExitStack() as undo:
-        maker = prepare(rank, count, channels, double, undo)
-        reducer = maker.make()
-        done: list[int] = []
-        reducer.open(done.append, lambda error: None)
-        undo.callback(reducer.close)
-        for iteration in range(ITERATIONS):
-            for index, tensor in enumerate(reducer.tensors):
-                torch.manual_seed(100 * index + iteration)
-                averaged = torch.randint(-16, 16, (count, len(tensor)))  # small numbers, so sums are exact
-                tensor.copy_(averaged[rank] * count)
-                reducer.submit(index)
-                expected = averaged.sum(0).to(tensor.dtype)
-                wrong = (tensor != expected).nonzero().flatten()
-                assert not len(wrong), (index, iteration, wrong)
-        assert done == [*range(len(reducer.tensors))] * ITERATIONS
-        ends = reducer.ends()
-        deadline = time.monotonic() + 10
-        while not (passed := reducer.passed(ends)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        dist.barrier()
-        library = maker.library
-        assert library is not None, maker.troubles
-        counts = {stream: library.count(*stream) for stream in ends}
-        return {"troubles": maker.troubles, "ends": ends, "counts": counts, "passed": passed}
+class Loaded:
+    """A library of NCCL."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def ncclGetVersion(self, pointer: Any) -> int:
+        """Return the version through the pointer."""
+        pointer._obj.value = self.number
+        return 0
+
+
+@pytest.mark.parametrize(("number", "version"), [(22605, (2, 26, 5)), (23007, (2, 30, 7))])
+def test_the_version_is_that_of_the_library(number: int, version: Version) -> None:
+    library: Any = Loaded(number)
+    assert nccl_runtime.loaded_version(library) == version
 
 
 @TAGGING
@@ -75,16 +64,8 @@ def reduce(rank: int, count: int, channels: int, double: DoubleNccl) -> dict[str
 def test_averages_are_exact_and_every_byte_is_tagged_once(
     ranks: RankProcesses, count: int, channels: int, release: str
 ) -> None:
-    found = ranks.run(count, reduce, channels, DoubleNccl(release))
-    assert [one["troubles"] for one in found] == [[]] * count
-    assert all(one["passed"] for one in found)
-    total = 0
-    for one in found:
-        assert {stream: tagged for stream, (tagged, _) in one["counts"].items()} == one["ends"]
-        assert {stream: seen for stream, (_, seen) in one["counts"].items()} == one["ends"]
-        total += sum(one["ends"].values())
-    layout = layout_of(DoubleNccl(release))
-    assert total == ITERATIONS * sum(bucket.nbytes for bucket in layout.schedule)
+    double = DoubleNccl(release)
+    check_reduced(ranks.run(count, reduce, channels, double), double)
 
 
 def untagged(
@@ -134,6 +115,26 @@ def test_what_cannot_be_tagged_is_reduced_nevertheless(
     assert found[0] == found[1]
     assert words in found[0][0]
     assert found[0][0].startswith("SessionError: gradients can't be tagged: rank ") == required
+
+
+def with_another_plugin(rank: int, count: int, other: Path) -> list[str]:
+    """Return the troubles if rank 1's plugin was compiled from other sources."""
+    with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
+        maker = prepare(rank, count, 2, DoubleNccl(), undo)
+        if rank == 1:
+            patch.setattr(nccl_wiring, "shared_object", lambda: other)
+        maker.make()
+        return maker.troubles
+
+
+@TAGGING
+def test_ranks_with_different_plugins_do_not_tag(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Their connections would not understand each other."""
+    first, second = ranks.run(2, with_another_plugin, tmp_path / "libnccl-net-checkmate-0.so")
+    assert first == second
+    assert first[0].endswith(
+        "rank 1 (192.168.0.1) has another Checkmate: install the same version on all hosts"
+    )
 
 
 def lose(rank: int, count: int) -> str:
