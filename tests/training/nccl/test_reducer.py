@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version
 from checkmate.ring import RingError
 from checkmate.training.gradients import nccl_wiring
@@ -21,6 +22,7 @@ from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import membership, nccl_runtime
 from checkmate.training.start.membership import SessionError
+from tests.support.nccl.calls import RELEASES, Caller
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, check_reduced, place_of, prepare, reduce
 from tests.support.training.rank_processes import RankProcesses
@@ -66,6 +68,24 @@ def test_averages_are_exact_and_every_byte_is_tagged_once(
 ) -> None:
     double = DoubleNccl(release)
     check_reduced(ranks.run(count, reduce, channels, double), double)
+
+
+def reduce_after_another(rank: int, count: int, double: DoubleNccl) -> dict[str, Any]:
+    """Have the plugin refuse a communicator before there is a job, as DDP's, and reduce then."""
+    other = Caller(shared_object(), RELEASES[double.release])
+    assert other.init(1, count, count, rank) != 0
+    found = reduce(rank, count, 1, double)
+    assert other.init(2, count, count, rank) != 0
+    return found
+
+
+@TAGGING
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_plugin_that_refused_a_communicator_first_is_used_later(release: str) -> None:
+    with RankProcesses() as fresh:
+        found = fresh.run(2, reduce_after_another, DoubleNccl(release))
+    check_reduced(found, DoubleNccl(release))
 
 
 def untagged(
