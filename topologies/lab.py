@@ -262,7 +262,7 @@ class Lab:
 
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""
-        pairs = [":".join(links.cut_ends(rank)) for rank in self.topology.ranks]
+        pairs = [":".join(ends) for host in self.topology.trainers for ends in links.cut_ends(host)]
         argv = [sys.executable, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
         with self.log(CABLES).open("wb") as log:
             process = self.start(CABLES, argv, stdout=subprocess.PIPE, stderr=log, cpus=self.switch_cpus)

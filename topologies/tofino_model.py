@@ -52,15 +52,14 @@ def check_installed() -> None:
         )
     if not (shared := installation() / "share" / "bf_rt_shared").is_dir():
         raise LabError(f"{shared} is missing: {DRIVERS} must be in the folder bin of an SDE's installation")
-    compiling = f"python -m p4src.compile tofino --cpu-port {TOFINO_CPU_PORT}"
     try:
-        program = read_program("tofino")
+        program = read_program("tofino", cpu_port=TOFINO_CPU_PORT)
     except NotCompiled as error:
-        raise LabError(f"{error}; for the model: `{compiling}`") from None
+        raise LabError(str(error)) from None
     if program.cpu_port not in (None, TOFINO_CPU_PORT):
         raise LabError(
             f"the program is compiled for CPU port {program.cpu_port}, and the model's is {TOFINO_CPU_PORT}: "
-            f"run `{compiling}`"
+            f"run `python -m p4src.compile tofino --cpu-port {TOFINO_CPU_PORT}`"
         )
 
 

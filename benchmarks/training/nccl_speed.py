@@ -34,7 +34,7 @@ def measure() -> list[Result]:
         task = bar.add_task("nccl_speed", total=None)
         bridge_instead(lab)
         with Crew(lab) as crew:
-            hosts = [(rank.name, rank.interfaces[0]) for rank in lab.topology.ranks[:2]]
+            hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks[:2]]
             common = ["--ips", *(str(nic.ip) for _, nic in hosts), "--rounds", str(ROUNDS)]
             members = []
             for number, (name, nic) in enumerate(hosts):

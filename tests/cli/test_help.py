@@ -104,7 +104,7 @@ def shell(folder: Path, *command: str, **more: str) -> str:
         (["shadow", "jobs/l"], ["jobs/llama.yml"]),
         (["plan", "--pf"], ["--pfc"]),
         (["docs", "tutorial/1"], ["tutorial/1-laptop"]),
-        (["lab", "up", "two"], ["two_stages", "two_tor"]),
+        (["lab", "up", "two"], ["two_hosts", "two_stages", "two_tor"]),
         (["lab", "run", "single_tor", "--target", ""], ["softswitch", "bmv2", "tofino"]),
         (["validate", "a"], [""]),  # bash completes this name itself, and quotes it
     ],

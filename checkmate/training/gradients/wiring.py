@@ -60,7 +60,8 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         TaggerUnavailable: On all ranks, if one of them can't tag.
         RingError: The ring could not be connected.
     """
-    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}".encode()
+    group = f" {place.group}" if place.job.hosts else ""  # its ranks' addresses may be those of others
+    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}{group}".encode()
     where = RingPlace(
         place.position,
         place.ips,

@@ -26,10 +26,10 @@ def reduce(traffic: Traffic, release: str) -> None:
     """Run the ranks to their end, and wait until the shadow nodes have read as many bytes."""
     crew, lab = traffic.crew, traffic.lab
     members = []
-    for rank, host in enumerate(lab.topology.ranks):
-        where = ["--job", str(lab.job_file), "--rank", str(rank), "--interface", host.interfaces[0].name]
+    for rank in lab.topology.ranks:
+        where = ["--job", str(lab.job_file), "--rank", str(rank.number), "--interface", rank.interface.name]
         argv = [sys.executable, "-m", "tests.support.nccl.lab_ring", *where, "--release", release]
-        members.append(crew.start(host.name, host.name, argv))
+        members.append(crew.start(rank.name, rank.host.name, argv))
     crew.finish(members, 120)
     total = sum(map(len, expected_streams(traffic.job).values()))
     crew.wait(lambda: traffic.received() >= total, f"shadow nodes to read {total} bytes", 20)
