@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from checkmate.cli.common import err, out, says_errors
+from checkmate.cli.completing import lab_names
 from topologies import inside, picture, torchrun
 from topologies.lab import Lab
 from topologies.logs import LabLogs, LogLine
@@ -17,7 +18,10 @@ from topologies.signals import unwinding
 from topologies.state import require_root
 from topologies.training.attached import training_in
 
-LabName = Annotated[str, typer.Argument(help="The name of a lab that is up.", show_default=False)]
+LabName = Annotated[
+    str,
+    typer.Argument(help="The name of a lab that is up.", show_default=False, autocompletion=lab_names),
+]
 RAW: Final = {"ignore_unknown_options": True}
 """So that options of a command are its own, even without `--` before it."""
 _LOOK_SECONDS: Final = 0.2
@@ -26,7 +30,7 @@ _LOOK_SECONDS: Final = 0.2
 @says_errors
 def execute(
     lab: LabName,
-    node: Annotated[str, typer.Argument(help="rank0, shadow0, a switch's name, or ctl.", show_default=False)],
+    node: Annotated[str, typer.Argument(help="rank0, host0, shadow0, a switch, or ctl.", show_default=False)],
     command: Annotated[
         list[str] | None, typer.Argument(help="A command with its arguments.", show_default="a shell")
     ] = None,

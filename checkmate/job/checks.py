@@ -229,10 +229,11 @@ def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
                 "of a DP group in ascending order, because NCCL's ring has that order",
             )
         before[rank.path[1]] = max(number or 0, before.get(rank.path[1], 0))
-        if host is None or is_placed(rank):
+        if host is None:
             continue
         other = first.setdefault((rank.path[1], host), rank)
-        if other is not rank:
+        told = is_placed(rank) and rank.fields.get("host") == other.fields.get("host")
+        if other is not rank and not told:
             yield Fault(
                 (*rank.path, "mgmt"),
                 f"{host} is the host of {show_path(other.path)} already; with collective: nccl, each rank of "

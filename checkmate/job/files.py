@@ -107,14 +107,16 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None) -> JobSet:
             continue
         if source.fabric is not None:
             order.append(source.fabric.file)
-        job, wrong = checks.structure(source.raw)
+        job, structural = checks.structure(source.raw)
         said = {fault.path for fault in source.unnamed}
         placing = source.placing
-        wrong = [fault for fault in placing.told(wrong) if fault.path not in said]
+        wrong = [fault for fault in placing.told(structural) if fault.path not in said]
         wrong = [*source.unnamed, *placing.faults, *wrong, *placing.told(checks.within_job(source.raw))]
         if job is not None and not wrong:
             wrong = list(checks.beyond_the_plugin(job))
         wrong = list(dict.fromkeys(wrong))
+        if job is None and not wrong:
+            wrong = structural  # a file is a job, or has a fault
         if found:  # the fabric can't be read, which is reported already
             wrong = [fault for fault in wrong if fault.path != ("fabric",)]
         faults += [source.locate(fault) for fault in wrong]

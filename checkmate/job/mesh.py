@@ -29,7 +29,11 @@ def expand(raw: Any) -> list[Fault]:
     """Add the DP groups of a mesh to `raw`. Return why that is not possible."""
     if "dp_groups" in raw:
         return [Fault(("dp_groups",), "is what mesh describes already: remove one of them")]
-    faults = [Fault((key,), f"is missing; a mesh needs it: {why}") for key, why in _NEEDED if key not in raw]
+    faults = [
+        Fault((key,), f"is {'empty' if key in raw else 'missing'}; a mesh needs it: {why}")
+        for key, why in ((KEY, "its sizes, such as {dp_replicate: 4, dp_shard: 8}"), *_NEEDED)
+        if raw.get(key) is None
+    ]
     described, hosts = parts(raw, Mesh, KEY), parts(raw, TrainingHost, "hosts")
     gpus = raw.get("gpus_per_host")
     known = Mesh.model_fields.keys()

@@ -66,6 +66,8 @@ def place(raw: Any) -> Placing:
     if isinstance(raw, dict) and mesh.KEY in raw:
         found.faults += mesh.expand(raw)
         found.meshed = all(fault.path != ("dp_groups",) for fault in found.faults)
+    elif isinstance(raw, dict) and {"gpus_per_host", "dp_groups"} <= raw.keys():
+        found.faults.append(Fault(("gpus_per_host",), "is for a mesh, and the job has none: remove it"))
     listed = parts(raw, TrainingHost, "hosts")
     hosts = {host.fields["name"]: host for host in reversed(listed) if "name" in host.fields}
     unsure = len(listed) > sum("name" in host.fields for host in listed)
@@ -95,6 +97,8 @@ def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
     if (asked := rank.get("host", "nic")) is None:
         return "", ""
     name, nic = asked
+    if name is None:
+        return "host", "is empty; it must be the name of a host in hosts"
     if name not in hosts:
         known = _there(hosts) if hosts else "the job has none: list them under hosts"
         return "host", f"no host {name!r} in hosts; {known}"
@@ -102,7 +106,8 @@ def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
     if not isinstance(nics, list) or not nics:
         return "", ""
     if nic >= len(nics):
-        return "nic", f"host {name!r} has NICs 0 to {len(nics) - 1}, and not {nic}"
+        there = "one NIC, 0" if len(nics) == 1 else f"NICs 0 to {len(nics) - 1}"
+        return "nic", f"host {name!r} has {there}, and not {nic}"
     return None if isinstance(nics[nic], dict) else ("", "")
 
 

@@ -21,6 +21,7 @@ _ITEM_MAX: Final = 16
 """Bytes of the largest element, of which all sizes are multiples."""
 _SIZE_MAX: Final = 1 << 30
 _STEPS_MAX: Final = 64
+_SLICES_MAX: Final = 8
 CHUNK_LEAST: Final = 32 << 10
 """The smallest supported chunk. A shadow node keeps a place for each chunk, so chunks may not be tiny."""
 _LEAST_SLICE: Final = 32
@@ -72,8 +73,11 @@ class NcclSlicing:
         if not 1 <= self.slice_steps <= self.chunk_steps <= self.steps <= _STEPS_MAX:
             steps = f"{self.slice_steps}, {self.chunk_steps} and {self.steps}"
             raise ValueError(f"steps {steps} of slice, chunk and buffer: must ascend, from 1 to {_STEPS_MAX}")
-        if self.chunk_steps % self.slice_steps:
-            raise ValueError(f"chunk_steps {self.chunk_steps}: must be a multiple of {self.slice_steps}")
+        if self.chunk_steps % self.slice_steps or self.slices > _SLICES_MAX:
+            raise ValueError(
+                f"chunk_steps {self.chunk_steps}: must be a multiple of {self.slice_steps}, "
+                f"at most {_SLICES_MAX * self.slice_steps}"
+            )
         if self.chunk < CHUNK_LEAST:
             least = -(-CHUNK_LEAST * self.steps // self.chunk_steps)
             raise ValueError(

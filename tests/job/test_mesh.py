@@ -187,3 +187,15 @@ def test_too_many_streams_for_a_switch_are_a_fault_of_the_mesh(tmp_path: Path) -
     status, text = invoke("validate", file)
     assert status == 2
     assert "mesh: switch tor0 (softswitch): 115200" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("key", ["mesh", "gpus_per_host"])
+def test_an_empty_value_is_a_fault(tmp_path: Path, key: str) -> None:
+    """Without one, `run` would remove the job from its switch."""
+    with pytest.raises(JobError):
+        read_job(write(tmp_path, meshed() | {key: None}))
+
+
+def test_gpus_per_host_without_a_mesh_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="gpus_per_host"):
+        read_job(write(tmp_path, job_data() | {"gpus_per_host": 3}))

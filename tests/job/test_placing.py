@@ -125,7 +125,7 @@ def edited(path: str, value: Any, nics: int = 1) -> dict[str, Any]:
         ("dp_groups/1/ranks/0/host", 5, "dp_groups[1].ranks[0].host", "must be a text"),
         ("dp_groups/1/ranks/0/host", ..., "dp_groups[1].ranks[0].host", "missing; there are gpu0, gpu1"),
         ("dp_groups/1/ranks/0/host", "gpu1", "dp_groups[1].ranks[1].host", "need a host each"),
-        ("dp_groups/1/ranks/0/nic", 1, "dp_groups[1].ranks[0].nic", "has NICs 0 to 0, and not 1"),
+        ("dp_groups/1/ranks/0/nic", 1, "dp_groups[1].ranks[0].nic", "has one NIC, 0, and not 1"),
         ("dp_groups/1/ranks/0/nic", -1, "dp_groups[1].ranks[0].nic", "at least 0"),
         ("dp_groups/1/ranks/0/nic", "a", "dp_groups[1].ranks[0].nic", "must be a whole number"),
         ("dp_groups/1/ranks/0/ip", "10.0.0.9", "dp_groups[1].ranks[0].ip", "a matter of the rank's host"),
@@ -216,3 +216,11 @@ def test_no_broken_value_ends_with_an_exception(data: st.DataObject) -> None:
     placing = place(made)
     _, wrong = checks.structure(made)
     assert all(fault.path for fault in placing.told([*wrong, *checks.within_job(made)]))
+
+
+def test_with_nccl_hosts_of_two_names_may_not_be_one_machine(tmp_path: Path) -> None:
+    """docs/nccl.md: two ranks of a DP group on one host are a fault of the job file."""
+    data = hosted() | {"collective": "nccl"}
+    data["hosts"][1]["mgmt"] = data["hosts"][0]["mgmt"]
+    with pytest.raises(JobError):
+        read_job(write(tmp_path, data))

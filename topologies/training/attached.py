@@ -45,6 +45,8 @@ class LabTraining:
         self._logs = LabLogs(self._lab.directory, self._lab.topology.trainers[0].name)
         self._failures = 0
         """Errors of rank 0's script since shadow nodes followed."""
+        self._told = 0
+        """The process that was told last."""
 
     def follow(self, show: Callable[[LogLine], None], tell: Callable[[str], None]) -> None:
         """Train to the end; raise `LabError` if training fails.
@@ -58,8 +60,11 @@ class LabTraining:
             if self._show(show, whole=True):
                 self._failures = 0
                 name, member = list(self._job.ranks.items())[-1]
+                who = name if name.startswith("rank") else f"a rank on {name}"
                 for worker in member.children()[:1]:
-                    tell(f"{name} is process {worker}; after kill -9 {worker}, training resumes")
+                    if worker != self._told:  # rank 0's host may follow several DP groups
+                        tell(f"{who} is process {worker}; after kill -9 {worker}, training resumes")
+                    self._told = worker
             if self._failures >= _FAILURES:
                 raise LabError(f"the script has failed {_FAILURES} times before checkmate.protect")
 

@@ -135,7 +135,8 @@ def plan(
         if job.hosts:
             out.print(_groups_table(job))
         if job.mesh is not None:
-            out.print(mesh.RULE, markup=False, soft_wrap=True)
+            out.print(mesh.RULE, markup=False)
+            out.print()
     for name, switch_plan in plans.items():
         out.print(_table(switch_plan, targets[name]))
         if entries:

@@ -67,6 +67,15 @@ static void set_up_congestion_control(int fd)
 		setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", strlen("reno"));
 }
 
+/* Keep a socket to the NIC of the job file. If a host has several in one subnet, its routes name another one, from which
+ * the switch drops the address. */
+static void keep_to_nic(int fd)
+{
+	if (fd >= 0 && job.interface[0] &&
+	    setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, job.interface, (socklen_t)strlen(job.interface)))
+		job_log(NCCL_LOG_WARN, "cannot keep a connection to %s: %s", job.interface, strerror(errno));
+}
+
 static void set_up(int fd)
 {
 	int one = 1, milliseconds = VANISHED_SECONDS * 1000, third = VANISHED_SECONDS / 3, probes = 2;
@@ -105,6 +114,7 @@ int meeting_listen(void *place, struct listening **made)
 	handle->address.sin_family = AF_INET;
 	handle->address.sin_addr.s_addr = job.address;
 	listening->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	keep_to_nic(listening->fd);
 	if (listening->fd < 0 || bind(listening->fd, (struct sockaddr *)&handle->address, size) ||
 	    listen(listening->fd, BACKLOG) ||
 	    getsockname(listening->fd, (struct sockaddr *)&handle->address, &size) ||
@@ -129,6 +139,7 @@ static int begin_connecting(struct handle *handle, bool ours)
 	handle->connecting = made;
 	made->since = now();
 	made->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	keep_to_nic(made->fd);
 	if (made->fd < 0 || bind(made->fd, (struct sockaddr *)&own, sizeof(own)))
 		return fail("cannot use the NIC of the job file");
 	set_up(made->fd);

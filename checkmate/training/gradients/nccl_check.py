@@ -98,10 +98,10 @@ def sample_layout(shards: int, slicing: Slicing, sizes: Sequence[int]) -> Layout
 def _seen(maker: NcclMaker, layout: Layout) -> Sequence[ChannelSeen]:
     library = maker.library
     assert library is not None
-    shards = {bucket.shard for bucket in layout.buckets}
+    ids = {maker.place.first_id + bucket.shard for bucket in layout.buckets}
     found = []
     for channel in range(maker.place.job.channels):
-        parts = [library.calibrated(channel, shard) for shard in shards]
+        parts = [library.calibrated(channel, shadow_id) for shadow_id in ids]
         sends, nbytes, wrong = (
             sum(getattr(part, name) for part in parts) for name in ("sends", "nbytes", "mismatches")
         )

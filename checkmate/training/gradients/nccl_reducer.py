@@ -74,8 +74,8 @@ class NcclReducer:
         self._on_error: Callable[[RingError], None]
 
     def leave_untagged(self) -> None:
-        """Reduce without tags from now on."""
-        self._tags, self._streams = None, {}
+        """Reduce without tags from now on. Connections are watched nevertheless: they are the plugin's."""
+        self._streams, self._told = {}, True
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
         """Return what copies gradients on the communicator's stream."""

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from checkmate.training.start.membership import SessionError
 from checkmate.wording import counted
 
-VERSION: Final = 2
-"""Of these messages and of their order. Version 1 had pickled objects, and did not name itself."""
+VERSION: Final = 3
+"""Of these messages and of their order. Version 1 had pickled objects, and did not name itself; version 2 did
+not compare NCCL's plugins."""
 MESSAGE_BYTES: Final = 16 << 20
 """The largest message; the longest are plans, with some bytes per shard."""
 _MAGIC: Final = 0xC4EC_0000

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkmate.nccl.building import shared_object
+from checkmate.nccl.interfaces import interface_of
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 from tests.support.labs.end_hosts import inside
@@ -88,15 +89,18 @@ def _there(namespace: str) -> AbstractContextManager[None]:
 
 
 def _loaded(
-    path: Path, said: Settings, rank: int, address: IPv4Address, sockets_map: int
+    path: Path, said: Settings, rank: int, where: tuple[str, IPv4Address], sockets_map: int
 ) -> tuple[NcclLibrary, Caller]:
     """Load a plugin of its own for a rank, begin with a job, and make the gradients' communicator."""
     shutil.copy(shared_object(), path)
     if said.refused:
         assert Caller(path, RELEASES[said.release]).init(ANOTHER, said.ranks, said.ranks, rank) != 0
     library = NcclLibrary(path)
+    namespace, address = where
+    with _there(namespace):
+        interface = interface_of(address)
     library.begin(
-        NcclPlace(rank, said.ranks, address, "lo"),
+        NcclPlace(rank, said.ranks, address, interface),
         channels=said.channels,
         slicing=said.slicing,
         incarnation=1,
@@ -114,10 +118,10 @@ class SendingRank:
     def __init__(self, folder: Path, said: Settings) -> None:
         """Load two plugins in `folder`, and connect a connection for each channel."""
         self.rank, self.ranks, self.slicing = said.rank, said.ranks, said.slicing
-        (here, own), (there, other) = said.own, said.other
-        self.library, self.caller = _loaded(folder / "rank.so", said, said.rank, own, said.sockets_map)
+        here, there = said.own[0], said.other[0]
+        self.library, self.caller = _loaded(folder / "rank.so", said, said.rank, said.own, said.sockets_map)
         after = (said.rank + 1) % said.ranks
-        self.sink_library, self._sink = _loaded(folder / "sink.so", said, after, other, -1)
+        self.sink_library, self._sink = _loaded(folder / "sink.so", said, after, said.other, -1)
         self._ends: list[int] = []
         self._listeners: list[int] = []
         self.connections: list[int] = []

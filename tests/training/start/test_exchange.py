@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from checkmate.training.start import exchange
 from checkmate.training.start.disk import OnDisk
-from checkmate.training.start.exchange import ExchangeError
+from checkmate.training.start.exchange import VERSION, ExchangeError
 from checkmate.training.start.plans import RestartPlan
 from tests.support.training.rank_processes import RankProcesses
 
@@ -50,17 +50,21 @@ def _fails(rank: int, _: int, version: int, size: int) -> str:
     except ExchangeError as error:
         return str(error)
     finally:
-        exchange.VERSION = 2  # type: ignore[misc]
+        exchange.VERSION = VERSION  # type: ignore[misc]
     return ""
 
 
 @pytest.mark.parametrize(
     ("version", "size", "words"),
     [
-        (1, 2, "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"),
-        (3, 2, "rank 0, rank 2: an older version of Checkmate than rank 1's; all ranks need the same one"),
-        (2, (16 << 20) + 1, "rank 1 has a message of more than 16 MiB"),
-        (2, 2, "rank 1 sent a message that is not JSON"),
+        (VERSION - 1, 2, "rank 1: an older version of Checkmate than rank 0's; all ranks need the same one"),
+        (
+            VERSION + 1,
+            2,
+            "rank 0, rank 2: an older version of Checkmate than rank 1's; all ranks need the same one",
+        ),
+        (VERSION, (16 << 20) + 1, "rank 1 has a message of more than 16 MiB"),
+        (VERSION, 2, "rank 1 sent a message that is not JSON"),
     ],
 )
 def test_all_ranks_end_with_the_same_error(version: int, size: int, words: str) -> None:

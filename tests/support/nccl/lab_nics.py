@@ -1,0 +1,71 @@
+"""A rank of a lab whose hosts have several NICs, which only connects its ring with the double of NCCL."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkmate.job.files import read_job
+from checkmate.nccl.building import shared_object
+from checkmate.nccl.interfaces import interface_of
+from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
+from checkmate.training.start.membership import Membership
+from checkmate.wire.nccl_slicing import NcclSlicing
+from tests.support.nccl.double import DoubleNccl
+from topologies.kernel.links import MGMT_INTERFACE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--group", type=int, required=True, help="the DP group that reduces")
+    said = parser.parse_args()
+    torch.set_num_threads(1)
+    job = read_job(said.job)
+    ranks = {
+        one.rank: (group, position, one)
+        for group in job.groups
+        for position, one in enumerate(job.dp_groups[group].ranks)
+    }
+    group, position, own = ranks[said.rank]
+    os.environ["GLOO_SOCKET_IFNAME"] = MGMT_INTERFACE
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{ranks[0][2].mgmt}:46201",
+        rank=said.rank,
+        world_size=len(ranks),
+        timeout=timedelta(seconds=40),
+    )
+    place = Membership(job, own.rank, group, position)
+    library, slicing = NcclLibrary(shared_object()), NcclSlicing(buffer=64 << 10)
+    interface = interface_of(own.ip)
+    library.begin(
+        NcclPlace(place.position, place.ranks, own.ip, interface),
+        channels=job.channels,
+        slicing=slicing,
+        incarnation=1,
+        sockets_map=-1,
+    )
+    tensor = torch.full((5000,), position + 1.0)
+    library.set_buckets([NcclBucket(tensor.data_ptr(), len(tensor), 4, 0)])
+    with library.expected():
+        communicator = DoubleNccl("2.29", slicing).open(place, torch.device("cpu"))
+        if group == said.group:
+            communicator.all_reduce(tensor, average=False)
+            assert torch.equal(tensor, torch.full((5000,), 3.0))
+            print(f"reduced over {interface}", flush=True)
+    dist.barrier()
+    communicator.close()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
