@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from checkmate.ring import RingError
     from checkmate.state import StateError
     from checkmate.tagger import TaggerUnavailable
-    from checkmate.training.errors import RefusedError
+    from checkmate.training.errors import RefusedError, SessionError
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_
     from checkmate.training.restore import Restored, RestoreError, restore
-    from checkmate.training.start.membership import SessionError
     from checkmate.wire.layout import LayoutError
 
     __version__: str
@@ -61,7 +60,7 @@ _WHERE: Final = {
     "Restored": "checkmate.training.restore",
     "restore": "checkmate.training.restore",
     "RingError": "checkmate.ring",
-    "SessionError": "checkmate.training.start.membership",
+    "SessionError": "checkmate.training.errors",
     "StateError": "checkmate.state",
     "TaggerUnavailable": "checkmate.tagger",
     "UnsupportedOptimizer": "checkmate.optim.supported",

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.record.buffers import kept_beside
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.step_checks import check_even
 from checkmate.wording import counted
 
 
@@ -60,9 +58,9 @@ def check_script(watched: Watched) -> None:
             raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
 
 
-def check_ddp(ddp: DistributedDataParallel) -> None:
+def check_ddp(model: DdpModel) -> None:
     """Raise `RefusedError` if DDP has another hook, or if not all ranks train in each iteration."""
-    hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    hook = model.ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if hook == GradientHook.run.__qualname__:
         raise RefusedError(
             "this DistributedDataParallel was protected before and keeps its communication hook: wrap the "
@@ -73,7 +71,7 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
             f"DDP already has the communication hook {hook} and accepts only one. Checkmate's own hook "
             "reduces gradients as they are: remove the other one"
         )
-    check_even(ddp)
+    model.check_forward()
 
 
 def check_kept(watched: Watched) -> None:
@@ -88,7 +86,7 @@ def check_kept(watched: Watched) -> None:
                 state.dumps(give())
             except state.StateError as error:
                 raise state.StateError(f"{name}: {error}") from None
-    for name, tensor in kept_beside(watched.ddp).items():
+    for name, tensor in watched.model.kept_beside().items():
         _check_tensor(name, tensor)
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
@@ -30,10 +30,12 @@ from checkmate.training.checks import (
 )
 from checkmate.training.default_log import show_log
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.gradients.wiring import make_reducer
+from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.gradients.wiring import make_reducer, make_reduction
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
+from checkmate.training.model.choosing import model_of
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
@@ -41,7 +43,7 @@ from checkmate.training.record.windows import Slices
 from checkmate.training.start.buffers import recorded_buffers
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.install import lay_out_state
-from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out, trained
+from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.wire.layout import Layout
 
@@ -59,7 +61,7 @@ _UNTAGGED: Final = (
 
 
 def protect(
-    ddp: DistributedDataParallel,
+    ddp: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -103,16 +105,18 @@ def protect(
         RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
-    place = join(ddp)
+    model = model_of(ddp)
+    place = join(model)
     if place.rank == 0 or place.first:
         show_log()
-    standing = ModelStanding.of(ddp)
-    watched = Watched(ddp, optimizer, scheduler, scaler, extra)
-    check_ddp(ddp)
+    standing = ModelStanding.of(model)
+    watched = Watched(model, optimizer, scheduler, scaler, extra)
+    if isinstance(model, DdpModel):
+        check_ddp(model)
     check_script(watched)
     check_kept(watched)
-    names = trained(ddp)
-    layout = lay_out(ddp, place.shards, slicing_of(place, ddp))
+    names = model.trained()
+    layout = lay_out(model, place.shards, slicing_of(place, model))
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
@@ -148,7 +152,7 @@ def _assemble(
 
     `undo` closes the parts created so far; the protection takes it over.
     """
-    names = trained(watched.ddp)
+    names = watched.model.trained()
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
     reducer, untagged = make_reducer(place, layout, start, devices, undo, required=required)
@@ -156,11 +160,12 @@ def _assemble(
         place = replace(place, followed=False)
         if place.first:
             _log.warning(_UNTAGGED, "; ".join(untagged))
-    hook = GradientHook(watched.ddp, layout, parameters, reducer, start.next_iteration)
+    hook = make_reduction(watched.model, layout, reducer, start.next_iteration)
     undo.callback(hook.close)
     steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
-    opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
+    state_names = watched.model.state_names()
+    opening = Opening(place, start, state_names, layout, spec, device, buffers, lambda: hook.iteration)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), slices)
     undo.callback(followers.close)
@@ -196,7 +201,7 @@ class Protection:
         self,
         place: Membership,
         start: Start,
-        hook: GradientHook,
+        hook: GradientReduction,
         recorder: Recorder,
         loop: Loop,
         publisher: Publisher,

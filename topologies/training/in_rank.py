@@ -29,7 +29,8 @@ from checkmate.ring.place import RingPlace
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.start.membership import join, lay_out, trained
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.start.membership import join, lay_out
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.verdict import digest
 
@@ -68,11 +69,12 @@ class Untagged(Unprotected):
     """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
 
     def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
-        session = join(ddp)
-        layout = lay_out(ddp, session.shards)
+        model = DdpModel(ddp)
+        session = join(model)
+        layout = lay_out(model, session.shards)
         place = RingPlace(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
         self._ring = connect_ring(place)
-        parameters = list(trained(ddp).values())
+        parameters = list(model.trained().values())
         reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda)
         self._hook = GradientHook(ddp, layout, parameters, reducer, 0)
         self._hook.register()

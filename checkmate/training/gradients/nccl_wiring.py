@@ -17,10 +17,11 @@ from checkmate.nccl.interfaces import interface_of, speed_of
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.ring import RingError
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients.calibration import calibrate
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import exchange, nccl_runtime
-from checkmate.training.start.membership import Membership, SessionError, Start
+from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.nccl_runtime import Communicator
 from checkmate.wire.layout import Layout
 from checkmate.wire.nccl_slicing import NcclSlicing

@@ -1,4 +1,4 @@
-"""Creates a rank's tagger and ring, on all ranks together."""
+"""Creates a rank's tagger, ring and reduction of gradients, on all ranks together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.gradients.reducing import Reducer, RingReducer
+from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Layout
@@ -48,6 +52,14 @@ def make_reducer(
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required)
     return maker.make(), maker.troubles
+
+
+def make_reduction(
+    model: TrainedModel, layout: Layout, reducer: Reducer, first_iteration: int
+) -> GradientReduction:
+    """Return what has a model's gradients reduced."""
+    assert isinstance(model, DdpModel)
+    return GradientHook(model.ddp, layout, list(model.trained().values()), reducer, first_iteration)
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:

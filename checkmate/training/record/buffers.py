@@ -8,7 +8,6 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.state import is_frozen_state, name_frozen
 
@@ -43,14 +42,6 @@ def copied(tensor: torch.Tensor) -> Later:
     return arrived
 
 
-def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Return a model's buffers and frozen parameters, by name."""
-    ignored = ddp.parameters_to_ignore
-    frozen = {name: p for name, p in ddp.module.named_parameters() if not p.requires_grad}
-    every: dict[str, torch.Tensor] = {**frozen, **dict(ddp.module.named_buffers())}
-    return {name: tensor for name, tensor in every.items() if name not in ignored}
-
-
 def frozen_state(
     optimizer: torch.optim.Optimizer, trained: Collection[nn.Parameter]
 ) -> dict[str, torch.Tensor]:
@@ -62,19 +53,6 @@ def frozen_state(
         if parameter not in trained and parameter in optimizer.state
         for name, tensor in name_frozen(index, optimizer.state[parameter])
     }
-
-
-def state_names(ddp: DistributedDataParallel) -> dict[str, str]:
-    """Return, by key of the model's `state_dict()`, the name of its tensor among parameters and buffers."""
-    tensors = [*ddp.module.named_parameters(), *ddp.module.named_buffers()]
-    names = {id(tensor): name for name, tensor in tensors}
-    stored = ddp.module.state_dict(keep_vars=True)
-    return {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
-
-
-def synchronised(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP broadcasts the first rank's buffers to all ranks."""
-    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
 
 
 Find = Callable[[], Mapping[str, torch.Tensor]]

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.state import bytes_of, in_memory_order
 from checkmate.training.errors import RefusedError
@@ -16,7 +15,7 @@ from checkmate.wire.layout import dim_order
 
 
 class StepChecks:
-    """Checks one optimizer and, by name, the parameters whose gradients DDP averages.
+    """Checks one optimizer and, by name, the parameters whose gradients are reduced.
 
     `slices`: selects parameters to check, on the group's first rank; `None` on other ranks.
     """
@@ -70,16 +69,6 @@ class StepChecks:
 
     def _group_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
-
-
-def check_even(ddp: DistributedDataParallel) -> None:
-    """Raise `RefusedError` during and after `ddp.join()`: DDP stays prepared for ranks without a batch."""
-    if ddp._join_config.enable:
-        raise RefusedError(
-            "ddp.join() is for ranks that run out of batches, but each rank of a protected model trains in "
-            "every iteration: give all ranks the same number of batches, as DistributedSampler does, and "
-            "remove it"
-        )
 
 
 SAMPLE_BYTES: Final = 16 * 1024

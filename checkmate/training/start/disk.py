@@ -19,7 +19,7 @@ from checkmate.training.start.install import (
     install_record,
     load_optimizer,
 )
-from checkmate.training.start.membership import Membership, trained
+from checkmate.training.start.membership import Membership
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
 _LISTED: Final = 3
@@ -101,9 +101,8 @@ def _install(found: dict[str, Any], place: Membership, watched: Watched) -> tupl
     check_ranks(len(found["rng"]), place)
     record = _record_of(found, place)
     check_record(record, watched, place)
-    model = watched.ddp.module
-    missing, unexpected = model.load_state_dict(found["model"], strict=False)
-    lacking = set(missing) & trained(watched.ddp).keys()
+    missing, unexpected = watched.model.inner.load_state_dict(found["model"], strict=False)
+    lacking = set(missing) & watched.model.trained().keys()
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
     load_optimizer(watched.optimizer, found["optimizer"])

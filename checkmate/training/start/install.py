@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
+from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched, install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.membership import Membership
@@ -185,12 +185,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
     lay_out_state(optimizer)
 
 
-def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Tensor]) -> None:
+def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
     """Set buffers and frozen parameters, by name. A buffer of another shape is replaced."""
-    ours: dict[str, torch.Tensor] = {
-        **dict(ddp.module.named_parameters()),
-        **dict(ddp.module.named_buffers()),
-    }
+    ours = model.tensors()
     with torch.no_grad():
         for name, tensor in buffers.items():
             there = ours.get(name)
@@ -214,7 +211,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     """
     own, step = part_of(record, position), part_of(record, 0).step
     buffers = {name: state.loads(data) for name, data in record.buffers.items()}
-    install_buffers(watched.ddp, buffers | own_buffers(record, position))
+    install_buffers(watched.model, buffers | own_buffers(record, position))
     _load(watched.scheduler, "scheduler", step.scheduler)
     _load(watched.scaler, "scaler", step.scaler)
     if own.rng:
