@@ -58,6 +58,23 @@ def check_script(watched: Watched) -> None:
             raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
 
 
+def check_model(watched: Watched) -> None:
+    """Raise `RefusedError` if the model has another hook, or can't be followed with its scaler."""
+    if isinstance(watched.model, DdpModel):
+        check_ddp(watched.model)
+        return
+    from checkmate.training.gradients.sharded_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
+    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
+
+    assert isinstance(watched.model, FsdpModel)
+    check_hooks(watched.model)
+    if watched.scaler is not None and watched.scaler.is_enabled():
+        raise RefusedError(
+            "scaler= is not supported with a sharded model, because ranks would skip steps separately: use "
+            "bfloat16, which needs none"
+        )
+
+
 def check_ddp(model: DdpModel) -> None:
     """Raise `RefusedError` if DDP has another hook, or if not all ranks train in each iteration."""
     hook = model.ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
@@ -96,7 +113,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else kind
     if not kind:
         try:
-            state.dumps(tensor.detach().reshape(-1)[:0].clone())
+            state.dumps(state.local_of(tensor).detach().reshape(-1)[:0].clone())
         except state.StateError:
             kind = type(tensor).__name__
     if kind:

@@ -24,8 +24,8 @@ from checkmate.training.checks import (
     Scaler,
     Scheduler,
     check_all_stepped,
-    check_ddp,
     check_kept,
+    check_model,
     check_script,
 )
 from checkmate.training.default_log import show_log
@@ -35,7 +35,6 @@ from checkmate.training.gradients.wiring import make_reducer, make_reduction
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
 from checkmate.training.model.choosing import model_of
-from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
@@ -61,7 +60,7 @@ _UNTAGGED: Final = (
 
 
 def protect(
-    ddp: nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -76,7 +75,8 @@ def protect(
     variable CHECKMATE_JOB must contain the path of the job's YAML file.
 
     Args:
-        ddp: The model. Its gradients must not have a communication hook yet.
+        model: The model: a DistributedDataParallel, or a model that `fully_shard` has sharded on the mesh of
+            `shard_mesh`. Its gradients must not have a communication hook yet.
         optimizer: The one optimizer that steps all parameters that the model trains.
         scheduler: The learning rate scheduler, if the script has one. It is restored with the optimizer.
         scaler: The GradScaler, if the script has one. It is restored with the optimizer.
@@ -91,11 +91,11 @@ def protect(
         The protection. Use it as a context manager, or call its `close` at the end of training.
 
     Raises:
-        SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
-            or a model of this process is protected already; or gradients can't be tagged although that is
-            `required`.
-        RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join() or another
-            communication hook.
+        SessionError: The job's YAML, torchrun's environment and the model's process group contradict one
+            another, or a model of this process is protected already; or gradients can't be tagged although
+            that is `required`.
+        RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join(), another
+            communication hook, or FSDP's settings.
         UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step.
         LayoutError: A parameter is not dense in memory.
         StateError: Some state (scheduler, scaler, `extra`, a buffer) can't be stored.
@@ -105,18 +105,17 @@ def protect(
         RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
-    model = model_of(ddp)
-    place = join(model)
+    wrapped = model_of(model)
+    place = join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
-    standing = ModelStanding.of(model)
-    watched = Watched(model, optimizer, scheduler, scaler, extra)
-    if isinstance(model, DdpModel):
-        check_ddp(model)
+    standing = ModelStanding.of(wrapped)
+    watched = Watched(wrapped, optimizer, scheduler, scaler, extra)
     check_script(watched)
+    check_model(watched)
     check_kept(watched)
-    names = model.trained()
-    layout = lay_out(model, place.shards, slicing_of(place, model))
+    names = wrapped.trained()
+    layout = lay_out(wrapped, place.shards, slicing_of(place, wrapped))
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)

@@ -65,7 +65,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    ddp: nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -81,7 +81,7 @@ def restore(
     disk, nothing changes. If the nodes have no complete iteration, the newest checkpoint on disk is used.
 
     Args:
-        ddp: The model, as the script wraps it for training.
+        model: The model, as the script wraps or shards it for training.
         optimizer: The optimizer, constructed as before.
         scheduler: The learning rate scheduler, if the script has one.
         scaler: The GradScaler, if the script has one.
@@ -94,20 +94,20 @@ def restore(
 
     Raises:
         RestoreError: No complete state is available to resume from, or it does not fit the script.
-        SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
+        SessionError: The job's YAML, torchrun's environment and the model's process group disagree,
             or a model of this process is protected already, or the job has `collective: nccl` and NCCL
             can't reduce on the model's device.
         KeysError: The keys of role trainer are missing or can't be used.
-        RefusedError: `scheduler` or `scaler` is something else.
+        RefusedError: `scheduler` or `scaler` is something else, or FSDP's settings can't be followed.
     """
-    model = model_of(ddp)
-    place = membership.join(model)
+    wrapped = model_of(model)
+    place = membership.join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
-    standing = ModelStanding.of(model)
-    watched = Watched(model, optimizer, scheduler, scaler)
+    standing = ModelStanding.of(wrapped)
+    watched = Watched(wrapped, optimizer, scheduler, scaler)
     check_script(watched)
-    slicing_of(place, model)  # refuses before anything is restored
+    slicing_of(place, wrapped)  # refuses before anything is restored
     with Stubs(place.job, place.keys()) as stubs:
         start, extra = _begin(place, watched, stubs, timeout, checkpoints)
     standing.start = start

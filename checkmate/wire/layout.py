@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -67,6 +67,10 @@ class Parameter:
     dtype: str
     dim_order: tuple[int, ...] = ()
     """Its dimensions from outermost to innermost in memory; empty if row-major."""
+    whole: tuple[int, ...] = ()
+    """If it is a chunk of a sharded parameter, the shape of that; else empty."""
+    offset: tuple[int, ...] = ()
+    """If it is a chunk, where in the whole parameter it begins, in each dimension; else empty."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
@@ -75,6 +79,10 @@ class Parameter:
             return cls(name, tuple(shape), dtype, dim_order(shape, strides))
         except LayoutError as error:
             raise LayoutError(f"{name} cannot be protected: {error}; make it contiguous()") from None
+
+    def chunk(self, whole: Sequence[int], offset: Sequence[int]) -> Parameter:
+        """Return the same parameter as a chunk of one with the shape `whole`, beginning at `offset`."""
+        return replace(self, whole=tuple(whole), offset=tuple(offset))
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
@@ -147,7 +155,7 @@ class Layout:
 
     def to_json(self) -> str:
         """Return a description from which the other side builds the same layout."""
-        parameters = [asdict(parameter) for parameter in self.parameters]
+        parameters = [_described(parameter) for parameter in self.parameters]
         said: dict[str, Any] = {
             "parameters": parameters,
             "shards": self.shards,
@@ -176,12 +184,27 @@ def from_json(text: str) -> Layout:
         raise LayoutError(f"not a layout: {error}") from None
 
 
+def _described(parameter: Parameter) -> dict[str, Any]:
+    """Return a parameter's fields, without those of a chunk if it is not one."""
+    said = asdict(parameter)
+    if not parameter.whole:
+        del said["whole"], said["offset"]
+    return said
+
+
 def _parameter(said: Any) -> Parameter:
     """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
     name, dtype = said["name"], said["dtype"]
     if not isinstance(name, str) or not isinstance(dtype, str):
         raise TypeError("a parameter's name and type must be strings")
-    found = Parameter(name, _numbers(said["shape"]), dtype, _numbers(said["dim_order"]))
+    found = Parameter(
+        name,
+        _numbers(said["shape"]),
+        dtype,
+        _numbers(said["dim_order"]),
+        _numbers(said.get("whole", [])),
+        _numbers(said.get("offset", [])),
+    )
     if len(found.shape) > DIMENSIONS_MAX:
         raise ValueError(f"{name} has {len(found.shape)} dimensions, more than {DIMENSIONS_MAX}")
     if math.prod(max(size, 1) for size in found.shape) > ELEMENTS_MAX:
@@ -242,6 +265,10 @@ def make_layout(
         dimensions = range(len(parameter.shape))
         if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
             raise LayoutError(f"{parameter.name} has dimensions {[*dimensions]}, not {parameter.dim_order}")
+        if (parameter.whole or parameter.offset) and not _is_chunk(parameter):
+            raise LayoutError(
+                f"{parameter.name}, {parameter.shape} at {parameter.offset}, is not within {parameter.whole}"
+            )
     if shards < 1 or bucket_bytes < 1:
         raise LayoutError(f"{shards} shards with buckets of {bucket_bytes} bytes; each must be at least 1")
     order = [i for i in reversed(range(len(parameters))) if parameters[i].elements]
@@ -251,6 +278,14 @@ def make_layout(
     for shard, run in _runs(order, parameters, shards).items():
         buckets += _buckets(run, parameters, shard, bucket_bytes)
     return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets), slicing)
+
+
+def _is_chunk(parameter: Parameter) -> bool:
+    """Return whether a chunk lies within its whole parameter."""
+    numbers = parameter.offset, parameter.shape, parameter.whole
+    if len({len(one) for one in numbers}) > 1:
+        return False
+    return all(start + size <= whole for start, size, whole in zip(*numbers, strict=True))
 
 
 def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) -> dict[int, list[int]]:

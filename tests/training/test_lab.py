@@ -16,6 +16,7 @@ from tests.support.labs.made import on_one_switch
 from tests.support.training.lab import LabRun, TrainingLab, equal, training_lab
 from tests.support.training.orders import ScriptOrders
 from topologies.crew import checkmate
+from topologies.describe.topology import LabError
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
@@ -217,6 +218,21 @@ def test_a_finished_run_names_the_command_after_which_training_begins_again(tmp_
 def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
     with training_lab(PIPELINE) as lab:
         kill_and_resume(lab, tmp_path, 5, iterations=10)
+
+
+SHARDED = {**PIPELINE, "title": "two shards of two replicas"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_sharded_model_resumes_with_all_its_shards(accumulate: int, tmp_path: Path) -> None:
+    """Replicas x shards of 2 x 2: layers of 33 rows, so that the second shard has fewer."""
+    with training_lab(SHARDED) as lab:
+        kill_and_resume(lab, tmp_path, 5, iterations=10, sharded=True, width=33, accumulate=accumulate)
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+        with pytest.raises(LabError, match="chunks of a sharded model's parameters"):
+            lab.consolidate("--out", tmp_path / "checkpoint")
 
 
 @pytest.mark.slow

@@ -197,14 +197,14 @@ class Driven:
                 die(self._before_dying(kill))
             return restored
 
-        def protecting(ddp: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-            self._state = lambda: {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
-            protection = protect(ddp, optimizer, *arguments, **options)
-            ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
+        def protecting(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+            self._state = lambda: {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            protection = protect(model, optimizer, *arguments, **options)
+            model.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
             for kill in self._kills(*PHASES):
-                arm(kill, ddp, optimizer, lambda: self.iteration, self._before_dying(kill))
+                arm(kill, model, optimizer, lambda: self.iteration, self._before_dying(kill))
             if self._orders.extension is not None:
-                importlib.import_module(self._orders.extension).install(self, ddp, optimizer)
+                importlib.import_module(self._orders.extension).install(self, model, optimizer)
             if self._orders.cpus is not None:
                 _pin(self._orders.cpus)
             self.note("protected")

@@ -6,7 +6,7 @@ ready.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -43,11 +43,13 @@ class GradientHook(GradientReduction):
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
-        return self._lend(self._gradients_of(bucket), bucket.buffer())
-
-    def _check_first(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        for number, gradient in gradients.items():
-            check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
+        gradients = self._gradients_of(bucket)
+        if gradients and not self._missing:
+            self._begin()
+        if self.iteration == self._first_iteration:
+            for number, gradient in gradients.items():
+                check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
+        return self._lend(gradients, bucket.buffer())
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.

@@ -106,7 +106,7 @@ class GradientReduction(ABC):
         self._undo.close()
 
     def _lend(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> Gradients:
-        """Reduce flat gradients, by parameter and without empty ones, in backward's thread.
+        """Reduce flat gradients, by parameter and without empty ones, in backward's thread, after `_begin`.
 
         Their averages replace them. Then the returned future is completed with `buffer`.
         """
@@ -115,14 +115,11 @@ class GradientReduction(ABC):
         if not gradients:
             staging.complete(pending.future, buffer)
             return pending.future
-        if not self._missing:
-            self._begin()
         self._futures.append(pending.future)
-        if self.iteration == self._first_iteration:
-            self._check_first(gradients)
         with self._lock:
             if twice := gradients.keys() & self._lent.keys():
-                raise RuntimeError(self._twice(self._layout.parameters[min(twice)].name))
+                name = self._layout.parameters[min(twice)].name
+                raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
             self._lent |= {number: (gradient, pending) for number, gradient in gradients.items()}
             self._missing -= len(gradients)
         if self.error is not None:
@@ -131,14 +128,6 @@ class GradientReduction(ABC):
             flats = [self._flats[number] for number in gradients]
             staging.take(flats, list(gradients.values()), lambda: self._ready(gradients))
         return pending.future
-
-    @abstractmethod
-    def _check_first(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Raise `RuntimeError` if gradients of the first iteration can't be reduced."""
-
-    def _twice(self, name: str) -> str:
-        """Return the error for a gradient that is lent again before it was given back."""
-        return f"{name} was reduced twice in one backward; did an earlier backward fail?"
 
     def _check_type(self, number: int, gradient: torch.Tensor) -> None:
         """Raise `RuntimeError` if a gradient has another type than its bucket."""
@@ -149,6 +138,7 @@ class GradientReduction(ABC):
             )
 
     def _begin(self) -> None:
+        """Begin an iteration: the one before has no `_missing` gradients any more."""
         self.iteration += 1
         self._missing = len(self._flats)
         self._next = 0
@@ -160,7 +150,7 @@ class GradientReduction(ABC):
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._await_reduced(iteration))
 
     def _await_reduced(self, iteration: int) -> None:
-        """Wait for the ring at the end of backward, before DDP's own last callback. Raise `RingError`.
+        """Wait for the ring at the end of backward, before a last callback of DDP. Raise `RingError`.
 
         DDP would not keep the error's type, and would first wait for a collective that may fail, too.
         """

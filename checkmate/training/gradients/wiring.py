@@ -58,8 +58,13 @@ def make_reduction(
     model: TrainedModel, layout: Layout, reducer: Reducer, first_iteration: int
 ) -> GradientReduction:
     """Return what has a model's gradients reduced."""
-    assert isinstance(model, DdpModel)
-    return GradientHook(model.ddp, layout, list(model.trained().values()), reducer, first_iteration)
+    if isinstance(model, DdpModel):
+        return GradientHook(model.ddp, layout, list(model.trained().values()), reducer, first_iteration)
+    from checkmate.training.gradients.sharded_hooks import ShardedHooks  # noqa: PLC0415 - imports FSDP
+    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
+
+    assert isinstance(model, FsdpModel)
+    return ShardedHooks(model, layout, reducer, first_iteration)
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,11 +17,19 @@ def model_of(module: object) -> TrainedModel:
 
     Raises:
         SessionError: It is not a model that can be protected.
+        RefusedError: It is sharded in a way that shadow nodes can't follow.
     """
-    if not isinstance(module, DistributedDataParallel):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    sharded = fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
+    if not sharded and not isinstance(module, DistributedDataParallel):
         raise SessionError(
-            f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model in one and pass that"
+            f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model in one and pass "
+            "that, or apply fully_shard to the model and pass it"
         )
     if not dist.is_initialized():
         raise SessionError("call torch.distributed.init_process_group() first")
-    return DdpModel(module)
+    if isinstance(module, DistributedDataParallel):
+        return DdpModel(module)
+    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415 - takes seconds
+
+    return FsdpModel(module)

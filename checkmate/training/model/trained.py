@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from checkmate.wire.layout import Parameter
+
 
 class TrainedModel(ABC):
     """A model of which each rank of a DP group trains a replica."""
@@ -31,6 +33,11 @@ class TrainedModel(ABC):
     def replicas(self) -> Sequence[int] | None:
         """The global ranks whose gradients are reduced together; `None` if only the job names them."""
 
+    @property
+    def shard_ranks(self) -> Sequence[int]:
+        """The global ranks that share a replica, in order of its shards; empty if each rank has all of it."""
+        return ()
+
     @abstractmethod
     def check_forward(self) -> None:
         """Raise `RefusedError` unless each rank trains in the iteration that begins."""
@@ -38,6 +45,13 @@ class TrainedModel(ABC):
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name, in registration order."""
         return dict(self.inner.named_parameters())
+
+    def describe(self) -> list[Parameter]:
+        """Return the trained parameters as the layout has them. Raise `LayoutError` if one is not dense."""
+        return [
+            Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))
+            for name, p in self.trained().items()
+        ]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers, by name."""

@@ -14,7 +14,7 @@ import torch
 
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import bytes_of
+from checkmate.state import bytes_of, local_of
 from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.buffers import Buffers, Later
 from checkmate.training.record.windows import Copy, Window
@@ -210,7 +210,7 @@ class DriftWatch:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Copy some elements of a tensor to the CPU."""
-    flat = tensor.detach().resolve_conj().reshape(-1)
+    flat = local_of(tensor).detach().resolve_conj().reshape(-1)
     return flat[:: max(flat.numel() // SAMPLED, 1)].to("cpu", copy=True).contiguous()
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from checkmate.optim.supported import beginnings, options_of
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers
@@ -258,4 +259,5 @@ class Recorder:
 
     def _lacks_step(self, noted: Noted) -> bool:
         """Return whether there are gradients that no step has used."""
-        return not noted.over and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        gradients = (p.grad for p in self._parameters if p.grad is not None)
+        return not noted.over and any(bool(local_of(one).any()) for one in gradients)

@@ -84,6 +84,11 @@ def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.Iteratio
         DiskError: It can't be read.
         InstallError: It is of another job or doesn't fit the script.
     """
+    if watched.model.shard_ranks:
+        raise InstallError(
+            f"{path} can't be loaded into a sharded model: load it with torch.distributed.checkpoint and "
+            "set_state_dict after `checkmate reset JOB`, without checkpoints="
+        )
     checkpoint = disk.load(path)
     try:
         found = disk.group_of(checkpoint, place.group)

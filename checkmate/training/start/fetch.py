@@ -96,4 +96,7 @@ def different(theirs: Layout, ours: Layout) -> str:
 
 
 def _shown(parameter: Parameter) -> str:
-    return f"{parameter.name} {list(parameter.shape)} {parameter.dtype}"
+    shown = f"{parameter.name} {list(parameter.shape)} {parameter.dtype}"
+    if not parameter.whole:
+        return shown
+    return f"{shown}, at {list(parameter.offset)} of {list(parameter.whole)},"

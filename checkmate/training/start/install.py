@@ -134,7 +134,7 @@ def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> No
     """Set parameters in place, bit for bit."""
     with torch.no_grad():
         for number, (tensor, _) in states.items():
-            parameters[number].copy_(tensor)
+            state.local_of(parameters[number]).copy_(tensor)
 
 
 def install_optimizer(
@@ -182,7 +182,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
             there = ours.get(name)
             if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
                 ours[name] = value.to(there.device)
+            ours[name] = _sharded_like(flat[index], ours[name])
     lay_out_state(optimizer)
+
+
+def _sharded_like(parameter: torch.Tensor, value: object) -> object:
+    """Return an entry of a parameter's state, as a DTensor if the parameter is one and has its shape."""
+    local = state.local_of(parameter)
+    if local is parameter or not isinstance(value, torch.Tensor) or value.shape != local.shape:
+        return value
+    if state.local_of(value) is not value:
+        return value
+    like: Any = parameter
+    return type(like).from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -195,8 +209,9 @@ def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) ->
                 continue  # the optimizer's
             if there is None:
                 raise InstallError(f"the state has a buffer {name}, which the model lacks")
-            if there.shape == tensor.shape:
-                there.copy_(tensor)
+            local = state.local_of(there)
+            if local.shape == tensor.shape:
+                local.copy_(tensor)
             else:
                 there.data = tensor.to(there.device)
 

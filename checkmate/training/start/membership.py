@@ -22,8 +22,9 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
 from checkmate.training.model.trained import TrainedModel
+from checkmate.training.start import exchange
 from checkmate.training.start.plans import RestartPlan
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wording import counted
 
@@ -136,24 +137,33 @@ def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Me
     return Membership(job, rank, group, members[group].index(rank))
 
 
-def join(model: TrainedModel) -> Membership:
-    """Return this process's place, from CHECKMATE_JOB and the process groups.
-
-    Raises:
-        SessionError: It has none.
-    """
+def named_job() -> Job:
+    """Return the job that CHECKMATE_JOB names. Raise `SessionError` if there is none."""
     file = os.environ.get(JOB_VARIABLE)
     if not file:
         raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
     try:
-        job = read_job(Path(file))
+        return read_job(Path(file))
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
+
+
+def join(model: TrainedModel) -> Membership:
+    """Return this process's place, from CHECKMATE_JOB and the process groups.
+
+    For a sharded model all ranks call it.
+
+    Raises:
+        SessionError: It has none, or DP groups contradict the model's shards.
+    """
+    job = named_job()
     rank = dist.get_rank()
     expected = os.environ.get("RANK", str(rank))
     if expected != str(rank):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
     found = place(job, rank, dist.get_world_size(), model.replicas)
+    if model.shard_ranks:
+        _check_shards(found, model.shard_ranks)
     first = min(member.rank for member in job.dp_groups[found.group].ranks)
     # The ring's first rank records buffers.
     if model.broadcasts_buffers and any(True for _ in model.inner.buffers()) and found.spokesman != first:
@@ -164,17 +174,29 @@ def join(model: TrainedModel) -> Membership:
     return found
 
 
+def _check_shards(found: Membership, shard_ranks: Sequence[int]) -> None:
+    """Raise `SessionError` on all ranks if a DP group's ranks don't train one shard. All ranks call it."""
+    told = exchange.gather([shard_ranks.index(found.rank), len(shard_ranks)], named=found.named)
+    for number, group in enumerate(found.job.dp_groups):
+        first, *others = (member.rank for member in group.ranks)
+        for other in others:
+            if told[other] != told[first]:
+                (one, shards), (another, more) = told[first], told[other]
+                raise SessionError(
+                    f"dp_groups[{number}] has {found.named(first)} with shard {one} of {shards} and "
+                    f"{found.named(other)} with shard {another} of {more}, but the ranks of a DP group have "
+                    "replicas of one shard: list the ranks of each shard in a DP group of its own, and use "
+                    "checkmate.shard_mesh"
+                )
+
+
 def lay_out(model: TrainedModel, shards: int, slicing: Slicing = RING_SLICING) -> Layout:
     """Return the layout of a model's trained parameters.
 
     Raises:
         LayoutError: A parameter is not dense in memory.
     """
-    parameters = [
-        Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))
-        for name, p in model.trained().items()
-    ]
-    return make_layout(parameters, shards, model.bucket_bytes, slicing)
+    return make_layout(model.describe(), shards, model.bucket_bytes, slicing)
 
 
 @dataclass
