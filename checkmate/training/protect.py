@@ -154,7 +154,9 @@ def _assemble(
     names = watched.model.trained()
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
-    reducer, untagged = make_reducer(place, layout, start, devices, undo, required=required)
+    reducer, untagged = make_reducer(
+        place, layout, start, devices, undo, required=required, average=watched.model.averages
+    )
     if untagged:
         place = replace(place, followed=False)
         if place.first:

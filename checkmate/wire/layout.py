@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
@@ -71,6 +71,8 @@ class Parameter:
     """If it is a chunk of a sharded parameter, the shape of that; else empty."""
     offset: tuple[int, ...] = ()
     """If it is a chunk, where in the whole parameter it begins, in each dimension; else empty."""
+    gradient: str = ""
+    """The type in which its gradient is reduced, if it is not its own; a step casts the gradient to that."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
@@ -80,9 +82,10 @@ class Parameter:
         except LayoutError as error:
             raise LayoutError(f"{name} cannot be protected: {error}; make it contiguous()") from None
 
-    def chunk(self, whole: Sequence[int], offset: Sequence[int]) -> Parameter:
-        """Return the same parameter as a chunk of one with the shape `whole`, beginning at `offset`."""
-        return replace(self, whole=tuple(whole), offset=tuple(offset))
+    @property
+    def gradient_dtype(self) -> str:
+        """The type in which its gradient is reduced."""
+        return self.gradient or self.dtype
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
@@ -111,7 +114,7 @@ class BucketPlace:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket: whole parameters of one type and one shard, one after another."""
+    """A bucket: whole gradients of one type and one shard, one after another."""
 
     shard: int
     dtype: str
@@ -185,18 +188,16 @@ def from_json(text: str) -> Layout:
 
 
 def _described(parameter: Parameter) -> dict[str, Any]:
-    """Return a parameter's fields, without those of a chunk if it is not one."""
-    said = asdict(parameter)
-    if not parameter.whole:
-        del said["whole"], said["offset"]
-    return said
+    """Return a parameter's fields, without those of a chunk or of its gradient that it does not need."""
+    needless = [name for name in ("whole", "offset", "gradient") if not getattr(parameter, name)]
+    return {name: value for name, value in asdict(parameter).items() if name not in needless}
 
 
 def _parameter(said: Any) -> Parameter:
     """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
-    name, dtype = said["name"], said["dtype"]
-    if not isinstance(name, str) or not isinstance(dtype, str):
-        raise TypeError("a parameter's name and type must be strings")
+    name, dtype, gradient = said["name"], said["dtype"], said.get("gradient", "")
+    if not all(isinstance(one, str) for one in (name, dtype, gradient)):
+        raise TypeError("a parameter's name and types must be strings")
     found = Parameter(
         name,
         _numbers(said["shape"]),
@@ -204,6 +205,7 @@ def _parameter(said: Any) -> Parameter:
         _numbers(said["dim_order"]),
         _numbers(said.get("whole", [])),
         _numbers(said.get("offset", [])),
+        gradient,
     )
     if len(found.shape) > DIMENSIONS_MAX:
         raise ValueError(f"{name} has {len(found.shape)} dimensions, more than {DIMENSIONS_MAX}")
@@ -259,9 +261,10 @@ def make_layout(
         LayoutError: if all parameters are empty, or one has an unsupported type.
     """
     for parameter in parameters:
-        if parameter.dtype not in ITEMSIZES:
-            types = ", ".join(ITEMSIZES)
-            raise LayoutError(f"{parameter.name} has type {parameter.dtype}; gradients may be {types}")
+        for dtype in (parameter.dtype, parameter.gradient_dtype):
+            if dtype not in ITEMSIZES:
+                types = ", ".join(ITEMSIZES)
+                raise LayoutError(f"{parameter.name} has type {dtype}; gradients may be {types}")
         dimensions = range(len(parameter.shape))
         if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
             raise LayoutError(f"{parameter.name} has dimensions {[*dimensions]}, not {parameter.dim_order}")
@@ -309,7 +312,7 @@ def _buckets(
     """Yield a shard's buckets, one per type at a time: full ones first, the rest in order of opening."""
     open_: dict[str, list[BucketPlace]] = {}
     for i in run:
-        dtype = parameters[i].dtype
+        dtype = parameters[i].gradient_dtype
         places = open_.setdefault(dtype, [])
         start = places[-1].stop if places else 0
         places.append(BucketPlace(i, start, start + parameters[i].elements))

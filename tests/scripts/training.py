@@ -273,12 +273,13 @@ class ScriptRank:
         )
 
     def _sharded(self) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - takes seconds
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415 - takes seconds
 
         mesh = checkmate.shard_mesh(self.orders.device)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if self.orders.autocast else None)
         for layer in [*self.model.body, self.model]:
             if isinstance(layer, nn.Linear | SmallModel):
-                fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
         return self.model
 
     def _synchronising(self, last: bool) -> AbstractContextManager[None]:

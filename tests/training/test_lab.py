@@ -224,11 +224,18 @@ SHARDED = {**PIPELINE, "title": "two shards of two replicas"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_sharded_model_resumes_with_all_its_shards(accumulate: int, tmp_path: Path) -> None:
-    """Replicas x shards of 2 x 2: layers of 33 rows, so that the second shard has fewer."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2}, {"autocast": True, "batch_norm": False}, {"nccl": "2.29", "width": 401}],
+    ids=["plain", "accumulated", "bf16 gradients", "double of nccl"],
+)
+def test_a_sharded_model_resumes_with_all_its_shards(options: dict[str, Any], tmp_path: Path) -> None:
+    """Replicas x shards of 2 x 2: layers with an odd number of rows, so that the second shard has fewer."""
     with training_lab(SHARDED) as lab:
-        kill_and_resume(lab, tmp_path, 5, iterations=10, sharded=True, width=33, accumulate=accumulate)
+        if "nccl" in options:
+            lab.use_nccl()
+        kill_and_resume(lab, tmp_path, 5, **{"iterations": 10, "sharded": True, "width": 33, **options})
+        assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
         for node in lab.shadows.values():
             assert "differ" not in node.complaints()
         with pytest.raises(LabError, match="chunks of a sharded model's parameters"):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import checkmate
@@ -48,7 +50,9 @@ def hooked(
     layout = make_layout(wrapped.describe(), 2, bucket_bytes=500)
     place = RingPlace(rank // SHARDS, loopback(replicas), 2, port=ports[rank % SHARDS], fingerprint=b"")
     with connect_ring(place, timeout=20) as ring:
-        hooks = ShardedHooks(wrapped, layout, RingReducer(ring, layout), FIRST_ITERATION)
+        hooks = ShardedHooks(
+            wrapped, layout, RingReducer(ring, layout, average=wrapped.averages), FIRST_ITERATION
+        )
         hooks.register()
         try:
             yield hooks, ring
@@ -65,22 +69,36 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def follow_native(rank: int, count: int, ports: list[int], accumulate: int) -> int:
+@dataclass(frozen=True)
+class ShardedCase:
+    """How a model is sharded, and its gradients reduced."""
+
+    accumulate: int = 1
+    factor: float | None = None
+    compute: torch.dtype | None = None
+    """In which gradients are reduced, too."""
+
+
+def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) -> int:
     """Train a model with our hooks and one with native HSDP; compare gradients and parameters each time."""
     torch.manual_seed(1)
     mesh = replicated(count // SHARDS, SHARDS)
     ours = ShardedNet()
-    theirs = shard(copy.deepcopy(ours), mesh)
-    shard(ours, mesh["dp_shard"])
+    policy = MixedPrecisionPolicy(param_dtype=case.compute)
+    theirs = shard(copy.deepcopy(ours), mesh, mp_policy=policy)
+    shard(ours, mesh["dp_shard"], mp_policy=policy)
+    for unit in (one for model in (ours, theirs) for one in model.modules()):
+        if case.factor is not None and isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(case.factor)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
     compared = 0
     reduced: list[int] = []
     with hooked(ours, rank, count // SHARDS, ports) as (hooks, _):
         hooks.on_reduced = reduced.append
         for iteration in range(4):
-            for part in range(accumulate):
+            for part in range(case.accumulate):
                 for model in (ours, theirs):
-                    model.set_requires_gradient_sync(part == accumulate - 1)  # type: ignore[operator]
+                    model.set_requires_gradient_sync(part == case.accumulate - 1)  # type: ignore[operator]
                     batch = rows(rank, iteration, part)
                     model(batch, more=iteration == 2).square().mean().backward()
             assert reduced == [FIRST_ITERATION + one for one in range(iteration + 1)]
@@ -96,10 +114,18 @@ def follow_native(rank: int, count: int, ports: list[int], accumulate: int) -> i
     return compared
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, accumulate: int) -> None:
-    """Two replicas: a sum of two has the same bits in any order."""
-    compared = ranks.run(4, follow_native, [free_port(), free_port()], accumulate)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ShardedCase(),
+        ShardedCase(accumulate=3),
+        ShardedCase(factor=float(SHARDS)),
+        ShardedCase(compute=torch.bfloat16),
+    ],
+)
+def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedCase) -> None:
+    """Two replicas: a sum of two has the same bits in any order. With a factor, replicas are summed."""
+    compared = ranks.run(4, follow_native, [free_port(), free_port()], case)
     assert min(compared) > 500
 
 

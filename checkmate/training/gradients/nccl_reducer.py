@@ -48,6 +48,7 @@ class NcclReducer:
         name: str,
         *,
         required: bool = False,
+        average: bool = True,
     ) -> None:
         """Allocate buckets on the communicator's device.
 
@@ -58,10 +59,11 @@ class NcclReducer:
             streams: Bytes in each iteration of the streams that this rank tags, by channel and shard.
             name: This rank's name in messages.
             required: Whether the end of tagging is an error.
+            average: Whether sums are divided by the number of ranks.
         """
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
         self.communicator: Final = communicator
-        self._tags, self._name, self._required = tags, name, required
+        self._tags, self._name, self._required, self._average = tags, name, required, average
         self._streams: Mapping[tuple[int, int], int] = streams
         self.failed = False
         """Whether NCCL has failed."""
@@ -94,7 +96,7 @@ class NcclReducer:
         if self._required and (trouble := self._trouble()):
             raise RingError(f"{self._name}: gradients are not tagged any more: {trouble}")
         try:
-            self.communicator.all_reduce(self.tensors[index], average=True)
+            self.communicator.all_reduce(self.tensors[index], average=self._average)
         except RuntimeError as error:
             self.failed = True
             raise RingError(f"{self._name}: NCCL: {self._broken() or error}") from error

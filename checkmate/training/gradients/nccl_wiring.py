@@ -38,6 +38,7 @@ class NcclMaker:
     device: torch.device
     undo: ExitStack
     required: bool
+    average: bool = True
     library: NcclLibrary | None = None
     tagger: Tagger | None = None
     troubles: list[str] = field(default_factory=list)
@@ -132,7 +133,15 @@ class NcclMaker:
 
     def _with(self, communicator: Communicator, tags: NcclLibrary | None) -> NcclReducer:
         streams = dict(self._streams()) if tags is not None and self.place.side is not None else {}
-        return NcclReducer(self.layout, communicator, tags, streams, self.place.name, required=self.required)
+        return NcclReducer(
+            self.layout,
+            communicator,
+            tags,
+            streams,
+            self.place.name,
+            required=self.required,
+            average=self.average,
+        )
 
     def _calibrated(self, library: NcclLibrary) -> NcclReducer:
         """Return the reducer that tags, unless the calibration shows that tags would be wrong."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from checkmate.ring import RingError
+from checkmate.state import DTYPES
 from checkmate.training.gradients.reducing import Reducer
 from checkmate.training.gradients.staging import Gradients, Staging
 from checkmate.wire.layout import Layout
@@ -130,11 +131,11 @@ class GradientReduction(ABC):
         return pending.future
 
     def _check_type(self, number: int, gradient: torch.Tensor) -> None:
-        """Raise `RuntimeError` if a gradient has another type than its bucket."""
-        if gradient.dtype != self._flats[number].dtype:
+        """Raise `RuntimeError` if a gradient has another type than its parameter had at first."""
+        known = self._layout.parameters[number]
+        if gradient.dtype != DTYPES[known.dtype]:
             raise RuntimeError(
-                f"{self._layout.parameters[number].name} has gradients of {gradient.dtype}, but was "
-                f"protected with {self._flats[number].dtype}"
+                f"{known.name} has gradients of {gradient.dtype}, but was protected with torch.{known.dtype}"
             )
 
     def _begin(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkmate.ring import RingError
-from checkmate.state import local_of
+from checkmate.state import dtype_name, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.reducing import Reducer
 from checkmate.training.gradients.reduction import GradientReduction
@@ -29,6 +29,7 @@ class ShardedHooks(GradientReduction):
         super().__init__(layout, list(model.trained().values()), reducer, first_iteration)
         self._units = model.units.values()
         self._handles: list[Any] = []
+        self._types = {bucket.dtype for bucket in layout.buckets}
         self._seen: set[int] = set()  # parameters with a gradient in this iteration's backward
 
     @property
@@ -56,6 +57,8 @@ class ShardedHooks(GradientReduction):
         """Begin an iteration with the gradients of its first unit. FSDP calls this in backward's thread."""
         if not self.active:
             raise self.error or RingError("the model's Protection is closed, so gradients are not reduced")
+        if dtype_name(flat.dtype) not in self._types:
+            raise RuntimeError(f"FSDP reduces gradients of {flat.dtype}; known: {', '.join(self._types)}")
         if not self._missing:
             self._check_empty()
             self._seen.clear()

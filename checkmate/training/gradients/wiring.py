@@ -31,6 +31,7 @@ def make_reducer(
     undo: ExitStack,
     *,
     required: bool,
+    average: bool,
 ) -> tuple[Reducer, list[str]]:
     """Return what reduces gradients, and why it does not tag them. All ranks call it.
 
@@ -41,6 +42,7 @@ def make_reducer(
         devices: The devices that have gradients.
         undo: Closes what the reducer uses.
         required: Whether it is an error if NCCL's sends can't be tagged. Our ring always tags.
+        average: Whether gradients are averaged; else they are summed.
 
     Raises:
         SessionError: NCCL's sends can't be tagged, and that is required.
@@ -48,9 +50,9 @@ def make_reducer(
     """
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
-        return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned), []
+        return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned, average=average), []
     (device,) = devices
-    maker = NcclMaker(place, layout, start, device, undo, required)
+    maker = NcclMaker(place, layout, start, device, undo, required, average)
     return maker.make(), maker.troubles
 
 

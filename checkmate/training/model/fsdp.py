@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from checkmate.state import dtype_name
 from checkmate.training.errors import RefusedError
 from checkmate.training.model.trained import TrainedModel
 from checkmate.wire.layout import BUCKET_BYTES, Parameter
@@ -41,10 +43,22 @@ class FsdpModel(TrainedModel):
         order = {name: number for number, name in enumerate(self.units)}
         named = sorted(module.named_parameters(), key=lambda one: order[self._unit_of(one[0])])
         self._parameters = dict(named)
+        self._reduced = {
+            one.sharded_param: _reduced_dtype(group.mp_policy, one.sharded_param.dtype)
+            for unit in self.units.values()
+            for group in param_groups(unit)
+            for one in group.fsdp_params
+        }
         for name, parameter in self.trained().items():
-            _check_parameter(name, parameter)
+            if parameter not in self._reduced:
+                raise RefusedError(
+                    f"{name} is not sharded, so FSDP does not reduce its gradient: leave it out of "
+                    "ignored_params of fully_shard, or set requires_grad=False"
+                )
+            _check_mesh(name, parameter)
         for name, unit in self.units.items():
             _check_unit(name or type(module).__name__, unit)
+        self.averages = _averages(self.units)
 
     @property
     def shard_ranks(self) -> list[int]:
@@ -62,7 +76,7 @@ class FsdpModel(TrainedModel):
 
     def describe(self) -> list[Parameter]:
         """Return this rank's chunks of the trained parameters."""
-        return [_chunk(name, parameter) for name, parameter in self.trained().items()]
+        return [_chunk(name, p, self._reduced[p]) for name, p in self.trained().items()]
 
     def _unit_of(self, name: str) -> str:
         """Return the name of the innermost unit that contains a parameter."""
@@ -79,8 +93,11 @@ def param_groups(unit: FSDPModule) -> Iterator[Any]:
         yield state._fsdp_param_group
 
 
-def _chunk(name: str, parameter: torch.Tensor) -> Parameter:
-    """Return this rank's chunk of a parameter: FSDP gives each rank but the last ones the same number."""
+def _chunk(name: str, parameter: torch.Tensor, reduced: torch.dtype) -> Parameter:
+    """Return this rank's chunk of a parameter whose gradient is `reduced` in a type.
+
+    FSDP gives each rank but the last ones the same number of rows.
+    """
     assert isinstance(parameter, DTensor)
     (placement,) = parameter.placements
     assert isinstance(placement, Shard)
@@ -89,17 +106,14 @@ def _chunk(name: str, parameter: torch.Tensor) -> Parameter:
     size, mesh = parameter.shape[placement.dim], parameter.device_mesh
     offset = [0] * parameter.ndim
     offset[placement.dim] = min(-(-size // mesh.size()) * mesh.get_local_rank(), size)
-    dtype = str(local.dtype).removeprefix("torch.")
-    return Parameter.of(name, local.shape, local.stride(), dtype).chunk(parameter.shape, offset)
+    known = Parameter.of(name, local.shape, local.stride(), dtype_name(local.dtype))
+    gradient = "" if reduced == local.dtype else dtype_name(reduced)
+    return replace(known, whole=tuple(parameter.shape), offset=tuple(offset), gradient=gradient)
 
 
-def _check_parameter(name: str, parameter: torch.Tensor) -> None:
+def _check_mesh(name: str, parameter: torch.Tensor) -> None:
     """Raise `RefusedError` unless a trained parameter is sharded on a mesh of one dimension."""
-    if not isinstance(parameter, DTensor):
-        raise RefusedError(
-            f"{name} is not sharded, so FSDP does not reduce its gradient: leave it out of ignored_params of "
-            "fully_shard, or set requires_grad=False"
-        )
+    assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     if any(isinstance(one, Replicate) for one in placements):
         raise RefusedError(
@@ -129,24 +143,45 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
                 f"{name}: with set_force_sum_reduction_for_comms(True), FSDP divides gradients after their "
                 "reduction, so shadow nodes would get others: leave it out"
             )
-        if group.gradient_divide_factor is not None:
-            raise RefusedError(
-                f"{name}: set_gradient_divide_factor is not supported: leave it out, and scale the loss"
-            )
         for parameter in group.fsdp_params:
             _check_types(name, group.mp_policy, parameter.sharded_param.dtype)
 
 
+def _averages(units: Mapping[str, FSDPModule]) -> bool:
+    """Return whether FSDP averages over replicas; with a factor of the script's it sums.
+
+    Raise `RefusedError` if its units differ.
+    """
+    with_factor = {
+        name: group.gradient_divide_factor is not None
+        for name, unit in units.items()
+        for group in param_groups(unit)
+    }
+    if len(set(with_factor.values())) > 1:
+        without = next(name for name, found in with_factor.items() if not found)
+        raise RefusedError(
+            f"only some of FSDP's units have set_gradient_divide_factor, {without or 'the root'} has not: "
+            "call it on all of them"
+        )
+    return not any(with_factor.values())
+
+
+def _reduced_dtype(policy: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which FSDP reduces the gradients of parameters of a type."""
+    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or dtype
+    return found
+
+
 def _check_types(name: str, policy: Any, dtype: torch.dtype) -> None:
-    """Raise `RefusedError` if gradients are not reduced in their parameter's type."""
-    reduced = policy.reduce_dtype or policy.param_dtype or dtype
+    """Raise `RefusedError` if FSDP changes gradients after their reduction, other than to a wider type."""
+    reduced = _reduced_dtype(policy, dtype)
     if reduced not in _EXACT:
         raise RefusedError(
             f"{name}: FSDP divides gradients of {reduced} after their reduction, so shadow nodes would get "
             "others: set reduce_dtype=torch.float32 in its MixedPrecisionPolicy"
         )
-    if reduced != dtype:
+    if torch.promote_types(reduced, dtype) != dtype:
         raise RefusedError(
-            f"{name}: FSDP reduces gradients in {reduced}, but its parameters are {dtype}: set "
-            f"reduce_dtype={dtype} in its MixedPrecisionPolicy"
+            f"{name}: FSDP reduces gradients in {reduced} and rounds them to {dtype}, the parameters' type: "
+            f"set reduce_dtype={dtype} in its MixedPrecisionPolicy, or keep parameters in {reduced}"
         )

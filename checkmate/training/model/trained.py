@@ -20,6 +20,8 @@ class TrainedModel(ABC):
     """What has the parameters and buffers, under the names that the script knows."""
     bucket_bytes: int
     """The size at which a bucket of gradients is closed."""
+    averages: bool = True
+    """Whether gradients are averaged over replicas; else they are summed."""
     ignored: Collection[str] = ()
     """Names of parameters and buffers that the ranks don't share."""
 

@@ -88,14 +88,18 @@ def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
         (not_sharded, "^scale is not sharded.*leave it out of ignored_params"),
         (lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "offloads to the CPU"),
         (with_setting("set_force_sum_reduction_for_comms", True), "divides gradients after their reduction"),
-        (with_setting("set_gradient_divide_factor", 2.0), "ShardedNet: set_gradient_divide_factor is not"),
+        (with_setting("set_gradient_divide_factor", 2.0), "only some .*, blocks.0 has not: call it on all"),
         (
             lambda: sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),
             r"of torch.float16 after their reduction.*reduce_dtype=torch.float32",
         ),
         (
-            lambda: sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-            r"in torch.bfloat16, but its parameters are torch.float32: set reduce_dtype=torch.float32",
+            lambda: shard(
+                ShardedNet().bfloat16(),
+                replicated(1, 1)["dp_shard"],
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            ),
+            r"in torch.float32 and rounds them to torch.bfloat16.*: set reduce_dtype=torch.bfloat16",
         ),
     ],
 )
