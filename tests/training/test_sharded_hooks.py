@@ -23,6 +23,7 @@ from checkmate.training.errors import RefusedError, SessionError
 from checkmate.training.gradients.reducing import RingReducer
 from checkmate.training.gradients.sharded_hooks import ShardedHooks
 from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.record.wrapped import ClipListener
 from checkmate.training.start import membership
 from checkmate.wire.layout import make_layout
 from testbed.jobs import job_data
@@ -157,6 +158,30 @@ def test_the_mesh_of_shards_follows_the_dp_groups(ranks: RankProcesses, tmp_path
     for _, error in told:
         assert "dp_groups[0] has rank 0 (" in error and "with shard 0 of 2 and rank 1 (" in error
         assert "with shard 1 of 2, but the ranks of a DP group have replicas of one shard" in error
+
+
+def clip(rank: int, count: int, ports: list[int]) -> tuple[float, bool]:
+    """Clip; return the recorded factor, and whether it is the one that has multiplied the gradients."""
+    torch.manual_seed(1)
+    model = shard(ShardedNet(), replicated(count // SHARDS, SHARDS)["dp_shard"])
+    with hooked(model, rank, count // SHARDS, ports) as (hooks, _):
+        model(rows(rank, 0)).square().mean().backward()
+        before = [local(p.grad).clone() for p in model.parameters() if p.grad is not None]  # type: ignore[union-attr]
+        factors: list[torch.Tensor] = []
+        listener = ClipListener(hooks._parameters, lambda: None, lambda _, factor: factors.append(factor))
+        checkmate.clip_grad_norm_(model.parameters(), 0.01)
+        listener.close()
+        after = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    assert type(factors[0]) is torch.Tensor and factors[0].dtype == torch.float32
+    same = all(torch.equal(one * factors[0], two) for one, two in zip(before, after, strict=True))  # type: ignore[arg-type]
+    return float(factors[0]), same and len(factors) == 1
+
+
+def test_clipping_has_one_factor_on_all_ranks(ranks: RankProcesses) -> None:
+    """That of the norm of the whole model, to the last bit."""
+    told = ranks.run(4, clip, [free_port(), free_port()])
+    assert len({factor for factor, _ in told}) == 1 and 0 < told[0][0] < 1
+    assert all(same for _, same in told)
 
 
 def lose_a_replica(rank: int, count: int, ports: list[int]) -> str:

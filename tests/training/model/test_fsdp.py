@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from checkmate.training.model.choosing import model_of
 from checkmate.training.model.fsdp import FsdpModel
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Watched
-from checkmate.training.start.install import install_optimizer, install_parameters
+from checkmate.training.start import disk, membership
+from checkmate.training.start.install import InstallError, install_optimizer, install_parameters
 from checkmate.wire.layout import Layout, make_layout
+from testbed.jobs import job
 from tests.support.training.alone import alone
 from tests.support.training.sharded import ShardedNet, replicated, shard
 
@@ -108,6 +111,14 @@ def test_settings_with_which_shadow_nodes_would_get_other_gradients(
 ) -> None:
     with pytest.raises(RefusedError, match=words):
         model_of(make())
+
+
+def test_a_checkpoint_on_disk_is_refused_with_what_loads_it() -> None:
+    module = sharded()
+    watched = Watched(model_of(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    place = membership.place(job(groups=1, ranks=2), 0, 2, None)
+    with pytest.raises(InstallError, match=r"^kept/it can't be loaded .* torch.distributed.checkpoint"):
+        disk.resume(Path("kept/it"), place, watched)
 
 
 class OneRank:
