@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 
-from checkmate.job.boundaries import Boundary, Stream, boundaries, streams
-from checkmate.job.schema import Attachment, Job, Nic, Rank, Switch
+from checkmate.job.boundaries import Boundary, Stream, boundaries, first_shadow_ids, streams
+from checkmate.job.schema import Attachment, Host, Job, Nic, Switch
 
 
 class Network:
@@ -28,11 +28,10 @@ class Network:
                 self._links[b.switch][b.port] = a
 
     @cached_property
-    def hosts(self) -> tuple[Rank | Nic, ...]:
-        """Every training rank and shadow NIC."""
-        ranks = [rank for job in self.jobs for group in job.dp_groups for rank in group.ranks]
-        nics = [nic for job in self.jobs for node in job.shadow_nodes for nic in node.nics]
-        return (*ranks, *nics)
+    def hosts(self) -> tuple[Host, ...]:
+        """Every interface on the training network: those of training hosts, then shadow NICs."""
+        found = [interface for job in self.jobs for _, interface in job.interfaces()]
+        return tuple(sorted(found, key=lambda one: isinstance(one, Nic)))
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
@@ -43,6 +42,11 @@ class Network:
     def boundaries(self) -> tuple[Boundary, ...]:
         """Every boundary of every job."""
         return tuple(boundary for job in self.jobs for boundary in boundaries(job))
+
+    @cached_property
+    def first_ids(self) -> dict[str, tuple[int, ...]]:
+        """By job: the shadow id on the wire of each DP group's shard 0."""
+        return {job.job: first_shadow_ids(job) for job in self.jobs}
 
     def links(self, switch: str) -> dict[int, str]:
         """Return the switch's link ports, each with the switch at its other end."""

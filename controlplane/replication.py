@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import IPv4Address
 from itertools import count
 
+from checkmate.job.boundaries import AddressPair
 from checkmate.job.schema import Attachment, Job
 from controlplane.entities import FIRST_JOB_GROUP, Holdings, MulticastGroup, TableEntry
 from controlplane.network import Network
@@ -48,17 +49,27 @@ def replicate(boundary: int, shadow_id: int, channel: int, *, group: int) -> Tab
 def boundary_ids(network: Network, switch: str, held: Holdings) -> dict[tuple[str, int], int]:
     """Return each boundary's id on the switch, by (job, boundary number).
 
-    A boundary keeps the id that it has on the switch. A rank is in one DP group and sends to one next rank,
-    so its address identifies the boundary of an entry.
+    Boundaries with the same pair of addresses have one id, because their shadow ids differ. A pair keeps its
+    id on the switch. A new pair gets the id of a pair of the same source that is gone, or else a free one.
     """
-    known = {entry["source"]: entry["boundary"] for entry in held.table("boundaries")}
-    taken = set(known.values())
+    here = [boundary for boundary in network.boundaries if boundary.switch == switch]
+    wanted = {boundary.pair for boundary in here}
+    held_pairs = held.table("boundaries")
+    taken = {entry["boundary"] for entry in held_pairs}
+    ids: dict[AddressPair, int] = {}
+    gone: dict[IPv4Address, int] = {}
+    for entry in held_pairs:
+        pair = IPv4Address(entry["source"]), IPv4Address(entry["destination"])
+        if pair in wanted:
+            ids[pair] = entry["boundary"]
+        else:
+            gone[pair[0]] = entry["boundary"]
     free = (number for number in range(BOUNDARY_IDS) if number not in taken)
-    return {
-        (b.job, b.number): known[int(b.source.ip)] if int(b.source.ip) in known else next(free)
-        for b in network.boundaries
-        if b.switch == switch
-    }
+    for boundary in here:
+        if boundary.pair not in ids:
+            source = boundary.pair[0]
+            ids[boundary.pair] = gone.pop(source) if source in gone else next(free)
+    return {(boundary.job, boundary.number): ids[boundary.pair] for boundary in here}
 
 
 def group_contents(network: Network, switch: str) -> dict[tuple[str, int, int, int], Replicas]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from finsy import P4CounterEntry
 
 from checkmate.job.boundaries import boundaries
+from checkmate.job.mesh import group_name
 from controlplane.entities import Holdings, mac_number
 from controlplane.network import Network
 from controlplane.p4runtime.session import SwitchSession
@@ -31,9 +32,11 @@ class StreamStatus:
 
     job: str
     dp_group: int
+    dp_group_name: str
     side: int
     channel: int
     shadow_id: int
+    shard: int
     replication_id: int
     shadow_node: int
     nic: str
@@ -73,6 +76,7 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
     connected = {key: entry for entry in held.table("streams") if (key := key_of(entry)) in plan.streams}
     moved = await _direct(session, "streams", held)
     lost = await _direct(session, "lost", held)
+    names = {(job.job, group): group_name(job, group) for job in network.jobs for group in job.groups}
     streams = []
     for key, stream in plan.streams.items():
         entry = connected.get(key)
@@ -83,9 +87,11 @@ async def read_status(session: SwitchSession, network: Network, held: Holdings |
             StreamStatus(
                 stream.boundary.job,
                 stream.boundary.group,
+                names[stream.boundary.job, stream.boundary.group],
                 stream.boundary.side,
                 stream.channel,
                 stream.shadow_id,
+                stream.shard,
                 stream.replication_id,
                 stream.node.id,
                 str(stream.nic.ip),

@@ -12,6 +12,7 @@ from ipaddress import IPv4Address
 from checkmate.job.boundaries import Stream
 from checkmate.job.schema import Job, Nic, Stub
 from checkmate.wire import tag
+from checkmate.wire.schedule import nic_of
 from controlplane.entities import Holdings, TableEntry, mac_number
 from controlplane.network import Network
 
@@ -170,13 +171,13 @@ def admit(
     boundary = boundary_id.get((job.job, hello.boundary))
     if boundary is None:
         raise StreamRefused(f"job {job.job} has no boundary {hello.boundary} on {switch}")
-    group = hello.boundary // 2
-    if hello.channel >= job.channels or hello.shadow_id >= job.shards(group):
+    group, side = divmod(hello.boundary, 2)
+    shard = hello.shadow_id - network.first_ids[job.job][group]
+    if hello.channel >= job.channels or shard not in range(job.shards(group)):
         raise StreamRefused(f"job {job.job} has no channel {hello.channel} of shadow id {hello.shadow_id}")
     for replication_id in range(1, job.replicas + 1):
-        node = job.holder(group, hello.shadow_id, replication_id)
-        side = hello.boundary % 2
-        nic = node.nics[(hello.channel + side) % len(node.nics)]
+        node = job.holder(group, shard, replication_id)
+        nic = node.nics[nic_of(hello.channel, side, len(node.nics))]
         if nic.ip == connection.ip:
             break
     else:

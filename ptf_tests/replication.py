@@ -87,15 +87,15 @@ class Replicated(TaggedTest):
 
 class Groups(TaggedTest):
     def test_shadow_ids_and_channels(self) -> None:
-        """each of 16 shadow ids and 8 channels has its own group"""
+        """each of 16 shadow ids, the greatest included, and 8 channels has its own group"""
         sent: list[bytes] = []
         out: dict[int, list[bytes]] = {PEER_PORT: sent}
         entries: list[tuple[TableEntry, bytes]] = []
-        for shadow_id in range(16):
+        for number, shadow_id in enumerate((*range(8), *range(0xFFF8, 0x10000))):
             for channel in range(8):
-                stream = 8 * shadow_id + channel
-                first = Shadow(shadow_id, isn=1000 * stream)
-                second = Shadow((shadow_id + 1 + channel) % 16, isn=1000 * stream + 500)
+                stream = 8 * number + channel
+                first = Shadow(number, isn=1000 * stream)
+                second = Shadow((number + 1 + channel) % 16, isn=1000 * stream + 500)
                 entry = self.protect(first, second, shadow_id=shadow_id, channel=channel, group=2 + stream)
                 option = tag(sequence=stream, anchor=TAGGED.sequence, shadow_id=shadow_id, channel=channel)
                 segment = replace(TAGGED, options=option)

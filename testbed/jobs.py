@@ -38,11 +38,13 @@ def job_data(
     number: int = 0,
     target: str = "softswitch",
     further: int = 0,
+    shared: bool = False,
 ) -> dict[str, Any]:
     """Return a job's YAML as data.
 
     The switches are in a line, and hosts are attached to them in turn. Each host has up to two `further`
-    addresses. Jobs with different `number` have different addresses and ports.
+    addresses. Jobs with different `number` have different addresses and ports. With `shared`, every group has
+    a rank on each of the same hosts.
     """
     ports = [0] * switches
     names = [f"tor{i}" for i in range(switches)]
@@ -58,13 +60,14 @@ def job_data(
         addresses = [f"10.{number + 100 * (more + 1)}.{tail}" for more in range(further)]
         return {**own, "addresses": addresses} if further else own
 
+    hosts = [host(0, index) for index in range(ranks if shared else groups * ranks)]
     dp_groups = [
         {
             "ranks": [
                 {
                     "rank": g * ranks + r,
                     "mgmt": f"192.{168 + (g * ranks + r) // 256}.{number}.{(g * ranks + r) % 256}",
-                    **host(0, g * ranks + r),
+                    **hosts[(0 if shared else g * ranks) + r],
                 }
                 for r in range(ranks)
             ]

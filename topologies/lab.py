@@ -122,7 +122,7 @@ class Lab:
     def up(self) -> None:
         """Create the lab and start its switches; remove all of it on failure. The lab stays locked."""
         state.require_root()
-        switches.check_target(self.target)
+        switches.check_target(self.target, self.switches)
         try:
             self._lock.enter_context(state.locked(self.name))
             if state.read_record(self.name) or namespaces.of_lab(self.name):
@@ -262,7 +262,7 @@ class Lab:
 
     def _join_cables(self) -> None:
         """Start the process that forwards frames with a delay where the ranks' cables are cut."""
-        pairs = [":".join(links.cut_ends(rank)) for rank in self.topology.ranks]
+        pairs = [":".join(ends) for host in self.topology.trainers for ends in links.cut_ends(host)]
         argv = [sys.executable, "-m", "topologies.kernel.jitter", "--seconds", f"{self.jitter:g}", *pairs]
         with self.log(CABLES).open("wb") as log:
             process = self.start(CABLES, argv, stdout=subprocess.PIPE, stderr=log, cpus=self.switch_cpus)
@@ -276,7 +276,9 @@ class Lab:
         own_socket = self.target == "bmv2" and switches.has_notifications()
         notifications = self.directory / f"{switch.name}.ipc" if own_socket else None
         statistics = switches.statistics_file(self.directory, switch)
-        command = switches.command(switch, self.target, notifications, statistics)
+        command = switches.command(
+            switch, self.target, self.directory, notifications=notifications, statistics=statistics
+        )
         with self.log(switch.name).open("ab") as log:
             self._processes[switch.name] = self.start(
                 switch.name, command, stdout=log, stderr=subprocess.STDOUT, cpus=self.switch_cpus
@@ -284,7 +286,7 @@ class Lab:
 
     def _await_switch(self, switch: SwitchNode) -> None:
         process = self._processes[switch.name]
-        switches.wait_listening(self.name, switch, process, self.log(switch.name))
+        switches.wait_listening(self.name, switch, self.target, process, self.log(switch.name))
         if self.target == "bmv2":
             switches.deepen_queues(self.name, switch)
 

@@ -58,7 +58,7 @@ def show(topology: Topology, console: Console) -> None:
 
 
 def _block(topology: Topology, switch: SwitchNode) -> str:
-    above = _cells(topology.ranks, switch.name)
+    above = _cells(topology.trainers, switch.name)
     below = _cells(topology.shadow_nodes, switch.name)
     links = [f"port {port} ── {far} port {there}" for port, far, there in topology.links_at(switch.name)]
     label = " " + " · ".join([f"{switch.name}, {switch.address}", *links]) + " "
@@ -144,11 +144,11 @@ def next_steps(topology: Topology, lab: str, job_file: object) -> str:
             f"  {control} run {job}",
             *shadows,
             f"  {torchrun.loop(topology, inside, SCRIPT)}",
-            f"  {inside} {topology.ranks[-1].name} -- {_KILL}   # training resumes",
+            f"  {inside} {topology.trainers[-1].name} -- {_KILL}   # training resumes",
             f"  {control} status {job}",
             f"  {control} consolidate {job} --out checkpoint/",
             f"  {control} remove {job}   # after run has stopped",
-            f"  {inside} {topology.ranks[0].name}   # a shell on a host",
+            f"  {inside} {topology.trainers[0].name}   # a shell on a host",
             f"  {checkmate} lab down {lab}",
         ]
     )

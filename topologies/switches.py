@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from checkmate import extras
-from checkmate.job.schema import CPU_PORT
+from checkmate.job.fields import CPU_PORT
+from topologies import tofino_model
 from topologies.describe.job_files import Target
 from topologies.describe.topology import CONTROLLER, P4RUNTIME_PORT, LabError, SwitchNode
 from topologies.kernel.namespaces import entered, name_of
@@ -21,21 +23,30 @@ BMV2: Final = "simple_switch_grpc"
 QUEUE_DEPTH: Final = 16384
 """Packets in each of BMv2's egress queues. Its default of 64 overflows silently after replication."""
 THRIFT_PORT: Final = 9090
-_START_SECONDS: Final = 30.0
+_START_SECONDS: Final = {"softswitch": 30.0, "bmv2": 30.0, "tofino": 180.0}
+_THRIFT_SECONDS: Final = 30.0
 _IDL = Path(__file__).with_name("simple_switch.thrift")
 
 
 def command(
-    switch: SwitchNode, target: Target, notifications: Path | None = None, statistics: Path | None = None
+    switch: SwitchNode,
+    target: Target,
+    folder: Path,
+    *,
+    notifications: Path | None = None,
+    statistics: Path | None = None,
 ) -> list[str]:
     """Return the command line that starts a switch in its namespace. Pure.
 
     Args:
         switch: The switch.
         target: Its target.
+        folder: The lab's folder.
         notifications: Path of the socket of a BMv2 built with nanomsg; by default it would be in /tmp.
         statistics: The file for the port counters of the embedded target; BMv2 has none.
     """
+    if target == "tofino":
+        return tofino_model.command(switch, folder / switch.name)
     ports = [part for port in range(1, switch.ports + 1) for part in ("-i", f"{port}@port{port}")]
     general = ["--no-p4", "--device-id", str(switch.device_id), *ports]
     own = ["--grpc-server-addr", switch.address, "--cpu-port", str(CPU_PORT)]
@@ -53,9 +64,12 @@ def statistics_file(folder: Path, switch: SwitchNode) -> Path:
     return folder / f"{switch.name}.stats.json"
 
 
-def check_target(target: Target) -> None:
+def check_target(target: Target, switches: Sequence[SwitchNode]) -> None:
     """Raise `LabError` if the target is not installed, and `ExtraMissing` for a lab's own libraries."""
     extras.check("a lab", "demo")
+    if target == "tofino":
+        tofino_model.check_ports(switches)
+        tofino_model.check_installed()
     if target == "bmv2" and shutil.which(BMV2) is None:
         raise LabError(
             f"--target bmv2 needs {BMV2} on PATH (see github.com/p4lang/behavioral-model); "
@@ -69,9 +83,12 @@ def has_notifications() -> bool:
     return "--notifications-addr" in done.stdout + done.stderr
 
 
-def wait_listening(lab: str, switch: SwitchNode, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_listening(
+    lab: str, switch: SwitchNode, target: Target, process: subprocess.Popen[bytes], log: Path
+) -> None:
     """Wait until the switch's P4Runtime server accepts connections; raise `LabError` if the switch ends."""
-    deadline = time.monotonic() + _START_SECONDS
+    seconds = _START_SECONDS[target]
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise LabError(f"switch {switch.name} ended with status {process.returncode}: {_end_of(log)}")
@@ -80,7 +97,7 @@ def wait_listening(lab: str, switch: SwitchNode, process: subprocess.Popen[bytes
             if probe.connect_ex((str(switch.mgmt), P4RUNTIME_PORT)) == 0:
                 return
         time.sleep(0.05)
-    raise LabError(f"switch {switch.name} doesn't listen after {_START_SECONDS:g} s: {_end_of(log)}")
+    raise LabError(f"switch {switch.name} doesn't listen after {seconds:g} s: {_end_of(log)}")
 
 
 def _end_of(log: Path) -> str:
@@ -91,7 +108,7 @@ def deepen_queues(lab: str, switch: SwitchNode, depth: int = QUEUE_DEPTH) -> Non
     """Set the depth of all of BMv2's egress queues, over Thrift from within its namespace."""
     from thriftpy2.thrift import TException  # noqa: PLC0415 -- BMv2's labs alone need it
 
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + _THRIFT_SECONDS
     while True:
         try:
             status = _set_queue_depths(name_of(lab, switch.name), depth)

@@ -1,7 +1,7 @@
-"""Command lines for training in a lab: one `torchrun` per rank, in the rank's namespace. Pure.
+"""Command lines for training in a lab: one `torchrun` per host, in its namespace. Pure.
 
 They meet over the management network. torchrun numbers its nodes by their addresses, compared as text, so
-the ranks' management addresses sort like the ranks.
+the hosts' management addresses sort like their ranks.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ def nccl_environment(host: str) -> dict[str, str]:
 
 
 def command(
-    topology: Topology, rank: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
+    topology: Topology, host: Host, script: Sequence[str | Path], *, restarts: int = RESTARTS
 ) -> list[str | Path]:
-    """Return the command line of one rank's torchrun; the first rank's host has the rendezvous.
+    """Return the command line of one host's torchrun; the first host has the rendezvous.
 
     Args:
         topology: The lab.
-        rank: The rank.
+        host: The host, of one rank or several.
         script: The training script and its arguments.
         restarts: How often torchrun restarts the whole job when a rank dies. A host's
-            TORCHELASTIC_RESTART_COUNT counts only the deaths of its own rank.
+            TORCHELASTIC_RESTART_COUNT counts only the deaths of its own ranks.
     """
+    hosts = topology.trainers
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        f"--nnodes={len(topology.ranks)}",
-        "--nproc-per-node=1",
+        f"--nnodes={len(hosts)}",
+        f"--nproc-per-node={len(topology.ranks) // len(hosts)}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={topology.ranks[0].mgmt}:{PORT}",
-        f"--rdzv-conf=is_host={int(rank == topology.ranks[0])}",
+        f"--rdzv-endpoint={hosts[0].mgmt}:{PORT}",
+        f"--rdzv-conf=is_host={int(host == hosts[0])}",
         f"--rdzv-id={topology.name}",
-        f"--local-addr={rank.mgmt}",
+        f"--local-addr={host.mgmt}",
         f"--max-restarts={restarts}",
         "--monitor-interval=0.1",
         *script,
@@ -70,20 +71,21 @@ def command(
 
 
 def loop(topology: Topology, inside: str, script: Sequence[str | Path]) -> str:
-    """Return one line of sh that starts every rank's torchrun and waits for them.
+    """Return one line of sh that starts every host's torchrun and waits for them.
 
     Args:
         topology: The lab.
         inside: The sh that runs a command on the host that follows: `checkmate lab exec LAB`.
-        script: The training script and its arguments, which are quoted; the shell variable `r` is the rank.
+        script: The training script and its arguments, quoted; the shell variable `r` is the host's number.
     """
-    ranks = topology.ranks
-    first = command(topology, ranks[0], script)
+    hosts = topology.trainers
+    first = command(topology, hosts[0], script)
     words = [shlex.quote(str(word)) for word in first]
-    base, _, last = str(ranks[0].mgmt).rpartition(".")
+    base, _, last = str(hosts[0].mgmt).rpartition(".")
     replaced = {
         f"--rdzv-conf=is_host={int(True)}": "--rdzv-conf=is_host=$((r == 0))",
-        f"--local-addr={ranks[0].mgmt}": f"--local-addr={base}.$((r + {last}))",
+        f"--local-addr={hosts[0].mgmt}": f"--local-addr={base}.$((r + {last}))",
     }
     started = " ".join(replaced.get(word, word) for word in words)
-    return f"for r in $(seq 0 {len(ranks) - 1}); do {inside} rank$r -- {started} & done; wait"
+    name = hosts[0].name.rstrip("0")
+    return f"for r in $(seq 0 {len(hosts) - 1}); do {inside} {name}$r -- {started} & done; wait"

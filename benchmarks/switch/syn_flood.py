@@ -88,7 +88,7 @@ class Stage:
         self.lab, self.job = lab, job
         self.controller = controller.member.process.pid
         network = Network([job])
-        self.tor = lab.topology.ranks[-1].interfaces[0].switch
+        self.tor = lab.topology.ranks[-1].interface.switch
         self.stream = next(s for s in network.streams if s.nic.switch == s.boundary.switch == self.tor)
         self.stub: Stub = network.switches[self.stream.boundary.switch].stub
         self.device = next(

@@ -35,7 +35,7 @@ def measure() -> list[Result]:
         task = bar.add_task("allreduce", total=None)
         bridge_instead(lab)
         with Crew(lab) as crew:
-            hosts = [(rank.name, rank.interfaces[0]) for rank in lab.topology.ranks]
+            hosts = [(rank.name, rank.interface) for rank in lab.topology.ranks]
             ips = [str(nic.ip) for _, nic in hosts]
             common = ["--ips", *ips, "--mib", *map(str, SIZES), "--rounds", str(ROUNDS)]
             members = []

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from ipaddress import IPv4Address
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -23,13 +24,15 @@ from typing import Any, Final
 
 from checkmate.compiled import compiled
 from checkmate.nccl.building import SOURCES, shared_object
-from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
+from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace, NcclSizes
 from checkmate.tagger import Tagger
 from checkmate.wire.nccl_slicing import NcclSlicing
+from checkmate.wire.tcp import tune_for_bulk
 
-MODES: Final = ("sockets", "untagged", "tagged")
+MODES: Final = ("sockets", "untagged", "tagged", "control")
+"""The control is untagged, too, on other connections."""
 CONNECTIONS: Final = (1, 4)
-NBYTES: Final = 1 << 30
+NBYTES: Final = 1 << 28
 """Of a bucket. Of two ranks, each sends as many."""
 _RANKS, _SENDER, _PORT, _SLOTS = 2, 1, 46100, 16 << 20
 _SLICING: Final = NcclSlicing()
@@ -43,9 +46,8 @@ class _Slicing(ctypes.Structure):
 
     _fields_ = (
         ("elements", ctypes.c_uint64),
+        ("sizes", NcclSizes),
         ("itemsize", ctypes.c_uint32),
-        ("cell", ctypes.c_uint32),
-        ("buffer", ctypes.c_uint32),
         ("channels", ctypes.c_uint32),
         ("allowed", ctypes.c_uint32),
         ("ranks", ctypes.c_uint32),
@@ -69,13 +71,14 @@ def _check(result: int, what: str) -> None:
 class PluginFlow:
     """Connections of the plugin from rank 1 to rank 0, with or without tags."""
 
-    def __init__(self, path: Path, place: NcclPlace, count: int, tagger: Tagger | None) -> None:
-        """Load the plugin from a file of its own, and begin with a job."""
-        self.count = count
+    def __init__(
+        self, path: Path, place: NcclPlace, count: int, tagger: Tagger | None, slots: ctypes.Array[Any]
+    ) -> None:
+        """Load the plugin from a file of its own, and begin with a job. `slots` are what it sends."""
+        self.count, self.slots = count, slots
         self.library = NcclLibrary(path)
         sockets = -1 if tagger is None else tagger.sockets_map
         self.library.begin(place, channels=count, slicing=_SLICING, incarnation=1, sockets_map=sockets)
-        self.slots = ctypes.create_string_buffer(_SLOTS)
         self.library.set_buckets([NcclBucket(ctypes.addressof(self.slots), NBYTES // 4, 4, 0)])
         self.c = _caller()
         with self.library.expected():
@@ -83,7 +86,7 @@ class PluginFlow:
         if not self.caller:
             raise SystemExit("the plugin refuses the communicator")
         self.comms = (ctypes.c_void_p * count)()
-        parameters = (4, _SLICING.cell, _SLICING.buffer, count, count, _RANKS, _SENDER)
+        parameters = (NcclSizes(**asdict(_SLICING)), 4, count, count, _RANKS, _SENDER)
         self._slicing = ctypes.byref(_Slicing(NBYTES // 4, *parameters))
 
     def meet(self, control: Connection, *, sends: bool) -> None:
@@ -113,7 +116,9 @@ class PluginFlow:
 
 
 class SocketFlow:
-    """Plain connections with writes as large as iperf3's, a thread for each."""
+    """Plain connections with writes as large as iperf3's, a thread for each, and the plugin's congestion
+    control.
+    """
 
     def __init__(self, own: IPv4Address, other: IPv4Address, count: int) -> None:
         """Take the addresses."""
@@ -128,6 +133,8 @@ class SocketFlow:
         if sends:
             port = int(control.recv_bytes())
             self._sockets = [socket.create_connection((self._other, port)) for _ in range(self.count)]
+            for one in self._sockets:
+                tune_for_bulk(one)
             return
         with socket.create_server((self._own, 0)) as server:
             control.send_bytes(str(server.getsockname()[1]).encode())
@@ -155,16 +162,17 @@ def flows(rank: int, ips: Sequence[IPv4Address], interface: str) -> Iterator[dic
     """Yield a flow for each mode and number of connections; check the tags at the end."""
     found: dict[tuple[str, int], Flow] = {}
     place = NcclPlace(rank, _RANKS, ips[rank], interface)
+    slots = ctypes.create_string_buffer(_SLOTS)  # of all, because its pages' place in caches is random
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         # Both ranks are in one cgroup, so that a second program would run for each segment.
         tagger = stack.enter_context(Tagger.attach()) if rank == _SENDER else None
         for count in CONNECTIONS:
             found["sockets", count] = SocketFlow(ips[rank], ips[1 - rank], count)
-            for mode in ("untagged", "tagged"):
+            for mode in MODES[1:]:
                 path = Path(shutil.copy(shared_object(), Path(folder, f"{mode}{count}.so")))
-                flow = PluginFlow(path, place, count, tagger if mode == "tagged" else None)
+                flow = PluginFlow(path, place, count, tagger if mode == "tagged" else None, slots)
                 found[mode, count] = flow
-                if mode == "untagged":
+                if mode != "tagged":
                     flow.library.stop("measured without tags")
         yield found
         if tagger is not None and any(tagger.faults().values()):

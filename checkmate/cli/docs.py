@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pydoc
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,18 +17,27 @@ from checkmate.output.tables import FittedTable
 _INSTALLED: Final = Path("share/doc/checkmate-training")
 
 
+def page_names() -> list[str]:
+    """Return the names of all pages, for completion by a shell."""
+    with suppress(UsageFault):
+        return [*_pages()]
+    return []
+
+
 @says_errors
 def docs(
     page: Annotated[
-        str | None, typer.Argument(help="A page, such as job or tutorial/1-laptop.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A page, such as job or tutorial/1-laptop.", show_default=False, autocompletion=page_names
+        ),
     ] = None,
 ) -> None:
     """Print a page of the documentation, as Markdown; without a page, list the pages.
 
     Example: checkmate docs job
     """
-    folder = _folder(Path(checkmate.__file__).resolve().parent.parent)
-    pages = {str(f.relative_to(folder).with_suffix("")): f for f in sorted(folder.rglob("*.md"))}
+    pages = _pages()
     if page is None:
         table = FittedTable("", "page", "title", folds=("title",))
         for name, file in pages.items():
@@ -40,6 +50,11 @@ def docs(
         meant = f"did you mean {near[0]}?" if near else f"the pages are {', '.join(pages)}"
         raise UsageFault(f"no page {page}; {meant}")
     pydoc.pager(pages[name].read_text())
+
+
+def _pages() -> dict[str, Path]:
+    folder = _folder(Path(checkmate.__file__).resolve().parent.parent)
+    return {str(f.relative_to(folder).with_suffix("")): f for f in sorted(folder.rglob("*.md"))}
 
 
 def _folder(packages: Path) -> Path:

@@ -17,7 +17,7 @@ from checkmate.cli.common import UsageFault, out, says_errors
 from checkmate.job import editor_schema, starter
 from checkmate.job.files import SUFFIXES, JobError, read_job
 from checkmate.job.schema import Job, Switch
-from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
+from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
 
 TARGETS: Final = get_args(Switch.model_fields["target"].annotation)
 COLLECTIVES: Final = get_args(Job.model_fields["collective"].annotation)
@@ -57,7 +57,7 @@ def init(
         int, typer.Option("--channels", min=1, max=CHANNELS_MAX, help="Channels of the ring.")
     ] = 1,
     replicas: Annotated[
-        int, typer.Option("--replicas", min=1, max=SHADOW_IDS_MAX, help="Shadow nodes that hold each shard.")
+        int, typer.Option("--replicas", min=1, max=SHARDS_MAX, help="Shadow nodes that hold each shard.")
     ] = 1,
     target: Annotated[
         str, typer.Option("--target", help=f"Kind of switch: {', '.join(TARGETS)}.", autocompletion=_targets)

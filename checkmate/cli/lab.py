@@ -42,7 +42,7 @@ Topology = Annotated[
 ]
 Switches = Annotated[
     str,
-    typer.Option("--target", help=f"Kind of switch: {' or '.join(TARGETS)}.", autocompletion=target_names),
+    typer.Option("--target", help=f"Kind of switch: {', '.join(TARGETS)}.", autocompletion=target_names),
 ]
 Name = Annotated[
     str | None, typer.Option("--name", help="The lab's name.", show_default="the topology's name")

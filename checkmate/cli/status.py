@@ -87,7 +87,7 @@ def _missing_line(found: Sequence[SwitchStatus], missing: Sequence[StreamStatus]
     streams = counted(len(missing), "stream is", "streams are")
     return (
         f"{_absent_words(found)}{streams} not connected after {timeout:g} s, "
-        f"the first: job {first.job}, DP group {first.dp_group}, channel {first.channel}, "
+        f"the first: job {first.job}, DP group {first.dp_group_name}, channel {first.channel}, "
         f"shadow id {first.shadow_id}, node {first.shadow_node} at {first.nic}"
     )
 
@@ -153,10 +153,10 @@ def _job_table(status: SwitchStatus, job: str) -> FittedTable:
     table = FittedTable(title, *columns, *numbers, numbers=numbers)
     for stream in sorted((s for s in status.streams if s.job == job), key=_order):
         table.add_row(
-            str(stream.dp_group),
+            stream.dp_group_name,
             SIDES[stream.side],
             str(stream.channel),
-            f"{stream.shadow_id}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
+            f"{stream.shard}" + (f" #{stream.replication_id}" if stream.replication_id > 1 else ""),
             str(stream.shadow_node),
             stream.nic,
             _connected(stream),

@@ -16,6 +16,7 @@ from checkmate.cli.common import (
     says_errors,
     set_of,
 )
+from checkmate.job import mesh
 from checkmate.job.files import JobError
 from checkmate.keys.checking import check_files
 from checkmate.wording import counted
@@ -57,7 +58,7 @@ def validate(
         ranks = sum(len(group.ranks) for group in job.dp_groups)
         streams = sum(s.boundary.job == job.job for plan in plans.values() for s in plan.streams.values())
         has = (
-            (len(job.dp_groups), "DP group"),
+            (len(job.dp_groups), f"DP group{mesh.sizes(job)}", f"DP groups{mesh.sizes(job)}"),
             (ranks, "rank"),
             (len(job.shadow_nodes), "shadow node"),
             (job.channels, "channel"),

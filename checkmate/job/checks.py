@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Address
 from typing import Any, Final
 
+from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
-from checkmate.job.schema import NODE_IDS_LAST, Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch
+from checkmate.job.fields import NODE_IDS_LAST
+from checkmate.job.placing import interfaces, is_placed
+from checkmate.job.schema import Attachment, Job, Nic, Rank, ShadowNode, Stub, Switch, TrainingHost
 from checkmate.job.tofino.ports import tofino_faults
 from checkmate.job.validation import validated
-from checkmate.wire.tag import SHADOW_IDS_MAX
+from checkmate.wire.tag import NCCL_SHADOW_IDS, SHARDS_MAX
 
 PORTS_MOST: Final = 65535
 RECORDS_PORT: Final = "the port after mgmt's (for step records)"
@@ -40,19 +43,22 @@ def within_job(raw: Any) -> list[Fault]:
     nics = parts(raw, Nic, "shadow_nodes", "nics")
     switches = parts(raw, Switch, "fabric", "switches")
     links = parts(raw, Attachment, "fabric", "links")
-    hosts = [*parts(raw, Stub, "fabric", "switches", "stub"), *ranks, *nics]
+    hosts = interfaces(raw)
+    addressed = [*parts(raw, Stub, "fabric", "switches", "stub"), *hosts, *nics]
     return [
         *_duplicates(switches, "name", "switch name"),
         *_duplicates(switches, "address", "switch", ("address", "device_id")),
         *_duplicates(ranks, "rank", "rank number"),
         *_duplicates(nodes, "id", "shadow node id"),
-        *_same_addresses(hosts),
-        *_duplicates(hosts, "mac", "MAC address"),
-        *_duplicates([*links, *ranks, *nics], "port", "switch port", ("switch", "port")),
+        *_duplicates(parts(raw, TrainingHost, "hosts"), "name", "host name"),
+        *_same_addresses(addressed),
+        *_duplicates(addressed, "mac", "MAC address"),
+        *_duplicates([*links, *hosts, *nics], "port", "switch port", ("switch", "port")),
         *_served_twice(nodes),
-        *_unknown_switches([*ranks, *nics, *links], switches),
-        *_unreachable(ranks, nics, _link_pairs(raw, links), switches),
+        *_unknown_switches([*hosts, *nics, *links], switches),
+        *_unreachable(ranks, [*hosts, *nics], _link_pairs(raw, links), switches),
         *_shadow_lists(raw, nodes),
+        *_together(ranks),
         *_misplaced_for_nccl(raw, ranks),
         *tofino_faults(raw),
     ]
@@ -125,11 +131,11 @@ def _unknown_switches(attached: Sequence[Part], switches: Sequence[Part]) -> Ite
 
 def _unreachable(
     ranks: Sequence[Part],
-    nics: Sequence[Part],
+    attached: Sequence[Part],
     pairs: set[tuple[str, str]] | None,
     switches: Sequence[Part],
 ) -> Iterator[Fault]:
-    """Yield ranks and shadow NICs on switches that are not connected to the first rank's switch.
+    """Yield interfaces on switches that are not connected to the first rank's switch.
 
     Yields nothing if a link, a switch or the first rank is faulty, because its correction may connect them.
     """
@@ -142,7 +148,7 @@ def _unreachable(
     joined = {home}
     while new := {b for a, b in pairs if a in joined} - joined:
         joined |= new
-    for part in [*ranks, *nics]:
+    for part in attached:
         if part.fields.get("switch") in names - joined:
             yield Fault(
                 (*part.path, "switch"),
@@ -170,7 +176,7 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
     ids = [node.fields.get("id") for node in nodes]
     groups = raw.get("dp_groups") if isinstance(raw, dict) else None
     replicas = raw.get("replicas", 1) if isinstance(raw, dict) else 1
-    replicas = replicas if _is_number(replicas, SHADOW_IDS_MAX) else 0
+    replicas = replicas if _is_number(replicas, SHARDS_MAX) else 0
     every = len(ids) if isinstance(raw, dict) and isinstance(raw.get("shadow_nodes"), list) else 0
     for index, group in enumerate(groups if isinstance(groups, list) else []):
         listed = group.get("shadow_nodes") if isinstance(group, dict) else None
@@ -189,9 +195,23 @@ def _shadow_lists(raw: Any, nodes: Sequence[Part]) -> Iterator[Fault]:
                 ("replicas",),
                 f"{replicas} replicas need as many shadow nodes; dp_groups[{index}] has {holders}",
             )
-        if holders > SHADOW_IDS_MAX and not isinstance(listed, list):
-            most = f"a DP group has at most {SHADOW_IDS_MAX} shadow nodes, not {holders}"
+        if holders > SHARDS_MAX and not isinstance(listed, list):
+            most = f"a DP group has at most {SHARDS_MAX} shadow nodes, not {holders}"
             yield Fault(path, f"{most}; list the ones it uses")
+
+
+def _together(ranks: Sequence[Part]) -> Iterator[Fault]:
+    """Yield ranks on the host of another rank of their group: gradients between them pass no switch."""
+    first: dict[tuple[object, object], Part] = {}
+    for rank in ranks:
+        if is_placed(rank) and (host := rank.fields.get("host")) is not None:
+            other = first.setdefault((rank.path[1], host), rank)
+            if other is not rank:
+                yield Fault(
+                    (*rank.path, "host"),
+                    f"{host!r} is the host of {show_path(other.path)} already; the ranks of a DP group need "
+                    "a host each, because a switch copies what passes between hosts",
+                )
 
 
 def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
@@ -209,7 +229,7 @@ def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
                 "of a DP group in ascending order, because NCCL's ring has that order",
             )
         before[rank.path[1]] = max(number or 0, before.get(rank.path[1], 0))
-        if host is None:
+        if host is None or is_placed(rank):
             continue
         other = first.setdefault((rank.path[1], host), rank)
         if other is not rank:
@@ -217,6 +237,18 @@ def _misplaced_for_nccl(raw: Any, ranks: Sequence[Part]) -> Iterator[Fault]:
                 (*rank.path, "mgmt"),
                 f"{host} is the host of {show_path(other.path)} already; with collective: nccl, each rank of "
                 "a DP group needs a host of its own (one GPU for each, as in HSDP's replicate groups)",
+            )
+
+
+def beyond_the_plugin(job: Job) -> Iterator[Fault]:
+    """Yield DP groups of a valid job that have shadow ids for which NCCL's plugin has no room."""
+    for index, first in enumerate(first_shadow_ids(job) if job.collective == "nccl" else ()):
+        last = first + job.shards(index) - 1
+        if last >= NCCL_SHADOW_IDS:
+            yield Fault(
+                ("dp_groups", index),
+                f"has shadow ids {first} to {last}, after those of other groups between the same addresses; "
+                f"with collective: nccl they end at {NCCL_SHADOW_IDS - 1}: list fewer shadow_nodes for each",
             )
 
 

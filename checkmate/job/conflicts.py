@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkmate.job.faults import Fault, Part, Path, addresses_of, parts, served_at, show_path
-from checkmate.job.schema import Attachment, Nic, Rank, ShadowNode, Stub, Switch
+from checkmate.job.placing import interfaces
+from checkmate.job.schema import Attachment, Nic, ShadowNode, Stub, Switch
 from checkmate.job.tofino.ports import effective
 
 Faults = Iterator[tuple[int, Fault]]
@@ -57,9 +58,9 @@ def _claims(raw: Any) -> Iterator[_Claim]:
             yield from _addresses("stub", stub, name)
     for end in parts(raw, Attachment, "fabric", "links"):
         yield from _port(end, end.fields.get("switch"))
-    for rank in parts(raw, Rank, "dp_groups", "ranks"):
-        yield from _addresses("host", rank)
-        yield from _port(rank)
+    for interface in interfaces(raw):
+        yield from _addresses("host", interface)
+        yield from _port(interface)
     for node in parts(raw, ShadowNode, "shadow_nodes"):
         for field, address in served_at(node):
             yield _Claim("shadow node management address", address, (*node.path, field))

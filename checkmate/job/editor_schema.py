@@ -6,11 +6,13 @@ Rules between the parts of a file are left to `checkmate validate`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from checkmate.job.placing import OF_HOST
 from checkmate.job.schema import Attachment, Fabric, Host, Job, Nic, Rank, Switch
 from checkmate.job.tofino import chips
 
@@ -33,7 +35,13 @@ def of_model(model: type[BaseModel]) -> dict[str, Any]:
 def of_job() -> dict[str, Any]:
     """Return the JSON Schema of job files."""
     schema = _with_ports(of_model(Job))
+    rank = schema["$defs"][Rank.__name__]
+    needed = [name for name in rank.pop("required") if name != "rank"]
+    rank["required"] = ["rank"]
+    rank["oneOf"] = [{"required": ["host"], **_without(OF_HOST)}, {"required": needed, **_without(("host",))}]
     path = {"type": "string", "minLength": 1, "description": "The path of a fabric file."}
+    schema["required"].remove("dp_groups")
+    schema["oneOf"] = [{"required": ["dp_groups"]}, {"required": ["mesh", "hosts", "gpus_per_host"]}]
     schema["properties"]["fabric"] = {"anyOf": [schema["properties"]["fabric"], path]}
     return schema
 
@@ -41,6 +49,10 @@ def of_job() -> dict[str, Any]:
 def of_fabric() -> dict[str, Any]:
     """Return the JSON Schema of fabric files."""
     return _with_ports(of_model(Fabric))
+
+
+def _without(names: Iterable[str]) -> dict[str, Any]:
+    return {"properties": dict.fromkeys(names, False)}
 
 
 def _with_ports(schema: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from checkmate.job.addresses import records_beside
-from checkmate.job.schema import Ip
+from checkmate.job.fields import Ip
 
 Path = tuple[str | int, ...]
 _IP: TypeAdapter[IPv4Address] = TypeAdapter(Ip)

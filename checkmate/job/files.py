@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from checkmate.job import checks, conflicts, yaml_lines
 from checkmate.job import faults as parts
 from checkmate.job.faults import Fault
+from checkmate.job.placing import Placing, place
 from checkmate.job.schema import Job
 from checkmate.job.tofino import ports
 from checkmate.job.yaml_lines import Document, JobError, Located
@@ -67,6 +68,8 @@ class _Source:
     raw: Any
     unnamed: tuple[Fault, ...] = ()
     """Ports whose front-panel name has no device port."""
+    placing: Placing = field(default_factory=Placing)
+    """How ranks got their hosts' addresses."""
 
     def locate(self, fault: Fault) -> Located:
         if self.fabric is not None and fault.path[:1] == ("fabric",):
@@ -106,8 +109,12 @@ def read_set(files: Sequence[Path], read: ReadYaml | None = None) -> JobSet:
             order.append(source.fabric.file)
         job, wrong = checks.structure(source.raw)
         said = {fault.path for fault in source.unnamed}
-        wrong = [*source.unnamed, *(fault for fault in wrong if fault.path not in said)]
-        wrong += checks.within_job(source.raw)
+        placing = source.placing
+        wrong = [fault for fault in placing.told(wrong) if fault.path not in said]
+        wrong = [*source.unnamed, *placing.faults, *wrong, *placing.told(checks.within_job(source.raw))]
+        if job is not None and not wrong:
+            wrong = list(checks.beyond_the_plugin(job))
+        wrong = list(dict.fromkeys(wrong))
         if found:  # the fabric can't be read, which is reported already
             wrong = [fault for fault in wrong if fault.path != ("fabric",)]
         faults += [source.locate(fault) for fault in wrong]
@@ -154,7 +161,8 @@ def _source(file: Path, read: ReadYaml) -> tuple[_Source | None, list[Located]]:
             faults = list(error.faults)
             del raw["fabric"]
     _resolve_paths(raw, document.file.parent, (fabric or document).file.parent)
-    return _Source(document, fabric, raw, tuple(ports.resolve(raw))), faults
+    unnamed = tuple(ports.resolve(raw))
+    return _Source(document, fabric, raw, unnamed, place(raw)), faults
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, fabric_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The schema of a job's YAML file (design, section 6).
+"""The schema of a job's YAML file (design, section 6). `fields` has the types of single values.
 
 Structure only. Rules between the parts of a job are in `checks`, those between jobs in `conflicts`; `files`
 reads files.
@@ -9,73 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from checkmate.job.addresses import (
-    checked_host,
-    checked_host_port,
-    checked_ip,
-    checked_mac,
-    records_beside,
-    split_address,
+from checkmate.job.addresses import records_beside, split_address
+from checkmate.job.fields import (
+    CPU_PORT,
+    DSCP_BITS,
+    GPUS_MOST,
+    RANKS_LAST,
+    Collective,
+    Fec,
+    HostName,
+    HostPort,
+    Ip,
+    Mac,
+    Metres,
+    Name,
+    Port,
+    PortName,
+    ShadowNodeId,
+    Size,
+    Speed,
+    TcpPort,
+    checked_dscp_bit,
+    device_port,
 )
 from checkmate.job.tofino import chips
 from checkmate.wire import tag as wire
-
-_MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
-"""Unicast addresses, for editors."""
-_DSCP_BITS: Final = (1, 2, 4, 8, 16, 32)
-
-CPU_PORT: Final = 510
-"""CPU port of the v1model program (`CPU_PORT` in the P4 source)."""
-
-
-def _dscp_bit(value: int) -> int:
-    if value not in _DSCP_BITS:
-        raise ValueError("must be one of the six bits of DSCP: 1, 2, 4, 8, 16 or 32")
-    return value
-
-
-def _port(value: object) -> object:
-    if isinstance(value, str):
-        raise ValueError(
-            f"must be a number from 0 to {CPU_PORT - 1}; a front-panel name such as "
-            '"1/0" is possible only on a switch whose target is tofino or tofino2'
-        )
-    return value
-
-
-def _device_port(value: object) -> object:
-    """Accept a device port alone for a port of a Tofino's front panel."""
-    return {"device_port": value} if isinstance(value, int) else value
-
-
-Mac = Annotated[str, BeforeValidator(checked_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
-Ip = Annotated[IPv4Address, BeforeValidator(checked_ip)]
-HostName = Annotated[str, AfterValidator(checked_host)]
-HostPort = Annotated[
-    str, AfterValidator(checked_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})
-]
-Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
-PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
-Collective = Literal["ring", "nccl"]
-Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
-Fec = Literal["none", "firecode", "rs"]
-Metres = Annotated[float, Field(gt=0, le=10_000)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
-NODE_IDS_LAST: Final = 65535
-ShadowNodeId = Annotated[int, Field(ge=0, le=NODE_IDS_LAST, strict=True)]
 
 
 class _Model(BaseModel):
@@ -143,7 +105,7 @@ class Switch(_Model):
     tls: Tls | None = None
     p4runtime: Literal["stratum", "pi"] = "stratum"
     front_panel: Literal["wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"] | None = None
-    ports: Mapping[PortName, Annotated[PanelPort, BeforeValidator(_device_port)]] = {}
+    ports: Mapping[PortName, Annotated[PanelPort, BeforeValidator(device_port)]] = {}
     speed: Speed = "100G"
     fec: Fec | None = None
     cable: Metres = 5.0
@@ -173,7 +135,7 @@ class TagSettings(_Model):
     """Settings for marking tagged segments."""
 
     dscp_bit: Annotated[
-        int, Field(strict=True, json_schema_extra={"enum": [*_DSCP_BITS]}), AfterValidator(_dscp_bit)
+        int, Field(strict=True, json_schema_extra={"enum": [*DSCP_BITS]}), AfterValidator(checked_dscp_bit)
     ] = wire.DEFAULT_DSCP_BIT
     priority: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
     """IEEE 802.1Q priority of all training traffic if PFC is used; Tofino has no PFC for 0."""
@@ -192,27 +154,55 @@ class Host(Attachment):
         return (self.ip, *self.addresses)
 
 
-class Rank(Host):
-    """A training rank: `rank` is its number in the whole job."""
+class TrainingHost(_Model):
+    """A host with one or more ranks, and its interfaces on the training network."""
 
-    rank: Annotated[int, Field(ge=0, le=65535, strict=True)]
+    name: Name
     mgmt: HostName | None = None
+    nics: Annotated[tuple[Host, ...], Field(min_length=1, max_length=64)]
+
+
+class Rank(Host):
+    """A training rank: `rank` is its number in the whole job.
+
+    A rank that names a `host` has the rest from there (`placing`). Else it is alone on a host of its own.
+    """
+
+    rank: Annotated[int, Field(ge=0, le=RANKS_LAST, strict=True)]
+    mgmt: HostName | None = None
+    host: Name | None = None
+    nic: Annotated[int, Field(ge=0, strict=True)] = 0
 
     @property
-    def host(self) -> str:
+    def place(self) -> str:
+        """Its host's name or address on the management network, or else its own address."""
         return self.mgmt or str(self.ip)
 
     @property
     def named(self) -> str:
         """Its name in messages."""
-        return f"rank {self.rank} ({self.host})"
+        return f"rank {self.rank} ({self.place})"
+
+
+class Mesh(_Model):
+    """The ranks of a job as a mesh, numbered row by row, the last dimension first. DP groups are replicas."""
+
+    pp: Size = 1
+    dp_replicate: Annotated[int, Field(ge=2, le=RANKS_LAST + 1, strict=True)]
+    dp_shard: Size = 1
+    tp: Size = 1
+
+    @property
+    def groups(self) -> int:
+        """Number of DP groups."""
+        return self.pp * self.dp_shard * self.tp
 
 
 class DpGroup(_Model):
     """A data-parallel group with its ranks in ring order. `shadow_nodes` are ids, by default all."""
 
     ranks: Annotated[tuple[Rank, ...], Field(min_length=2)]
-    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHADOW_IDS_MAX)] | (
+    shadow_nodes: Annotated[tuple[ShadowNodeId, ...], Field(min_length=1, max_length=wire.SHARDS_MAX)] | (
         None
     ) = None
 
@@ -244,20 +234,34 @@ class Job(_Model):
     collective: Collective = "ring"
     """What reduces gradients: Checkmate's own ring, or NCCL with Checkmate's plugin."""
     channels: Annotated[int, Field(ge=1, le=wire.CHANNELS_MAX, strict=True)] = 1
-    replicas: Annotated[int, Field(ge=1, le=wire.SHADOW_IDS_MAX, strict=True)] = 1
+    replicas: Annotated[int, Field(ge=1, le=wire.SHARDS_MAX, strict=True)] = 1
     keys: Path | None = None
     """The folder with the folder of this job's keys; beside the job file by default."""
+    hosts: tuple[TrainingHost, ...] = ()
+    """Hosts that ranks name."""
+    mesh: Mesh | None = None
+    """What `dp_groups` were made from (`checkmate.job.mesh`)."""
+    gpus_per_host: Annotated[int, Field(ge=1, le=GPUS_MOST, strict=True)] | None = None
     dp_groups: Annotated[tuple[DpGroup, ...], Field(min_length=1)]
     shadow_nodes: Annotated[tuple[ShadowNode, ...], Field(min_length=1)]
 
-    def hosts(self) -> Iterator[tuple[str, Rank | Nic]]:
-        """Yield every rank and shadow NIC, each with the name of its machine, such as `rank 0 of gpt`."""
+    def interfaces(self) -> Iterator[tuple[str, Host]]:
+        """Yield all interfaces on the training network, with the names of their machines: `rank 0 of gpt`."""
         for group in self.dp_groups:
             for rank in group.ranks:
-                yield f"rank {rank.rank} of {self.job}", rank
+                if rank.host is None:
+                    yield f"rank {rank.rank} of {self.job}", rank
+        for host in self.hosts:
+            for interface in host.nics:
+                yield f"host {host.name} of {self.job}", interface
         for node in self.shadow_nodes:
             for nic in node.nics:
                 yield f"shadow node {node.id} of {self.job}", nic
+
+    @property
+    def groups(self) -> range:
+        """The indices of its DP groups."""
+        return range(len(self.dp_groups))
 
     def shadow_list(self, group: int) -> tuple[int, ...]:
         """Return the ids of the shadow nodes that hold a DP group's shards, in the order of shards."""

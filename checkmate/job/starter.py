@@ -72,7 +72,7 @@ def _head(start: Start, file: str) -> Iterator[str]:
 
 def _ranks(start: Start) -> Iterator[str]:
     yield "# Trainers. ip and mac (*): on the training network; mgmt: on the management network."
-    yield "dp_groups:  # one for each pipeline stage"
+    yield "dp_groups:  # one for each pipeline stage; for hosts with several ranks, see `checkmate docs job`"
     yield "  - ranks:  # in the order of the ring, each with its port of the switch (*)"
     for rank, host in enumerate(start.ranks):
         yield f"      - {{rank: {rank}, {_nic(start, rank + 1, rank + 1)}, mgmt: {_quoted(host)}}}"

@@ -65,7 +65,7 @@ def hosts_of(job: Job, role: Role) -> tuple[str, ...]:
     """Return the hosts that need a role's keys, each once; none if the job does not name them."""
     match role:
         case Role.TRAINER:
-            found = [rank.host for group in job.dp_groups for rank in group.ranks]
+            found = [rank.place for group in job.dp_groups for rank in group.ranks]
         case Role.SHADOW:
             found = [split_address(node.mgmt)[0] for node in job.shadow_nodes]
         case _:

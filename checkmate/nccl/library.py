@@ -6,16 +6,22 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
 
 from checkmate.wire.nccl_slicing import NcclSlicing
-from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, SHADOW_IDS_MAX
+from checkmate.wire.tag import CHANNELS_MAX, DEFAULT_DSCP_BIT, NCCL_SHADOW_IDS
 
 _TROUBLE_MAX: Final = 512
 _BUCKETS_MAX: Final = 4096
+
+
+class NcclSizes(ctypes.Structure):
+    """`struct slicing_sizes` of plugin/slicing.h: the parameters of a slicing, in their order."""
+
+    _fields_ = tuple((one.name, ctypes.c_uint32) for one in fields(NcclSlicing))
 
 
 class _Job(ctypes.Structure):
@@ -26,8 +32,7 @@ class _Job(ctypes.Structure):
         ("ranks", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),
         ("channels", ctypes.c_uint32),
-        ("cell", ctypes.c_uint32),
-        ("buffer", ctypes.c_uint32),
+        ("sizes", NcclSizes),
         ("incarnation", ctypes.c_uint32),
         ("dscp_bit", ctypes.c_uint32),
         ("sockets_map", ctypes.c_int32),
@@ -116,8 +121,7 @@ class NcclLibrary:
             ranks=place.ranks,
             rank=place.rank,
             channels=channels,
-            cell=slicing.cell,
-            buffer=slicing.buffer,
+            sizes=NcclSizes(**asdict(slicing)),
             incarnation=incarnation,
             dscp_bit=dscp_bit,
             sockets_map=sockets_map,
@@ -136,7 +140,7 @@ class NcclLibrary:
         self._itemsizes = [b.itemsize for b in buckets]
         made = [_Bucket(b.address, b.elements, b.itemsize, b.shadow_id, b.allowed) for b in buckets]
         if self._library.checkmate_nccl_buckets((_Bucket * len(made))(*made), len(made)):
-            most = f"it takes {_BUCKETS_MAX} at most, with shadow ids below {SHADOW_IDS_MAX}"
+            most = f"it takes {_BUCKETS_MAX} at most, with shadow ids below {NCCL_SHADOW_IDS}"
             raise ValueError(f"the NCCL plugin refuses {len(made)} buckets: {most}")
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from ipaddress import IPv4Address
 
 from checkmate.job import boundaries
 from checkmate.job.schema import Job
@@ -175,13 +176,13 @@ class Demand:
     def _rounds(self, stream: boundaries.Stream) -> tuple[int, ...]:
         """Return a stream's bytes in each round of its ring, which are equal for all holders of a shard."""
         boundary = stream.boundary
-        key = boundary.number, stream.channel, stream.shadow_id
+        key = boundary.number, stream.channel, stream.shard
         if key not in self._of_stream:
             ranks = len(self.job.dp_groups[boundary.group].ranks)
             found = [0] * (ranks - 1)
             layout = self.layouts[boundary.group]
             for bucket in layout.schedule:
-                if bucket.shadow_id != stream.shadow_id:
+                if bucket.shadow_id != stream.shard:
                     continue
                 chunks = layout.slicing.tagged_chunks(
                     bucket, self.job.channels, stream.channel, ranks, boundary.side
@@ -199,12 +200,15 @@ class Demand:
         return tuple(total)
 
     def _peaks(self, streams: Sequence[boundaries.Stream]) -> tuple[float, ...]:
-        """Return peak rates. A boundary's channel sends to one shard at a time, at its share of the line."""
-        sending: list[set[tuple[int, int]]] = [set() for _ in range(self.rounds)]
+        """Return peak rates. A boundary's channel sends to one shard at a time, at its share of the line.
+
+        Ranks with the same address share a line, too.
+        """
+        sending: list[set[tuple[IPv4Address, int]]] = [set() for _ in range(self.rounds)]
         for stream in streams:
             for round_, nbytes in enumerate(self._rounds(stream)):
                 if nbytes:
-                    sending[round_].add((stream.boundary.number, stream.channel))
+                    sending[round_].add((stream.boundary.source.ip, stream.channel))
         channel = self.link_bits_per_s / self.job.channels
         return tuple(len(channels) * channel for channels in sending)
 

@@ -17,15 +17,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from checkmate.planner.demand import layout_of
 from checkmate.planner.models.named import Model
-from checkmate.wire.tag import SHADOW_IDS_MAX
 from checkmate.wording import counted
 
 NOISE: Final = 1.1
 """Smaller slowdowns are not reported."""
 CACHES: Final = 1.25
 """Superlinear speedup that is plausible, because more cores also have more cache."""
-NODES_MAX = SHADOW_IDS_MAX
-"""Maximum number of shards of a DP group, and so of nodes that share its step."""
 
 
 class ProfileError(ValueError):

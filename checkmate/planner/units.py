@@ -14,6 +14,8 @@ from typing import Final
 
 HOUR_S: Final = 3600.0
 DAY_HOURS: Final = 24.0
+NODES_MAX: Final = 16
+"""Shadow nodes of a DP group up to which plans compare their numbers."""
 
 _TIME_S: Final = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0,

@@ -60,7 +60,7 @@ class AllReduce(AbstractContextManager["AllReduce"]):
             if not tensor.is_floating_point():
                 raise ValueError(f"a bucket of {tensor.dtype} can't be averaged")
         place = ring.place
-        self._tagged: dict[tuple[int, int], TaggedSocket] = {}  # by channel and shard
+        self._tagged: dict[tuple[int, int], TaggedSocket] = {}  # by channel and shadow id
         if side_of(place.ranks, place.rank) is not None:
             shards = sorted({bucket.shadow_id for bucket in buckets})
             for channel, sender in enumerate(ring.senders):
@@ -81,7 +81,7 @@ class AllReduce(AbstractContextManager["AllReduce"]):
         self._engine.submit(index)
 
     def ends(self) -> dict[tuple[int, int], int]:
-        """Return each stream's number of tagged bytes in this incarnation, by channel and shard.
+        """Return each stream's number of tagged bytes in this incarnation, by channel and shadow id.
 
         It is empty unless this rank tags, and exact only while no bucket is in progress.
         """

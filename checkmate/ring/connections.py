@@ -155,11 +155,12 @@ def connect_ring(place: RingPlace, tagger: Tagger | None = None, timeout: float 
 
 
 def _listen(place: RingPlace, channel: int) -> socket.socket:
-    address = (place.ips[place.rank], place.port + channel)
+    address = place.address(place.rank, channel)
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _enlarge(listener, socket.SO_RCVBUF, tcp.SO_RCVBUFFORCE)
+        _keep_to(place.device, listener)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -175,13 +176,14 @@ def _connect(
 ) -> TaggedSocket | PlainSocket:
     """Connect to the next rank, and greet it; retry until it listens and answers."""
     peer = (place.rank + 1) % place.ranks
-    address = (place.ips[peer], place.port + channel)
+    address = place.address(peer, channel)
     while True:
         sock = socket.socket()
         doing = "reach"
         try:
             tcp.tune_for_bulk(sock)
             _enlarge(sock, socket.SO_SNDBUF, tcp.SO_SNDBUFFORCE)
+            _keep_to(place.device, sock)
             sock.bind((place.ips[place.rank], 0))
             sender: TaggedSocket | PlainSocket = PlainSocket(sock)
             if tagger is not None:
@@ -241,6 +243,12 @@ def receive_into(receive: Callable[[memoryview, int, int], int], view: memoryvie
         if not count:
             raise ConnectionResetError("the connection ended")
         done += count
+
+
+def _keep_to(device: str | None, sock: socket.socket) -> None:
+    """Have a socket use one interface only: the switch drops frames from another one with its address."""
+    if device is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
 
 
 def _enlarge(sock: socket.socket, option: int, force: int) -> None:

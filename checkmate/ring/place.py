@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from ipaddress import IPv4Address
 
 from checkmate.errors import CheckmateError
+from checkmate.job.schema import Job
 from checkmate.keys.secret_files import SECRET_BYTES
 from checkmate.ring.greetings import Greeting
 from checkmate.wire import tag
 
 DEFAULT_PORT = 47000
 """Port of channel 0; channel c uses this plus c."""
+
+
+def ring_ports(job: Job, group: int) -> list[int]:
+    """Return the port of channel 0 of each rank of a DP group.
+
+    Of ranks with one address, each has `CHANNELS_MAX` ports, in order of their numbers.
+    """
+    at: dict[IPv4Address, list[int]] = {}
+    for one in job.dp_groups:
+        for rank in one.ranks:
+            at.setdefault(rank.ip, []).append(rank.rank)
+    return [
+        DEFAULT_PORT + tag.CHANNELS_MAX * sorted(at[rank.ip]).index(rank.rank)
+        for rank in job.dp_groups[group].ranks
+    ]
+
 
 PUBLIC_KEY = blake2b(b"checkmate ring without a key", digest_size=SECRET_BYTES).digest()
 """The key of rings that are not a job's, in labs and measurements. Everybody has it."""
@@ -35,6 +53,11 @@ class RingPlace:
     """One address per rank, in ring order."""
     channels: int
     port: int = DEFAULT_PORT
+    """Port of channel 0 of every rank."""
+    ports: Sequence[int] = ()
+    """The same for each rank, in ring order, if they differ."""
+    device: str | None = None
+    """The interface of this rank's address, on a host that has several for the training network."""
     incarnation: int = 0
     dscp_bit: int = tag.DEFAULT_DSCP_BIT
     fingerprint: bytes = bytes(16)
@@ -53,6 +76,10 @@ class RingPlace:
     def previous(self) -> int:
         """The rank that connects to this one."""
         return (self.rank - 1) % self.ranks
+
+    def address(self, rank: int, channel: int) -> tuple[str, int]:
+        """Return where a rank listens on `channel`."""
+        return self.ips[rank], (self.ports[rank] if self.ports else self.port) + channel
 
     def name(self, rank: int) -> str:
         """Return a rank's name in messages."""

@@ -1,9 +1,9 @@
 """NCCL's slicing of a ring AllReduce: the elements of each send, and which sends are fully reduced. Pure.
 
-It describes the SIMPLE protocol with one GPU per node, and collectives that are launched alone. Its sizes are
-parameters, because versions of NCCL differ in them: cells have 16 KiB from 2.29 on, and 8 KiB before.
-tests/wire/test_nccl_slicing.py compares it with recorded calls of NCCL, and tests/nccl/test_slicing.py with
-the plugin.
+It describes the SIMPLE protocol with one GPU per node, and collectives that are launched alone. Its sizes and
+steps are parameters, because versions of NCCL differ: cells have 16 KiB from 2.29 on, and 8 KiB before. The
+others are the same from 2.26 to 2.30. tests/wire/test_nccl_slicing.py compares it with recorded calls, and
+tests/nccl/test_slicing.py with the plugin.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from checkmate.wire.schedule import FIRST, Bucket, Chunk
 KIND: Final = "nccl"
 """Its name in layouts."""
 
-SLICES: Final = 2
-"""Sends of each step of the ring; the second may be empty."""
-_LINE: Final = 16
-"""Bytes to which chunks are aligned, and elements of which slices are multiples."""
-_STEPS: Final = 8
-"""Parts of a connection's buffer, of which a chunk has four, and a send at most two."""
-_CHUNK_UNIT: Final = 512
-BUFFER_LEAST: Final = 64 << 10
-"""The smallest supported buffer. A shadow node keeps a place for each chunk, so chunks may not be tiny."""
+_ITEM_MAX: Final = 16
+"""Bytes of the largest element, of which all sizes are multiples."""
+_SIZE_MAX: Final = 1 << 30
+_STEPS_MAX: Final = 64
+CHUNK_LEAST: Final = 32 << 10
+"""The smallest supported chunk. A shadow node keeps a place for each chunk, so chunks may not be tiny."""
+_LEAST_SLICE: Final = 32
+"""A slice has at least this part of its room in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,52 @@ class NcclSend:
 
 @dataclass(frozen=True, slots=True)
 class NcclSlicing:
-    """Sizes in bytes: of the cells that channels share out, and of a connection's buffer (NCCL_BUFFSIZE)."""
+    """NCCL's sizes in bytes, and its steps, which are parts of a connection's buffer."""
 
     cell: int = 16 << 10
+    """Of what channels share out."""
     buffer: int = 4 << 20
+    """Of a connection (NCCL_BUFFSIZE)."""
+    alignment: int = 16
+    """Of chunks, and, as a number of elements, of slices."""
+    grain: int = 512
+    """Of which the largest chunk is a multiple."""
+    steps: int = 8
+    """Of a buffer."""
+    chunk_steps: int = 4
+    """Of the largest chunk."""
+    slice_steps: int = 2
+    """Of a slice, which is one send. The last slices of a chunk may be empty."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for sizes that NCCL does not have."""
-        for name, size, least in (("cell", self.cell, _LINE), ("buffer", self.buffer, BUFFER_LEAST)):
-            if size < least or size % _LINE:
-                raise ValueError(f"{name} {size}: must be a multiple of {_LINE} bytes, at least {least}")
+        """Raise `ValueError` for sizes and steps with which NCCL could not work."""
+        for name in ("cell", "buffer", "alignment", "grain"):
+            size = getattr(self, name)
+            if not _ITEM_MAX <= size <= _SIZE_MAX or size % _ITEM_MAX:
+                raise ValueError(
+                    f"{name} {size}: must be a multiple of {_ITEM_MAX} bytes, at least {_ITEM_MAX}, "
+                    f"at most {_SIZE_MAX}"
+                )
+        if not 1 <= self.slice_steps <= self.chunk_steps <= self.steps <= _STEPS_MAX:
+            steps = f"{self.slice_steps}, {self.chunk_steps} and {self.steps}"
+            raise ValueError(f"steps {steps} of slice, chunk and buffer: must ascend, from 1 to {_STEPS_MAX}")
+        if self.chunk_steps % self.slice_steps:
+            raise ValueError(f"chunk_steps {self.chunk_steps}: must be a multiple of {self.slice_steps}")
+        if self.chunk < CHUNK_LEAST:
+            least = -(-CHUNK_LEAST * self.steps // self.chunk_steps)
+            raise ValueError(
+                f"buffer {self.buffer}: must be at least {least}, for chunks of {CHUNK_LEAST} bytes"
+            )
+
+    @property
+    def slices(self) -> int:
+        """Sends of each step of the ring."""
+        return self.chunk_steps // self.slice_steps
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the largest chunk."""
+        return self.buffer // self.steps * self.chunk_steps // self.grain * self.grain
 
     def used(self, elements: int, itemsize: int, channels: int, allowed: int = 0) -> int:
         """Return the number of channels that carry a bucket (see `part`)."""
@@ -123,16 +158,16 @@ class NcclSlicing:
 
     def _chunk(self, left: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a chunk in a loop over the ring that begins with `left` elements."""
-        whole = self.buffer // _STEPS * 4 // _CHUNK_UNIT * _CHUNK_UNIT // itemsize
+        whole = self.chunk // itemsize
         if left >= ranks * whole:
             return whole
-        line = _LINE // itemsize
+        line = self.alignment // itemsize
         return _up(_up(left, ranks), line) * line
 
     def _slices(self, chunk: range, itemsize: int) -> Iterator[range]:
-        least = self.buffer // _STEPS // itemsize * 2 // (_LINE * SLICES)
-        size = max(_up(len(chunk), _LINE * SLICES) * _LINE, least)
-        for first in range(0, SLICES * size, size):
+        least = self.buffer // self.steps // itemsize * self.slice_steps // _LEAST_SLICE
+        size = max(_up(len(chunk), self.alignment * self.slices) * self.alignment, least)
+        for first in range(0, self.slices * size, size):
             yield chunk[first : first + size]
 
 

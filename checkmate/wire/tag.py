@@ -29,7 +29,10 @@ COPY_WINDOW = 65535
 
 MODULUS = 1 << 32
 CHANNELS_MAX = 8
-SHADOW_IDS_MAX = 16
+SHARDS_MAX = 256
+"""Of a DP group. Shadow ids have 16 bits, because groups with the same addresses share them."""
+NCCL_SHADOW_IDS = 16
+"""Shadow ids, from 0 on, that the NCCL plugin has room for (`SHADOW_IDS_MAX` there)."""
 
 _TAG = struct.Struct("!BBHIIHBB")
 _HELLO = struct.Struct("!IIHHBBHQ")

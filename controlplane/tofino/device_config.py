@@ -49,27 +49,31 @@ class PackedProgram:
     """The device port that the program uses for the controller, if the compilation recorded it."""
 
 
-def read_program(target: str, sde: Path | None = None) -> PackedProgram:
+def read_program(target: str, sde: Path | None = None, cpu_port: int | None = None) -> PackedProgram:
     """Read the output of `python -m p4src.compile target` under the SDE's installation.
 
-    The paths are those in the compiler's own `.conf`, which bf_switchd reads too.
+    The paths are those in the compiler's own `.conf`, which bf_switchd reads too. `cpu_port` is that of the
+    compilation that an error proposes.
 
     Raises:
         NotCompiled: The output is missing or malformed.
     """
     root = sde or p4src.sde_install()
     conf = configuration(target, root)
+    compiling = f"python -m p4src.compile {target}"
+    if cpu_port is not None:
+        compiling += f" --cpu-port {cpu_port}"
     try:
         return _parse(json.loads(conf.read_text()), root)
     except OSError as error:
         raise NotCompiled(
             f"the program isn't compiled for {target}: {error.filename} can't be read ({error.strerror}); "
-            f"run `python -m p4src.compile {target}`, with SDE_INSTALL set if it is to go into an SDE"
+            f"run `{compiling}`, with SDE_INSTALL set if it is to go into an SDE"
         ) from None
     except (ValueError, LookupError, TypeError) as error:
         raise NotCompiled(
             f"{conf} isn't what the compiler writes ({type(error).__name__}: {error}); "
-            f"run `python -m p4src.compile {target}` again"
+            f"run `{compiling}` again"
         ) from None
 
 

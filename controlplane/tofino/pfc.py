@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from checkmate.job.schema import Job, Nic, Rank, Switch
+from checkmate.job.schema import Host, Job, Nic, Switch
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import PortSettings, port_settings
 from controlplane.entities import MulticastGroup
@@ -135,7 +135,7 @@ def peers_of(network: Network, switch: str) -> tuple[dict[int, tuple[str, ...]],
     found: dict[int, tuple[str, ...]] = {
         port: (f"switch {far}",) for port, far in network.links(switch).items()
     }
-    here = [(name, host) for job in network.jobs for name, host in job.hosts() if host.switch == switch]
+    here = [(name, host) for job in network.jobs for name, host in job.interfaces() if host.switch == switch]
     found |= {host.port: (name,) for name, host in here}
     return found, {host.port for _, host in here if isinstance(host, Nic)}
 
@@ -235,15 +235,15 @@ class HostCommands:
 
 
 def host_commands(jobs: Sequence[Job]) -> Iterator[HostCommands]:
-    """Yield the commands for every rank and shadow NIC that is attached to a Tofino."""
+    """Yield the commands for every interface that is attached to a Tofino."""
     for job in jobs:
         switches = {switch.name: switch for switch in job.fabric.switches if switch.is_tofino}
-        for name, host in job.hosts():
+        for name, host in job.interfaces():
             if host.switch in switches:
                 yield _host(name, host, switches[host.switch], job)
 
 
-def _host(name: str, place: Rank | Nic, switch: Switch, job: Job) -> HostCommands:
+def _host(name: str, place: Host, switch: Switch, job: Job) -> HostCommands:
     """Return a host's commands. A shadow NIC stops pausing if its host stops reading."""
     priority = job.tag.priority
     commands = [

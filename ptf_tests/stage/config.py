@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from checkmate.job.schema import HostPort
+from checkmate.job.fields import HostPort
 from checkmate.job.yaml_lines import JobError, read_document
 from ptf_tests.packets import PORTS
 

@@ -103,8 +103,9 @@ def shell(folder: Path, *command: str, **more: str) -> str:
         (["validate", "j"], ["jobs/", "jobs/gpt.yaml", "jobs/llama.yml"]),
         (["shadow", "jobs/l"], ["jobs/llama.yml"]),
         (["plan", "--pf"], ["--pfc"]),
-        (["lab", "up", "two"], ["two_stages", "two_tor"]),
-        (["lab", "run", "single_tor", "--target", ""], ["softswitch", "bmv2"]),
+        (["docs", "tutorial/1"], ["tutorial/1-laptop"]),
+        (["lab", "up", "two"], ["two_hosts", "two_stages", "two_tor"]),
+        (["lab", "run", "single_tor", "--target", ""], ["softswitch", "bmv2", "tofino"]),
         (["validate", "a"], [""]),  # bash completes this name itself, and quotes it
     ],
 )

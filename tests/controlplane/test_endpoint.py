@@ -127,6 +127,22 @@ def test_a_hello_is_admitted_and_acknowledged_after() -> None:
     assert (str(tcp.flags), tcp.seq, tcp.ack) == ("A", 0, (ISN + 41) % tag.MODULUS)
 
 
+def test_groups_on_the_same_hosts_have_streams_of_their_own() -> None:
+    together = job(channels=2, ranks=3, nodes=2, groups=2, shared=True)
+    at = empty_view(together, KEY)
+    assert together.shadow_nodes[0].nics[0] == NIC
+    first = connect(at, hello_of(boundary=0, shadow_id=0)).admission
+    second = connect(at, hello_of(boundary=2, shadow_id=2), sport=5001).admission
+    assert first is not None and second is not None
+    assert first.key[0] == second.key[0] == at.boundary_ids["demo", 2], "one id for their addresses"
+    assert (first.key[2], second.key[2]) == (0, 2)
+    assert len(at.connected.by_stream) == 2
+    for shadow_id in (0, 1, 4, 65535):
+        refused = ask(hello_frame(hello_of(boundary=2, shadow_id=shadow_id), sport=5002), at)
+        assert refused.admission is None
+        assert f"no channel 0 of shadow id {shadow_id}" in refused.note
+
+
 def test_a_repeated_hello_gets_the_same_answer_and_changes_nothing() -> None:
     at = view()
     first = connect(at, HELLO)

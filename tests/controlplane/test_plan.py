@@ -78,7 +78,8 @@ def test_a_group_has_the_training_port_and_each_holders_port(jobs: list[Job]) ->
     network = Network(jobs)
     for name, plan in everything(jobs).items():
         by_boundary = plan.boundary_ids
-        assert len(set(by_boundary.values())) == len(by_boundary)
+        pairs = {b.pair for b in network.boundaries if b.switch == name}
+        assert len(set(by_boundary.values())) == len(pairs)
         for entry in plan.holdings.table("replication"):
             here = [
                 s
@@ -86,6 +87,7 @@ def test_a_group_has_the_training_port_and_each_holders_port(jobs: list[Job]) ->
                 if key[:3] == (entry["boundary"], entry["channel"], entry["shadow_id"])
             ]
             boundary = here[0].boundary
+            assert {s.boundary for s in here} == {boundary}, "one boundary for its addresses and shadow id"
             (of,) = (e for e in plan.holdings.table("boundaries") if e["boundary"] == entry["boundary"])
             key = boundary.source.port, int(boundary.source.ip), int(boundary.destination.ip)
             assert key == (of["port"], of["source"], of["destination"])

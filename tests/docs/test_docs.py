@@ -65,7 +65,7 @@ def test_every_key_of_a_topology_is_there() -> None:
 def test_the_addresses_of_a_lab_are_as_written() -> None:
     lab = build("mine", yaml.safe_load(blocks("lab.md", "yaml")[0]))
     rank, shadow, switch = lab.ranks[3], lab.shadow_nodes[0], lab.switches[1]
-    assert (str(rank.interfaces[0].ip), str(rank.mgmt)) == ("10.0.1.4", "172.31.1.104")
+    assert (str(rank.interface.ip), str(rank.mgmt)) == ("10.0.1.4", "172.31.1.104")
     assert (str(shadow.interfaces[1].ip), str(shadow.mgmt)) == ("10.0.2.2", "172.31.2.1")
     assert (str(switch.stub_ip), str(switch.mgmt)) == ("10.0.3.2", "172.31.3.2")
     ports = [host.interfaces[0].port for host in lab.hosts if host.interfaces[0].switch == "right"]
@@ -74,10 +74,11 @@ def test_the_addresses_of_a_lab_are_as_written() -> None:
 
 
 def test_the_example_of_a_job_works(tmp_path: Path) -> None:
-    job, fabric, tofino = blocks("job.md", "yaml")
+    job, fabric, hosts, mesh, tofino = blocks("job.md", "yaml")
     (tmp_path / "fabric.yaml").write_text(fabric)
-    (tmp_path / "job.yaml").write_text(job)
-    assert read_job(tmp_path / "job.yaml").job == "gpt"
+    for text, ranks in ((job, [0, 1]), (hosts, [0, 2]), (mesh, [0, 2])):
+        (tmp_path / "job.yaml").write_text(text)
+        assert [rank.rank for rank in read_job(tmp_path / "job.yaml").dp_groups[0].ranks] == ranks
     (tmp_path / "fabric.yaml").write_text(tofino)
     for port in range(1, 5):
         job = job.replace(f"port: {port}}}", f"port: {port}/0}}")

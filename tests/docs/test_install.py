@@ -100,7 +100,7 @@ def test_every_extra_is_in_the_table() -> None:
 def test_the_line_for_torchrun_is_that_of_labs() -> None:
     """It has the same options, except for what only hosts in namespaces need."""
     topology = load("single_tor")
-    words = torchrun.command(topology, topology.ranks[0], ["train.py"])
+    words = torchrun.command(topology, topology.trainers[0], ["train.py"])
     environment = (f"{name}=" for name in ("CHECKMATE_JOB", *torchrun.ENVIRONMENT))
     lab = " ".join([*environment, *map(str, words)])
     (line,) = re.findall(r"```\n(CHECKMATE_JOB=.*?)```", PAGE, re.DOTALL)

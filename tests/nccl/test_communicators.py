@@ -16,7 +16,7 @@ from checkmate.nccl.building import shared_object
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl.calls import RELEASES, Caller, Versions
-from tests.support.nccl.sender import LOOPBACK, OURS, SendingRank, address
+from tests.support.nccl.sender import ANOTHER, LOOPBACK, OURS, SendingRank, address
 
 Make = Callable[..., SendingRank]
 
@@ -37,6 +37,25 @@ def test_each_release_s_interfaces_lead_to_the_same_tags(make: Make, release: st
         for send in slicing.tagged(slicing.part(100_000, 4, 2, channel), 4, 3, 1)
     )
     assert sum(sender.library.count(channel, 1)[0] for channel in range(2)) == 2 * once
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_plugin_that_refused_a_communicator_first_is_used_later(make: Make, release: str) -> None:
+    """DDP may make a communicator before there is a job, and others between our AllReduces.
+
+    They may belong to another copy of NCCL in the process, whose callback does not know our sends.
+    """
+    sender = make(release, 1, 2, 1, refused=True)
+    bucket = NcclBucket(address(0), 10_000, 4, 0)
+    sender.library.set_buckets([bucket])
+    other = Caller(Path(sender.caller.library._name), RELEASES[release])
+    for times in range(1, 4):
+        assert other.init(ANOTHER + times, 2, 2, 1) != 0
+        assert other.tuned(ANOTHER + times, 2) == ([[5.0] * 3] * 7, 0)
+        assert other.coll(address(0), 10_000, "ncclFloat32", 1, comm_hash=ANOTHER + times) is None
+        with sender.library.expected():
+            sender.reduce(0, bucket)
+        assert (sender.library.trouble, sender.library.count(0, 0)[0]) == ("", times * 20_000)
 
 
 def test_each_net_works_with_each_profiler(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +124,7 @@ def test_another_communicator_keeps_another_network(make: Make, release: str) ->
     sender = make(release, 0, 2, 1)
     sender.library.set_buckets([NcclBucket(address(0), 100, 4, 0)])
     other = Caller(Path(sender.caller.library._name), RELEASES[release])
-    assert other.init(12, 2, 2, 0) != 0
+    assert other.init(ANOTHER, 2, 2, 0) != 0
     with sender.library.expected():  # versions 2.26 and 2.27 connect with the first collective
         assert sender.caller.properties() == 0
     coll = other.coll(address(0), 100, "ncclFloat32", 1)
@@ -113,7 +132,7 @@ def test_another_communicator_keeps_another_network(make: Make, release: str) ->
     assert other.proxy_op(coll, 0, 1) is None
     sender.send(0, 400, None)
     assert (sender.library.trouble, sender.library.count(0, 0)) == ("", (0, 0))
-    assert other.tuned(12, 2) == ([[5.0] * 3] * 7, 0)
+    assert other.tuned(ANOTHER, 2) == ([[5.0] * 3] * 7, 0)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -130,7 +149,7 @@ def test_a_second_communicator_during_the_creation_is_doubt(make: Make) -> None:
     sender = make("2.30", 0, 2, 1)
     other = Caller(Path(sender.caller.library._name), RELEASES["2.30"])
     with sender.library.expected():
-        other.init(12, 2, 2, 0)
+        other.init(ANOTHER, 2, 2, 0)
     assert "two communicators were created at once" in sender.library.trouble
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ from checkmate.nccl.library import NcclLibrary, NcclPlace
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl.calls import RELEASES, REMOTE_ERROR, Caller
 from tests.support.nccl.sender import LOOPBACK, KeepingCaller, buffer, until
+
+DEFAULT = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 class Pair:
@@ -87,6 +92,26 @@ def test_messages_arrive_in_order_with_their_true_sizes(pair: Pair) -> None:
         assert room.raw[: len(message)] == message
 
 
+def socket_to(port: int) -> socket.socket:
+    """Return a duplicate of this process's socket that is connected to a port of this machine."""
+    for file in Path("/proc/self/fd").iterdir():
+        if not os.path.realpath(file).rpartition("/")[2].startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError):  # not connected
+            copy = socket.socket(fileno=os.dup(int(file.name)))
+            if copy.family == socket.AF_INET and copy.getpeername()[1] == port:
+                return copy
+            copy.close()
+    raise AssertionError(f"no socket is connected to port {port}")
+
+
+def test_a_sender_does_not_pace(newest: Pair) -> None:
+    """The machine's default may be BBR, with which tags cost half as much processor time again."""
+    with socket_to(int.from_bytes(newest.handle[2:4], "big")) as sender:
+        used = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    assert used in ("cubic", "reno"), f"the default is {DEFAULT.read_text()}"
+
+
 def test_too_many_sends_are_refused_until_some_are_done(newest: Pair) -> None:
     data = buffer(8 << 20)
     requests = []
@@ -114,6 +139,20 @@ def test_a_message_that_exceeds_its_room_breaks_the_connection(newest: Pair) -> 
     until(lambda: newest.receiver.test(receive)[0] or None)
     assert newest.receiver.test(receive) == (REMOTE_ERROR, None)
     assert newest.receiver.irecv(newest.receive_comm, room, 10) == (REMOTE_ERROR, None)
+
+
+@pytest.mark.parametrize("count", [0, 8, 1 << 63])
+def test_a_frame_with_a_wrong_number_of_messages_breaks_the_connection(newest: Pair, count: int) -> None:
+    port, secret = int.from_bytes(newest.handle[2:4], "big"), newest.handle[16:32]
+    with socket.create_connection(("127.0.0.1", port)) as peer:
+        peer.sendall(secret + struct.pack(">8Q", count, *[1] * 7) + b"x" * 7)
+        receiver = until(lambda: newest.receiver.accept(newest.listening))
+        room = buffer(10)
+        receive = newest.receiver.irecv(receiver, room, 10)[1]
+        assert receive is not None
+        until(lambda: newest.receiver.test(receive)[0] or None)
+        assert newest.libraries[1].broken.endswith("Protocol error")
+        newest.receiver.close_receive(receiver)
 
 
 def test_a_peer_that_closes_is_an_error_of_the_next_calls(newest: Pair) -> None:

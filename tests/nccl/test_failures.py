@@ -126,6 +126,7 @@ def test_a_peer_that_aborts_is_noticed_although_nothing_follows(make: Make) -> N
 def test_a_peer_that_ends_is_no_break(make: Make) -> None:
     sender = make("2.30", 0, 2, 1)
     sender.send(0, 100, None)
+    until(lambda: 1 if sender.received else None)
     sender.stop_receiving()
     time.sleep(3)
     assert sender.library.broken == ""

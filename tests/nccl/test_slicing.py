@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from ctypes import c_int, c_uint32, c_uint64
+from dataclasses import asdict
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkmate.nccl.building import SOURCES
+from checkmate.nccl.library import NcclSizes
 from checkmate.wire.nccl_slicing import NcclSlicing
 
 SLICING = NcclSlicing()
@@ -21,9 +23,8 @@ class Slicing(ctypes.Structure):
 
     _fields_ = (
         ("elements", c_uint64),
+        ("sizes", NcclSizes),
         ("itemsize", c_uint32),
-        ("cell", c_uint32),
-        ("buffer", c_uint32),
         ("channels", c_uint32),
         ("allowed", c_uint32),
         ("ranks", c_uint32),
@@ -75,30 +76,34 @@ def test_an_excess_that_nccl_rounds_away_goes_to_the_last_channel_or_to_one_more
 @given(
     near=st.tuples(st.integers(0, 40), st.integers(1, 16), st.integers(-3, 3)),
     itemsize=st.sampled_from([1, 2, 4, 8]),
-    cell=st.sampled_from([8 << 10, 16 << 10]),
-    buffer=st.sampled_from([1 << 16, 4 << 20]),
+    python=st.sampled_from(
+        [
+            *(NcclSlicing(cell, buffer) for cell in (8 << 10, 16 << 10) for buffer in (1 << 16, 4 << 20)),
+            NcclSlicing(4096, 1 << 18, alignment=64, grain=256, steps=16, chunk_steps=6, slice_steps=2),
+            NcclSlicing(buffer=100_000, steps=3, chunk_steps=3, slice_steps=3),
+        ]
+    ),
     channels=st.integers(1, 8),
     allowed=st.integers(1, 8),
     ranks=st.integers(2, 6),
     index=st.integers(0, 5),
 )
-@example((1, 8, 1), 1, 16 << 10, 4 << 20, 8, 8, 2, 0)
+@example((1, 8, 1), 1, SLICING, 8, 8, 2, 0)
 def test_the_plugin_slices_as_python_does(
     compiled: ctypes.CDLL,
     near: tuple[int, int, int],
     itemsize: int,
-    cell: int,
-    buffer: int,
+    python: NcclSlicing,
     channels: int,
     allowed: int,
     ranks: int,
     index: int,
 ) -> None:
-    elements = max(1, near[0] * near[1] * cell // itemsize + near[2])
+    elements = max(1, near[0] * near[1] * python.cell // itemsize + near[2])
     allowed, index = min(allowed, channels), min(index, ranks - 1)
-    python = NcclSlicing(cell, buffer)
     used = python.used(elements, itemsize, channels, allowed)
-    given_ = Slicing(elements, itemsize, cell, buffer, channels, allowed, ranks, index)
+    sizes = NcclSizes(**asdict(python))
+    given_ = Slicing(elements, sizes, itemsize, channels, allowed, ranks, index)
     assert compiled.slicing_used(ctypes.byref(given_)) == used
     assert (
         sum(len(python.part(elements, itemsize, channels, channel, allowed)) for channel in range(used))

@@ -70,8 +70,10 @@ def assembled(pieces: dict[int, bytes]) -> bytes:
     return whole
 
 
-@pytest.mark.parametrize("release", ["2.26", "2.30"])
-def test_exactly_the_schedule_s_bytes_are_tagged_in_place(make: Make, tagger: Tagger, release: str) -> None:
+@pytest.mark.parametrize(("release", "ahead"), [("2.26", 1), ("2.30", 1), ("2.30", 8)])
+def test_exactly_the_schedule_s_bytes_are_tagged_in_place(
+    make: Make, tagger: Tagger, release: str, ahead: int
+) -> None:
     with veth_pair() as pair:
         ends = [(pair.a, IPv4Address(pair.a_ip)), (pair.b, IPv4Address(pair.b_ip))]
         capture = PacketCapture(pair.b)
@@ -82,7 +84,7 @@ def test_exactly_the_schedule_s_bytes_are_tagged_in_place(make: Make, tagger: Ta
             for number, bucket in enumerate(BUCKETS):
                 made = contents(number, round_)
                 with sender.library.expected():
-                    sender.reduce(number, bucket, made)
+                    sender.reduce(number, bucket, made, ahead)
                 for channel in range(2):
                     part = sender.slicing.part(bucket.elements, bucket.itemsize, 2, channel)
                     for send in sender.slicing.tagged(part, bucket.itemsize, 3, side=1):

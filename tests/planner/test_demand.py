@@ -64,7 +64,7 @@ def test_streams_are_as_long_as_shadow_nodes_expect(jobs: list[Job], sizes: list
             s.channel,
             len(made.dp_groups[s.boundary.group].ranks),
             side=s.boundary.side,
-            shadow_id=s.shadow_id,
+            shadow_id=s.shard,
         ).nbytes
         for s in found.streams
     ]
@@ -77,6 +77,15 @@ def test_two_nics_are_full_in_round_0_and_half_full_after() -> None:
     found = demand(job(ranks=6, nics=2, channels=4), load_model("GPT3-XL"))
     for nic in found.nics:
         assert nic.peak_bits_per_s == (LINE, LINE / 2, LINE / 2, LINE / 2, LINE / 2)
+
+
+def test_groups_on_the_same_hosts_share_their_lines() -> None:
+    whole = load_model("ResNet50")
+    (apart,) = demand(job(groups=2, ranks=4, nics=1, channels=2), whole).nics
+    (together,) = demand(job(groups=2, ranks=4, nics=1, channels=2, shared=True), whole).nics
+    assert apart.peak_bits_per_s == (4 * LINE, 2 * LINE, 2 * LINE)
+    assert together.peak_bits_per_s == (2 * LINE, LINE, LINE)
+    assert together.round_bytes == apart.round_bytes
 
 
 def test_one_nic_gets_two_lines_in_round_0() -> None:

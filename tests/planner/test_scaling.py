@@ -19,7 +19,6 @@ from checkmate.planner.models.named import Model, load_model
 from checkmate.planner.profile.sizing import Machine, memory_of, sizing, sizings
 from checkmate.planner.profile.tables import figures, measured
 from checkmate.planner.scaling import (
-    NODES_MAX,
     Profile,
     ProfileError,
     StepTimes,
@@ -30,6 +29,7 @@ from checkmate.planner.scaling import (
     predicted,
     read_profile,
 )
+from checkmate.planner.units import NODES_MAX
 from checkmate.wire.layout import Parameter
 from testbed.jobs import job
 from tests.support.planner import ADAMW, TINY, named, times

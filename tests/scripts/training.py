@@ -172,6 +172,8 @@ class ScriptRank:
                 self.die_if_due(iteration)
                 if iteration == orders.fail_at:
                     raise ArithmeticError("as ordered")
+                if len(self.orders.groups) > 1:
+                    dist.barrier()  # groups depend on one another, as stages and shards do
                 began = time.monotonic()
                 loss = self.iterate(iteration)
                 self.say("iteration", iteration=iteration, loss=loss, seconds=time.monotonic() - began)

@@ -30,6 +30,8 @@ from tests.support.nccl.ring import RingChannel
 Streams = dict[tuple[int, int, int], bytearray]
 """Tagged bytes, by side, channel and shadow id."""
 SMALL = NcclSlicing(buffer=64 << 10)
+OTHER = NcclSlicing(4096, 128 << 10, alignment=64, grain=256, steps=16, chunk_steps=6, slice_steps=2)
+"""With sizes and steps of no version yet."""
 """Several loops over the ring for buckets of some 100 KB."""
 
 
@@ -92,7 +94,7 @@ def drain(inlet: Inlet, data: bytes, pick: random.Random) -> None:
     ranks=st.integers(2, 5),
     channels=st.integers(1, 4),
     dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
-    slicing=st.sampled_from([NcclSlicing(), SMALL, NcclSlicing(cell=8192, buffer=128 << 10)]),
+    slicing=st.sampled_from([NcclSlicing(), SMALL, OTHER, NcclSlicing(cell=8192, buffer=128 << 10)]),
     seed=st.integers(0, 1 << 32),
 )
 def test_a_node_assembles_what_nccl_sends(
@@ -143,7 +145,25 @@ def test_the_ring_s_layout_has_no_name_for_its_slicing() -> None:
         ({"kind": "nccl"}, "the parameters of its slicing must be cell, "),
         ({**SMALL.describe(), "cell": 16384.0}, "the parameters of its slicing must be cell, "),
         ({**SMALL.describe(), "more": 1}, "the parameters of its slicing must be cell, "),
-        ({**SMALL.describe(), "buffer": 4096}, "buffer 4096: must be a multiple of 16 bytes, at least 65536"),
+        (
+            {"kind": "nccl", "cell": 8192, "buffer": 65536},
+            "the parameters of its slicing must be cell, buffer, a",
+        ),
+        (
+            {**SMALL.describe(), "buffer": 4096},
+            "buffer 4096: must be at least 65536, for chunks of 32768 bytes",
+        ),
+        (
+            {**SMALL.describe(), "grain": 1 << 31},
+            "grain 2147483648: must be a multiple of 16 bytes, at least 16",
+        ),
+        ({**SMALL.describe(), "alignment": 8}, "alignment 8: must be a multiple of 16 bytes"),
+        ({**SMALL.describe(), "slice_steps": 0}, "steps 0, 4 and 8 of slice, chunk and buffer: must ascend"),
+        (
+            {**SMALL.describe(), "steps": 65},
+            "steps 2, 4 and 65 of slice, chunk and buffer: must ascend, from 1 to",
+        ),
+        ({**SMALL.describe(), "slice_steps": 3}, "chunk_steps 4: must be a multiple of 3"),
         ({**SMALL.describe(), "cell": 0}, "cell 0: must be a multiple of 16 bytes"),
     ],
 )

@@ -41,7 +41,7 @@ from testbed.jobs import job
 from tests.support.jobs import some_jobs
 from tests.support.waiting import wait_until
 
-PLAN = StreamPlan(0, 1, 1, 0, 0, "127.0.0.1", ("127.0.0.1", 7400))
+PLAN = StreamPlan(0, 1, 1, 0, 0, "127.0.0.1", ("127.0.0.1", 7400), 1)
 
 
 @given(some_jobs(most=1))
@@ -58,7 +58,8 @@ def test_nodes_connect_exactly_the_streams_that_switches_expect(jobs: list[Job])
             assert holders == {node.id, *plan.others}
             for stream in plan.streams:
                 assert stream.nic_ip == str(node.nics[stream.nic].ip)
-                found.add((stream.boundary, stream.channel, stream.shard, node.id, stream.nic_ip))
+                assert stream.shard == plan.shard
+                found.add((stream.boundary, stream.channel, stream.shadow_id, node.id, stream.nic_ip))
     assert found == expected
 
 
@@ -125,7 +126,7 @@ def test_every_byte_lands_in_its_place(
     try:
         for side, channel, stream in streams_of(layout, ranks, channels, 0):
             ours, theirs = socket.socketpair()
-            plan = StreamPlan(0, 0, side, channel, 0, "127.0.0.1", ("", 0))
+            plan = StreamPlan(0, 0, side, channel, 0, "127.0.0.1", ("", 0), 0)
             inlet = Inlet(plan, stream, sets, first=0, joined=joined)
             assert inlet.attach(ours)
             data = b"".join(on_the_wire(stream, buckets) for buckets in iterations.values())

@@ -27,6 +27,7 @@ def some_jobs(draw: st.DrawFn, most: int = 3) -> list[Job]:
                 switches=switches,
                 number=number,
                 further=draw(st.integers(0, 2)),
+                shared=draw(st.booleans()),
             )
         )
     return made

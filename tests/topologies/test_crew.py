@@ -216,12 +216,12 @@ def test_torchrun_starts_the_job_again_when_a_rank_is_killed(lab: Lab, crew: Cre
     script.write_text(GATHERING)
     members = [
         crew.start(
-            rank.name,
-            rank.name,
-            torchrun.command(lab.topology, rank, [script, flag], restarts=1),
+            host.name,
+            host.name,
+            torchrun.command(lab.topology, host, [script, flag], restarts=1),
             environment=torchrun.ENVIRONMENT,
         )
-        for rank in lab.topology.ranks
+        for host in lab.topology.trainers
     ]
     crew.wait(lambda: all("sum" in m.said() for m in members), "ranks to gather", 60)
     workers = {m.name: m.children() for m in members}

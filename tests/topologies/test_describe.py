@@ -45,14 +45,19 @@ def lab_files(draw: st.DrawFn) -> dict[str, Any]:
         {"ranks": st.lists(switch, min_size=2, max_size=8)}, optional={"shadow_nodes": chosen}
     )
     groups = draw(st.lists(group, min_size=1, max_size=4))
+    hosts = draw(st.lists(st.lists(switch, min_size=1, max_size=2), max_size=5))
+    if len(hosts) > 1:  # each group has a rank on every host
+        groups = [{key: value for key, value in one.items() if key != "ranks"} for one in groups]
+        groups = [one | {"hosts": draw(st.permutations(range(len(hosts))))} for one in groups]
     return {
         "title": "drawn",
         "channels": draw(st.integers(1, 8)),
         "replicas": draw(st.integers(1, min(len(one.get("shadow_nodes", nodes)) for one in groups))),
         "switches": names,
         "links": [[names[draw(st.integers(0, i - 1))], names[i]] for i in range(1, len(names))],
+        **({"hosts": hosts} if len(hosts) > 1 else {}),
         "dp_groups": groups,
-        "collective": draw(st.sampled_from(["ring", "nccl"])),
+        "collective": "ring" if len(hosts) > 1 else draw(st.sampled_from(["ring", "nccl"])),
         "shadow_nodes": nodes,
     }
 
@@ -64,7 +69,11 @@ def test_any_lab_gives_a_job_that_the_control_plane_accepts(
 ) -> None:
     topology = build("drawn", data)
     jobs = read_jobs([write(topology, tmp_path_factory.mktemp("lab"))])
-    assert [len(group.ranks) for group in jobs[0].dp_groups] == [len(g["ranks"]) for g in data["dp_groups"]]
+    sizes = [len(group.get("ranks") or group["hosts"]) for group in data["dp_groups"]]
+    assert [len(group.ranks) for group in jobs[0].dp_groups] == sizes
+    assert [[rank.ip for rank in group.ranks] for group in jobs[0].dp_groups] == [
+        [rank.interface.ip for rank in group.ranks] for group in topology.groups
+    ]
     assert jobs[0].collective == data["collective"]
     assert set(plan(jobs)) == set(data["switches"])
 
@@ -93,12 +102,29 @@ def test_management_addresses_sort_as_ranks_do(name: str) -> None:
     assert sorted(addresses) == addresses
 
 
+def test_ranks_of_a_host_are_numbered_as_torchrun_numbers_them() -> None:
+    data = {
+        "title": "shared",
+        "switches": ["tor"],
+        "hosts": [["tor", "tor"], ["tor", "tor"], ["tor"]],
+        "dp_groups": [{"hosts": [1, 0, 2]}, {"hosts": [0, 1]}, {"hosts": [1, 2]}, {"hosts": [2, 0]}],
+        "shadow_nodes": [["tor"]],
+    }
+    topology = build("shared", data)
+    placed = [[(rank.number, rank.nic) for rank in group.ranks] for group in topology.groups]
+    assert placed == [[(3, 0), (0, 0), (6, 0)], [(1, 0), (4, 0)], [(5, 1), (7, 0)], [(8, 0), (2, 1)]]
+    command = torchrun.command(topology, topology.trainers[1], ["train.py"])
+    assert {"--nnodes=3", "--nproc-per-node=3", "--local-addr=172.31.1.102"} < {*command}
+
+
 def test_each_torchrun_meets_the_others_at_the_first_rank() -> None:
     topology = load("paper_testbed")
-    commands = [torchrun.command(topology, rank, ["train.py", "--steps", "3"]) for rank in topology.ranks]
-    for rank, command in zip(topology.ranks, commands, strict=True):
+    hosts = topology.trainers
+    commands = [torchrun.command(topology, host, ["train.py", "--steps", "3"]) for host in hosts]
+    for host, command in zip(hosts, commands, strict=True):
         assert "--rdzv-endpoint=172.31.1.101:29400" in command
-        assert f"--local-addr={rank.mgmt}" in command
+        assert f"--local-addr={host.mgmt}" in command
+        assert {"--nnodes=12", "--nproc-per-node=1"} < {*command}
         assert command[-3:] == ["train.py", "--steps", "3"]
     assert [("--rdzv-conf=is_host=1" in command) for command in commands] == [True] + [False] * 11
 
@@ -188,7 +214,7 @@ def test_a_recorded_topology_is_the_same(data: dict[str, Any]) -> None:
     assert build("kept", job_files.topology_data(topology)) == topology
 
 
-@pytest.mark.parametrize("name", ["single_tor", "paper_testbed"])
+@pytest.mark.parametrize("name", ["single_tor", "paper_testbed", "two_hosts"])
 def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None:
     """The shell itself expands the line."""
     topology = load(name)
@@ -197,14 +223,13 @@ def test_the_line_for_people_starts_the_torchrun_of_each_rank(name: str) -> None
     said = line.replace("lab exec", "printf '%s\\0'").replace(" & ", "; echo; ")
     done = subprocess.run(["sh", "-c", said], capture_output=True, text=True, check=True)
     rows = [row.split("\0")[:-1] for row in done.stdout.splitlines()]
-    assert len(rows) == len(topology.ranks)
-    for rank, row in zip(topology.ranks, rows, strict=True):
-        expected = [str(word) for word in torchrun.command(topology, rank, script)]
-        assert row == ["mine", rank.name, "--", *expected]
+    for host, row in zip(topology.trainers, rows, strict=True):
+        expected = [str(word) for word in torchrun.command(topology, host, script)]
+        assert row == ["mine", host.name, "--", *expected]
 
 
 def test_the_labs_that_come_with_checkmate(tmp_path: Path) -> None:
-    assert describe.names() == ["paper_testbed", "single_tor", "two_stages", "two_tor"]
+    assert describe.names() == ["paper_testbed", "single_tor", "two_hosts", "two_stages", "two_tor"]
     single, two, paper = (load(name) for name in ("single_tor", "two_tor", "paper_testbed"))
     assert (len(single.ranks), [len(n.interfaces) for n in single.shadow_nodes]) == (4, [2, 2])
     assert [len(group.ranks) for group in paper.groups] == [6, 6]
@@ -225,14 +250,14 @@ def test_an_unknown_lab_is_refused(name: str) -> None:
 def test_switch_commands() -> None:
     switch = load("two_tor").switches[1]
     ports = [part for port in range(1, 6) for part in ("-i", f"{port}@port{port}")]
-    bmv2 = switches.command(switch, "bmv2")
+    bmv2 = switches.command(switch, "bmv2", Path("/lab"))
     assert bmv2[:1] == ["simple_switch_grpc"]
     assert bmv2[1:] == [
         *("--no-p4", "--device-id", "2", *ports, "--"),
         *("--grpc-server-addr", "172.31.3.2:9559", "--cpu-port", "510"),
     ]
     plain = [part for part in bmv2[1:] if part != "--"]
-    assert switches.command(switch, "softswitch")[3:] == [*plain, "--insecure"]
+    assert switches.command(switch, "softswitch", Path("/lab"))[3:] == [*plain, "--insecure"]
 
 
 @pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.5", 0.5), ("0", 0.0), ("0.5%", 0.005)])

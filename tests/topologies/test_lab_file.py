@@ -16,6 +16,7 @@ from topologies.describe.topology import BadTopology, build, load
 GOOD: dict[str, Any] = yaml.safe_load((topology.FOLDER / "two_tor.yaml").read_text())
 RING = ["tor0", "tor1"]
 NIC = [["tor0"]]
+SHARED = {"hosts": [["tor0"], ["tor1"]], "dp_groups": [{"hosts": [0, 1]}]}
 
 
 def told(change: dict[str, Any]) -> list[tuple[str, str]]:
@@ -46,6 +47,19 @@ def told(change: dict[str, Any]) -> list[tuple[str, str]]:
             "no switch 'leaf' in switches; there are tor0, tor1",
         ),
         ({"links": [RING] * 151}, "links", "holds at most 150 items, has 151"),
+        ({"dp_groups": [{"hosts": [0, 1]}]}, "dp_groups[0].hosts", "no hosts, so list ranks here, not hosts"),
+        ({"dp_groups": [{"shadow_nodes": [0]}]}, "dp_groups[0].ranks", "has no hosts, so list ranks here"),
+        ({"hosts": [RING, ["tor0"]]}, "dp_groups[0].ranks", "has hosts, so list hosts here, not ranks"),
+        (SHARED | {"hosts": [["tor0"], ["top"]]}, "hosts[1][0]", "no switch 'top'"),
+        (SHARED | {"hosts": [["tor0"], []]}, "hosts[1]", "needs at least 1 item"),
+        (SHARED | {"dp_groups": [{"hosts": [0, 2]}]}, "dp_groups[0].hosts[1]", "no host 2; the lab has 2"),
+        (SHARED | {"dp_groups": [{"hosts": [0, 1, 0]}]}, "dp_groups[0].hosts[2]", "host 0 has a rank"),
+        (
+            SHARED | {"collective": "nccl", "dp_groups": [{"hosts": [1, 0]}]},
+            "dp_groups[0].hosts",
+            "list hosts in ascending order",
+        ),
+        (SHARED | {"hosts": [["tor0"]] * 3}, "dp_groups", "the same number of ranks, but host 0 has 1"),
         ({"dp_groups": [{"ranks": ["tor0"]}]}, "dp_groups[0].ranks", "needs at least 2 items, has 1"),
         (
             {"dp_groups": [{"ranks": RING}, {"ranks": ["tor0", "top"]}]},

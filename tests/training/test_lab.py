@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from checkmate.job.boundaries import first_shadow_ids
+from checkmate.job.files import read_job
 from checkmate.training.record.windows import SLICE_BYTES
 from tests.support.labs.made import on_one_switch
 from tests.support.training.lab import LabRun, TrainingLab, equal, training_lab
 from tests.support.training.orders import ScriptOrders
-from topologies.crew import checkmate
+from topologies.crew import checkmate, status
 from topologies.describe.topology import LabError
 
 pytestmark = [
@@ -36,6 +38,14 @@ PIPELINE: dict[str, Any] = {
         {"ranks": ["tor1", "tor1"], "shadow_nodes": [1]},
     ],
     "shadow_nodes": [["tor0"], ["tor1", "tor1"]],
+}
+
+
+TWO_HOSTS: dict[str, Any] = {
+    "title": "two hosts, each with a rank of two DP groups",
+    "switches": ["tor"],
+    "dp_groups": [{"hosts": [0, 1]}, {"hosts": [0, 1]}],
+    "shadow_nodes": [["tor"], ["tor", "tor"]],
 }
 
 
@@ -78,6 +88,23 @@ def test_all_ranks_are_killed(topology: str | dict[str, Any], tmp_path: Path) ->
     """Parameters in channels_last, channels_last_3d and transposed keep their memory formats."""
     with training_lab(topology) as lab:
         kill_and_resume(lab, tmp_path, 4, iterations=8, turned=TURNED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nics", [1, 2])
+def test_hosts_with_two_ranks_each_are_killed(tmp_path: Path, nics: int) -> None:
+    """With one NIC a host, two DP groups tag between the same addresses; with two, each rank has its own."""
+    with training_lab(TWO_HOSTS | {"hosts": [["tor"] * nics] * 2}) as lab:
+        first_ids = first_shadow_ids(read_job(lab.lab.job_file))
+        assert first_ids == ((0, 2) if nics == 1 else (0, 0))
+        kill_and_resume(lab, tmp_path, 4, iterations=8)
+        streams = [stream for switch in status(lab.crew) for stream in switch["streams"]]
+        assert {(s["dp_group"], s["shadow_id"], s["shard"]) for s in streams} == {
+            (group, first + shard, shard) for group, first in enumerate(first_ids) for shard in (0, 1)
+        }
+        assert all(stream["bytes"] > 0 for stream in streams)
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
 
 
 @pytest.mark.slow

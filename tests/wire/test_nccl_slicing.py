@@ -76,7 +76,15 @@ def test_a_channel_without_a_part_sends_nothing() -> None:
     assert not list(SLICING.sends(range(0), 4, 2, 0))
 
 
-@pytest.mark.parametrize(("cell", "buffer"), [(0, 4 << 20), (100, 4 << 20), (16384, 32768), (16384, 100_001)])
-def test_sizes_that_nccl_does_not_have(cell: int, buffer: int) -> None:
-    with pytest.raises(ValueError, match="must be a multiple of 16 bytes"):
+@pytest.mark.parametrize(
+    ("cell", "buffer", "message"),
+    [
+        (0, 4 << 20, "cell 0: must be a multiple of 16 bytes, at least 16"),
+        (100, 4 << 20, "cell 100: must be a multiple of 16 bytes"),
+        (16384, 100_001, "buffer 100001: must be a multiple of 16 bytes"),
+        (16384, 32768, "buffer 32768: must be at least 65536, for chunks of 32768 bytes"),
+    ],
+)
+def test_sizes_that_nccl_does_not_have(cell: int, buffer: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         NcclSlicing(cell, buffer)

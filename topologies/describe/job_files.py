@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -11,12 +11,15 @@ from topologies.describe.topology import (
     STUB_TCP_PORT,
     BadDescription,
     Host,
+    LabRank,
     SwitchNode,
     Topology,
 )
 
-Target = Literal["softswitch", "bmv2"]
-TARGETS: tuple[Target, ...] = ("softswitch", "bmv2")
+Target = Literal["softswitch", "bmv2", "tofino"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+TOFINO_CPU_PORT = 320
+"""Of the model, which has four pipes."""
 FABRIC_FILE = "fabric.yaml"
 JOB_FILE = "job.yaml"
 TOPOLOGY_FILE = "topology.yaml"
@@ -27,7 +30,7 @@ def target_of(text: str) -> Target:
     for target in TARGETS:
         if target == text:
             return target
-    raise BadDescription(f"no target {text!r}; there are {' and '.join(TARGETS)}")
+    raise BadDescription(f"no target {text!r}; there are {', '.join(TARGETS)}")
 
 
 def files(topology: Topology, lab: str, target: Target) -> dict[str, str]:
@@ -49,14 +52,16 @@ def fabric(topology: Topology, target: Target) -> dict[str, Any]:
 
 def job(topology: Topology, name: str) -> dict[str, Any]:
     """Return the job of a lab, as data of a job file that refers to the fabric file beside it."""
+    hosts = [_host(host) for host in topology.trainers] if topology.shared else []
     return {
         "job": name,
         "fabric": FABRIC_FILE,
         "channels": topology.channels,
         "replicas": topology.replicas,
         **_collective(topology),
+        **({"hosts": hosts} if hosts else {}),
         "dp_groups": [
-            {"ranks": [_rank(rank) for rank in group.ranks]}
+            {"ranks": [(_placed_rank if hosts else _rank)(rank) for rank in group.ranks]}
             | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
             for group in topology.groups
         ],
@@ -66,6 +71,7 @@ def job(topology: Topology, name: str) -> dict[str, Any]:
 
 def topology_data(topology: Topology) -> dict[str, Any]:
     """Return a topology as data of its YAML, from which `build` makes an equal one."""
+    hosts = [[nic.switch for nic in host.interfaces] for host in topology.trainers] if topology.shared else []
     return {
         "title": topology.title,
         "channels": topology.channels,
@@ -73,8 +79,13 @@ def topology_data(topology: Topology) -> dict[str, Any]:
         **_collective(topology),
         "switches": [switch.name for switch in topology.switches],
         "links": [[link.a[0], link.b[0]] for link in topology.links],
+        **({"hosts": hosts} if hosts else {}),
         "dp_groups": [
-            {"ranks": [rank.interfaces[0].switch for rank in group.ranks]}
+            (
+                {"hosts": [rank.host.number for rank in group.ranks]}
+                if hosts
+                else {"ranks": [rank.interface.switch for rank in group.ranks]}
+            )
             | ({} if group.shadow_nodes is None else {"shadow_nodes": list(group.shadow_nodes)})
             for group in topology.groups
         ],
@@ -92,29 +103,42 @@ def _collective(topology: Topology) -> dict[str, str]:
 
 
 def _switch(switch: SwitchNode, target: Target) -> dict[str, Any]:
+    tofino = {"device_id": 0, "cpu_port": TOFINO_CPU_PORT, "p4runtime": "pi", "speed": "10G"}
     return {
         "name": switch.name,
         "target": target,
         "address": switch.address,
         "device_id": switch.device_id,
         "stub": {"ip": str(switch.stub_ip), "mac": switch.stub_mac, "port": STUB_TCP_PORT},
+        **(tofino if target == "tofino" else {}),
     }
 
 
-def _rank(host: Host) -> dict[str, Any]:
-    (nic,) = host.interfaces
+def _rank(rank: LabRank) -> dict[str, Any]:
+    nic = rank.interface
     return {
-        "rank": host.number,
+        "rank": rank.number,
         "ip": str(nic.ip),
         "mac": nic.mac,
-        "mgmt": str(host.mgmt),
+        "mgmt": str(rank.mgmt),
         "switch": nic.switch,
         "port": nic.port,
     }
 
 
+def _placed_rank(rank: LabRank) -> dict[str, Any]:
+    return {"rank": rank.number, "host": rank.host.name} | ({"nic": rank.nic} if rank.nic else {})
+
+
+def _host(host: Host) -> dict[str, Any]:
+    return {"name": host.name, "mgmt": str(host.mgmt), "nics": _nics(host)}
+
+
 def _shadow(host: Host) -> dict[str, Any]:
-    nics = [
+    return {"id": host.number, "mgmt": f"{host.mgmt}:{SHADOW_MGMT_PORT}", "nics": _nics(host)}
+
+
+def _nics(host: Host) -> list[dict[str, Any]]:
+    return [
         {"ip": str(nic.ip), "mac": nic.mac, "switch": nic.switch, "port": nic.port} for nic in host.interfaces
     ]
-    return {"id": host.number, "mgmt": f"{host.mgmt}:{SHADOW_MGMT_PORT}", "nics": nics}

@@ -5,13 +5,14 @@ Valid parts are checked against one another even if other parts are invalid, so 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from checkmate.job.faults import Fault, Path, parts, show_path
-from checkmate.job.schema import Collective
+from checkmate.job.fields import Collective
 from checkmate.job.validation import validated
 from checkmate.wording import counted
 
@@ -30,9 +31,13 @@ class _Model(BaseModel):
 
 
 class GroupFile(_Model):
-    """A data-parallel group: the switch of each rank in ring order, and its shadow nodes by number."""
+    """A data-parallel group: its ranks in ring order, and its shadow nodes by number.
 
-    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=_RANKS_MAX)]
+    `ranks` has the switch of each, whose host is its own; or else `hosts` has the number of its host.
+    """
+
+    ranks: Annotated[tuple[_SwitchName, ...], Field(min_length=2, max_length=_RANKS_MAX)] | None = None
+    hosts: Annotated[tuple[_NodeNumber, ...], Field(min_length=2, max_length=_RANKS_MAX)] | None = None
     shadow_nodes: Annotated[tuple[_NodeNumber, ...], Field(min_length=1, max_length=_SHARDS_MAX)] | None = (
         None
     )
@@ -47,6 +52,10 @@ class LabFile(_Model):
     collective: Collective = "ring"
     switches: Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=50)]
     links: Annotated[tuple[tuple[_SwitchName, _SwitchName], ...], Field(max_length=150)] = ()
+    hosts: Annotated[
+        tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=8)], ...],
+        Field(max_length=_RANKS_MAX),
+    ] = ()
     dp_groups: Annotated[tuple[GroupFile, ...], Field(min_length=1)]
     shadow_nodes: Annotated[
         tuple[Annotated[tuple[_SwitchName, ...], Field(min_length=1, max_length=2)], ...],
@@ -76,6 +85,12 @@ def _between(raw: dict[str, Any], reserved: Collection[str]) -> Iterator[Fault]:
         yield from _unknown(raw, switches)
         yield from _apart(switches, top.fields.get("links"))
     yield from _too_many_ranks(raw)
+    if (hosts := top.fields.get("hosts")) is not None:
+        yield from _placed(raw, len(hosts))
+        if top.fields.get("collective") == "nccl":
+            yield from _descending(raw)
+        if sum(map(len, hosts)) > _RANKS_MAX:
+            yield Fault(("hosts",), f"a lab's hosts have at most {_RANKS_MAX} NICs together")
     nodes = raw.get("shadow_nodes")
     if isinstance(nodes, list) and nodes:
         for group in parts(raw, GroupFile, "dp_groups"):
@@ -89,7 +104,7 @@ def _names(switches: Sequence[str], reserved: Collection[str]) -> Iterator[Fault
         if (first := switches.index(name)) < index:
             taken = show_path(("switches", first))
             yield Fault(path, f"{name!r} is {taken} already; each switch needs a name of its own")
-        if name in reserved or name.rstrip("0123456789") in ("rank", "shadow"):
+        if name in reserved or name.rstrip("0123456789") in ("rank", "host", "shadow"):
             yield Fault(path, f"{name!r} is a name that the lab gives itself; use another, such as tor")
 
 
@@ -108,7 +123,8 @@ def _uses(raw: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     for index, group in enumerate(groups if isinstance(groups, list) else []):
         if isinstance(group, dict):
             yield from _texts(group.get("ranks"), ("dp_groups", index, "ranks"))
-    yield from _texts(raw.get("shadow_nodes"), ("shadow_nodes",))
+    for key in ("hosts", "shadow_nodes"):
+        yield from _texts(raw.get(key), (key,))
 
 
 def _texts(raw: object, path: Path) -> Iterator[tuple[Path, str]]:
@@ -143,11 +159,53 @@ def _apart(switches: Sequence[str], links: Sequence[tuple[str, str]] | None) -> 
 
 
 def _too_many_ranks(raw: dict[str, Any]) -> Iterator[Fault]:
-    listed = [group.fields.get("ranks", ()) for group in parts(raw, GroupFile, "dp_groups")]
+    groups = [group.fields for group in parts(raw, GroupFile, "dp_groups")]
+    listed = [group.get(key) or () for group in groups for key in ("ranks", "hosts")]
     if (ranks := sum(map(len, listed))) > _RANKS_MAX:
         yield Fault(
             ("dp_groups",), f"a lab has at most {_RANKS_MAX} ranks in all groups together, not {ranks}"
         )
+
+
+def _placed(raw: dict[str, Any], hosts: int) -> Iterator[Fault]:
+    """Yield groups that have ranks in the wrong form, or on hosts that there are not, or on some only."""
+    right, wrong = ("hosts", "ranks") if hosts else ("ranks", "hosts")
+    why = "the lab has hosts" if hosts else "the lab has no hosts"
+    count: Counter[int] = Counter()
+    sound = True
+    for group in parts(raw, GroupFile, "dp_groups"):
+        if not isinstance(group.raw, dict) or wrong in group.raw or right not in group.raw:
+            sound = False
+            if isinstance(group.raw, dict):
+                path = (*group.path, wrong if wrong in group.raw else right)
+                yield Fault(
+                    path, f"{why}, so list {right} here{', not ' + wrong if wrong in group.raw else ''}"
+                )
+            continue
+        for position, number in enumerate(group.fields.get("hosts") or ()):
+            if number >= hosts:
+                sound = False
+                yield Fault(
+                    (*group.path, "hosts", position), f"no host {number}; the lab has {hosts}, from 0 on"
+                )
+            elif number in group.fields["hosts"][:position]:
+                sound = False
+                yield Fault(
+                    (*group.path, "hosts", position), f"host {number} has a rank of this group already"
+                )
+            count[number] += 1
+        sound = sound and "hosts" in group.fields
+    if hosts and sound and len({count[number] for number in range(hosts)}) > 1:
+        has = ", ".join(f"host {number} has {count[number]}" for number in range(min(hosts, 4)))
+        yield Fault(("dp_groups",), f"all hosts need the same number of ranks, but {has}")
+
+
+def _descending(raw: dict[str, Any]) -> Iterator[Fault]:
+    """Yield hosts that NCCL would connect in another order."""
+    for group in parts(raw, GroupFile, "dp_groups"):
+        listed = list(group.fields.get("hosts") or ())
+        if listed != sorted(listed):
+            yield Fault((*group.path, "hosts"), "with collective: nccl, list hosts in ascending order")
 
 
 def _shadow_list(group: Path, listed: Sequence[int] | None, nodes: int, replicas: int) -> Iterator[Fault]:

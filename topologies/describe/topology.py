@@ -6,6 +6,7 @@ a lab is the same each time. All labs use the same addresses, because each has n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from checkmate.job.faults import Fault, show_path
-from checkmate.job.schema import Collective
+from checkmate.job.fields import Collective
 from checkmate.job.yaml_lines import JobError, Located, read_document
 from checkmate.wording import did_you_mean
 from topologies.describe import lab_file
@@ -66,13 +67,37 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A training host or a shadow node; `number` is its global rank, or its shadow node id."""
+    """A training host or a shadow node; `number` counts from 0, and is a shadow node's id."""
 
     name: str
     role: Literal["rank", "shadow"]
     number: int
     mgmt: IPv4Address
     interfaces: tuple[Interface, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LabRank:
+    """A rank: its global number, its host, which may have others, and the index of its NIC there."""
+
+    number: int
+    host: Host
+    nic: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of its processes; that of its host, if that is its own."""
+        return f"rank{self.number}"
+
+    @property
+    def mgmt(self) -> IPv4Address:
+        """Its host's management address."""
+        return self.host.mgmt
+
+    @property
+    def interface(self) -> Interface:
+        """Its NIC."""
+        return self.host.interfaces[self.nic]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +129,7 @@ class Link:
 class LabGroup:
     """A data-parallel group: its ranks in ring order, and its shadow nodes by id (`None`: all)."""
 
-    ranks: tuple[Host, ...]
+    ranks: tuple[LabRank, ...]
     shadow_nodes: tuple[int, ...] | None
 
 
@@ -123,14 +148,24 @@ class Topology:
     shadow_nodes: tuple[Host, ...]
 
     @property
-    def ranks(self) -> tuple[Host, ...]:
-        """All training hosts, by global rank."""
-        return tuple(rank for group in self.groups for rank in group.ranks)
+    def ranks(self) -> tuple[LabRank, ...]:
+        """All ranks, by number."""
+        return tuple(sorted((r for group in self.groups for r in group.ranks), key=lambda rank: rank.number))
+
+    @property
+    def trainers(self) -> tuple[Host, ...]:
+        """All training hosts, in the order of their ranks."""
+        return tuple(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
     def hosts(self) -> tuple[Host, ...]:
         """Training hosts, then shadow nodes."""
-        return (*self.ranks, *self.shadow_nodes)
+        return (*self.trainers, *self.shadow_nodes)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the lab lists hosts, which may have several ranks."""
+        return any(rank.host.name != rank.name for rank in self.ranks)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -185,13 +220,15 @@ class _Builder:
 
     lab: LabFile
     used: dict[str, int] = field(default_factory=dict)
+    nics: int = 0
+    """Training NICs so far."""
 
     def port(self, switch: str) -> int:
         self.used[switch] = self.used.get(switch, 0) + 1
         return self.used[switch]
 
     def build(self, name: str) -> Topology:
-        groups = tuple(self.groups())
+        groups = tuple(self.placed() if self.lab.hosts else self.groups())
         shadows = tuple(self.shadow(node, nics) for node, nics in enumerate(self.lab.shadow_nodes))
         links = tuple(Link((a, self.port(a)), (b, self.port(b))) for a, b in self.lab.links)
         return Topology(
@@ -207,22 +244,39 @@ class _Builder:
         )
 
     def groups(self) -> Iterator[LabGroup]:
+        """Yield groups whose ranks have a host each."""
         number = 0
         for group in self.lab.dp_groups:
-            ranks = tuple(self.rank(number + i, switch) for i, switch in enumerate(group.ranks))
-            number += len(ranks)
-            yield LabGroup(ranks, group.shadow_nodes)
+            hosts = [
+                self.trainer(f"rank{number + i}", number + i, (s,)) for i, s in enumerate(group.ranks or ())
+            ]
+            number += len(hosts)
+            yield LabGroup(tuple(LabRank(host.number, host) for host in hosts), group.shadow_nodes)
 
-    def rank(self, number: int, switch: str) -> Host:
-        nic = Interface(
-            "data0",
-            DATA_NET[0x100 + number + 1],
-            f"02:00:00:00:01:{number + 1:02x}",
-            switch,
-            self.port(switch),
-        )
+    def placed(self) -> Iterator[LabGroup]:
+        """Yield groups with ranks on the lab's hosts. Each host has the same number of ranks, in sequence."""
+        hosts = [self.trainer(f"host{i}", i, switches) for i, switches in enumerate(self.lab.hosts)]
+        each = sum(len(group.hosts or ()) for group in self.lab.dp_groups) // len(hosts)
+        local = Counter[int]()
+        for group in self.lab.dp_groups:
+            ranks = []
+            for number in group.hosts or ():
+                nic = local[number] * len(hosts[number].interfaces) // each
+                ranks.append(LabRank(number * each + local[number], hosts[number], nic))
+                local[number] += 1
+            yield LabGroup(tuple(ranks), group.shadow_nodes)
+
+    def trainer(self, name: str, number: int, switches: tuple[str, ...]) -> Host:
+        """Return a training host with a NIC at each of these switches."""
+        nics = []
+        for index, switch in enumerate(switches):
+            self.nics += 1
+            mac = f"02:00:00:00:01:{self.nics:02x}"
+            nics.append(
+                Interface(f"data{index}", DATA_NET[0x100 + self.nics], mac, switch, self.port(switch))
+            )
         # Starting at 101, addresses sort as text in numerical order; torchrun sorts them as text.
-        return Host(f"rank{number}", "rank", number, MGMT_NET[0x100 + number + 101], (nic,))
+        return Host(name, "rank", number, MGMT_NET[0x100 + number + 101], tuple(nics))
 
     def shadow(self, node: int, nics: tuple[str, ...]) -> Host:
         interfaces = tuple(

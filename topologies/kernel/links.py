@@ -153,10 +153,10 @@ def connect_training(
     connect = partial(add_cable, mtu=mtu, offload=offload)
     for host in topology.hosts:
         own = name_of(lab, host.name)
-        for nic in host.interfaces:
+        for index, nic in enumerate(host.interfaces):
             there, port = name_of(lab, nic.switch), f"port{nic.port}"
             if cut and host.role == "rank":
-                inside, near, far = name_of(lab, CABLES), *cut_ends(host)
+                inside, (near, far) = name_of(lab, CABLES), cut_ends(host)[index]
                 connect(inside, far, there, port)
                 there, port = inside, near
             connect(there, port, own, nic.name, far_mac=nic.mac)
@@ -166,18 +166,19 @@ def connect_training(
         connect(name_of(lab, a), f"port{a_port}", name_of(lab, b), f"port{b_port}")
 
 
-def cut_ends(rank: Host) -> tuple[str, str]:
-    """Return the interface names where a rank's cable is cut: towards the host, towards the switch."""
-    return f"host{rank.number}", f"switch{rank.number}"
+def cut_ends(host: Host) -> list[tuple[str, str]]:
+    """Return the interface names where a training host's cables are cut: towards the host, and the switch."""
+    numbers = [f"{host.number}", *(f"{host.number}n{index}" for index in range(1, len(host.interfaces)))]
+    return [(f"host{number}", f"switch{number}") for number in numbers]
 
 
 def lose(lab: str, topology: Topology, share: float) -> str | None:
-    """Drop frames in both directions on each rank's cable; return the mechanism.
+    """Drop frames in both directions on each training host's cables; return the mechanism.
 
     Links to shadow nodes are lossless, as with PFC.
     """
     by = None
-    for host in topology.ranks:
+    for host in topology.trainers:
         for nic in host.interfaces:
             loss.add(name_of(lab, host.name), nic.name, share)
             by = loss.add(name_of(lab, nic.switch), f"port{nic.port}", share)

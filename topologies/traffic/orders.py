@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.schema import Job
+from checkmate.ring.place import ring_ports
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.wire.schedule import Bucket, stream_layout
 from controlplane.network import Network
@@ -66,12 +68,14 @@ def gathered(job: Job, load: Load) -> int:
 
 def ring(job: Job, group: int, load: Load) -> dict[str, Any]:
     """Return a DP group's ring, as the configuration of `topologies.traffic.rank`."""
+    first_id = first_shadow_ids(job)[group]
     return {
         "ips": [str(rank.ip) for rank in job.dp_groups[group].ranks],
         "buckets": [
-            {"elements": b.elements, "dtype": _DTYPES[b.itemsize], "shadow_id": b.shadow_id}
+            {"elements": b.elements, "dtype": _DTYPES[b.itemsize], "shadow_id": first_id + b.shadow_id}
             for b in buckets(job, group, load)
         ],
+        "ports": ring_ports(job, group),
         "channels": job.channels,
         "iterations": load.iterations,
         "seed": group,
@@ -97,7 +101,7 @@ def base(job: Job, load: Load, boundary: int, channel: int, shadow_id: int, tail
         channel,
         len(job.dp_groups[group].ranks),
         side=side,
-        shadow_id=shadow_id,
+        shadow_id=shadow_id - first_shadow_ids(job)[group],
     )
     return tail.iteration * layout.nbytes + tail.offset
 

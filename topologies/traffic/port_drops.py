@@ -1,7 +1,7 @@
 """Frames dropped at the ports of a lab's switches, which P4 counters do not see.
 
 The embedded target drops copies to a port that is down, or that has refused them for a second. It writes
-statistics to the lab's folder. BMv2 has neither.
+statistics to the lab's folder. Other targets do neither.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PortDrops:
 
 
 def port_drops(lab: Lab, seconds: float = _FRESH_SECONDS, since: float | None = None) -> list[PortDrops]:
-    """Return the ports that have dropped frames so far; none on BMv2, and none of a stopped switch.
+    """Return the ports of embedded targets that have dropped frames so far; none of a stopped switch.
 
     Args:
         lab: The lab.

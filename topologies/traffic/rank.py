@@ -99,6 +99,7 @@ class RingJob(StrictModel):
     group: Whole = 0
     dscp_bit: Annotated[int, Field(ge=1, le=32)] = wire.DEFAULT_DSCP_BIT
     port: Annotated[int, Field(ge=1, le=65535 - wire.CHANNELS_MAX)] = DEFAULT_PORT
+    ports: tuple[int, ...] = ()
     tag: bool = True
     digest: bool = True
     verify: Literal["each", "last", "none"] = "each"
@@ -231,6 +232,7 @@ def _place(job: RingJob, rank: int) -> RingPlace:
         job.ips,
         job.channels,
         port=job.port,
+        ports=job.ports,
         incarnation=job.incarnation,
         dscp_bit=job.dscp_bit,
         fingerprint=hashlib.blake2b(common.encode(), digest_size=16).digest(),

@@ -117,10 +117,11 @@ class Traffic:
         self._steps(f"rings gather {self.load.nbytes / 1e6:,.0f} MB of tensors")
         for index, group in enumerate(self.job.dp_groups):
             ring = orders.ring(self.job, index, self.load)
-            self.ranks += [
-                self.start_host(f"rank{rank.rank}", "rank", ring, "--rank", str(place))
-                for place, rank in enumerate(group.ranks)
-            ]
+            for place, rank in enumerate(group.ranks):
+                at = self.lab.topology.ranks[rank.rank]
+                self.ranks.append(
+                    self.start_process(at.name, at.host.name, "rank", ring, "--rank", str(place))
+                )
 
         def look() -> None:
             received = self.received()
@@ -159,15 +160,15 @@ class Traffic:
         return Outcome(self._judge(ranks), ranks, status, port_drops(self.lab, since=ended))
 
     def _start_sink(self, host: str, config: dict[str, Any]) -> Member:
-        return self.start_host(host, "sink", config, "--job", str(self.lab.job_file))
+        return self.start_process(host, host, "sink", config, "--job", str(self.lab.job_file))
 
-    def start_host(self, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
-        """Start a rank or a sink with its configuration and a file for its result."""
-        file = self.lab.directory / f"{host}.config.json"
+    def start_process(self, name: str, host: str, module: str, config: dict[str, Any], *more: str) -> Member:
+        """Start a rank or a sink on a host, with its configuration and a file for its result."""
+        file = self.lab.directory / f"{name}.config.json"
         file.write_text(json.dumps(config))
-        self._result_file(host).unlink(missing_ok=True)
+        self._result_file(name).unlink(missing_ok=True)
         argv = [sys.executable, "-m", f"topologies.traffic.{module}", "--config", str(file)]
-        return self.crew.start(host, host, [*argv, "--result", str(self._result_file(host)), *more])
+        return self.crew.start(name, host, [*argv, "--result", str(self._result_file(name)), *more])
 
     def await_ready(self, shadows: Sequence[Member]) -> None:
         """Wait until these sinks report that their streams are connected."""

@@ -42,7 +42,7 @@ class LabTraining:
     def __init__(self, job: JobProcesses) -> None:
         self._job = job
         self._lab = job.crew.lab
-        self._logs = LabLogs(self._lab.directory, self._lab.topology.ranks[0].name)
+        self._logs = LabLogs(self._lab.directory, self._lab.topology.trainers[0].name)
         self._failures = 0
         """Errors of rank 0's script since shadow nodes followed."""
 

@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m topologies.training.demo --kill 3:40:forward --iterations 60",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--target", default="softswitch", help=" or ".join(TARGETS))
+    parser.add_argument("--target", default="softswitch", help=", ".join(TARGETS))
     parser.add_argument("--iterations", type=int, default=60, help="at least 20 (default: 60)")
     parser.add_argument(
         "--kill",

@@ -25,7 +25,7 @@ import checkmate
 from checkmate import Restored
 from checkmate.ring import connect_ring
 from checkmate.ring.connections import PlainSocket
-from checkmate.ring.place import RingPlace
+from checkmate.ring.place import RingPlace, ring_ports
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
@@ -72,7 +72,14 @@ class Untagged(Unprotected):
         model = DdpModel(ddp)
         session = join(model)
         layout = lay_out(model, session.shards)
-        place = RingPlace(session.position, session.ips, session.job.channels, fingerprint=layout.fingerprint)
+        place = RingPlace(
+            session.position,
+            session.ips,
+            session.job.channels,
+            ports=ring_ports(session.job, session.group),
+            device=session.interface,
+            fingerprint=layout.fingerprint,
+        )
         self._ring = connect_ring(place)
         parameters = list(model.trained().values())
         reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda)

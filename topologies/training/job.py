@@ -23,7 +23,7 @@ import torch
 
 from topologies.crew import TEMPORARY, Crew, checkmate, serving
 from topologies.describe.job_files import Target
-from topologies.describe.topology import Host, LabError, Topology
+from topologies.describe.topology import LabError, LabRank, Topology
 from topologies.lab import Lab
 from topologies.training.job_processes import JobProcesses
 from topologies.training.orders import Kill, Orders, Reduce
@@ -158,7 +158,7 @@ class TrainingJob(JobProcesses):
             raise LabError(f"the shadow nodes' newest iteration is {found['iteration']}, not {iteration}")
         return {key: found[key] for key in ("model", "optimizer")}
 
-    def _last_iteration(self, rank: Host) -> int:
+    def _last_iteration(self, rank: LabRank) -> int:
         lines = _lines(self.folder / f"rank{rank.number}.jsonl")
         return int(json.loads(lines[-1])["iteration"]) if lines else -1
 

@@ -68,11 +68,11 @@ class JobProcesses:
         restarts: int = torchrun.RESTARTS,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start each rank's torchrun of a script with its arguments."""
+        """Start each host's torchrun of a script with its arguments."""
         topology = self.crew.lab.topology
-        for rank in topology.ranks:
-            command = torchrun.command(topology, rank, script, restarts=restarts)
-            self.ranks[rank.name] = self.crew.start(rank.name, rank.name, command, environment=environment)
+        for host in topology.trainers:
+            command = torchrun.command(topology, host, script, restarts=restarts)
+            self.ranks[host.name] = self.crew.start(host.name, host.name, command, environment=environment)
 
     def finish(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the ranks have ended with status 0."""

@@ -66,9 +66,27 @@ class PlannedStreamPart(Part):
     boundary: int
     channel: int
     shadow_id: int
+    shard: int
     replication_id: int
     shadow_node: int
     nic: str
+
+
+class DpGroupPart(Part):
+    """A DP group: its place in the mesh, if the job has one; ranks and their hosts in ring order."""
+
+    dp_group: int
+    mesh: dict[str, int]
+    ranks: list[int]
+    hosts: list[str | None]
+    shadow_nodes: list[int]
+    first_shadow_id: int
+
+
+class JobPlanPart(Part):
+    """The DP groups of a job."""
+
+    dp_groups: list[DpGroupPart]
 
 
 class SwitchPlanPart(Part):
@@ -83,9 +101,10 @@ class SwitchPlanPart(Part):
 
 
 class PlanDocument(Document):
-    """`plan`: each switch by name."""
+    """`plan`: each switch and each job by name."""
 
     switches: dict[str, SwitchPlanPart]
+    jobs: dict[str, JobPlanPart]
 
 
 class ScriptPart(Part):

@@ -16,7 +16,7 @@ from checkmate.planner.capacity import report
 from checkmate.planner.capacity.misfits import checks
 from checkmate.planner.capacity.plan import Capacity, Limits, SwitchUse
 from checkmate.planner.demand import Demand
-from checkmate.planner.models.named import Model, load_model, stages_of
+from checkmate.planner.models.named import Model, load_model, sharded, stages_of
 from checkmate.planner.models.optimizers import NamedOptimizer
 from checkmate.planner.scaling import read_profile
 from checkmate.planner.units import bits_per_second, nbytes, seconds
@@ -80,7 +80,7 @@ def show(
 
 
 def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
-    """Return the model of each DP group: one given model, cut into stages, or one for each group."""
+    """Return the model of each DP group: one given model, cut into stages and shards, or one for each."""
     groups = len(job.dp_groups)
     if not names:
         raise UsageFault("--capacity needs --model: a model's name, or module:function")
@@ -89,7 +89,13 @@ def _stages(job: Job, names: Sequence[str], dtype: str | None) -> list[Model]:
             f"--model is given {counted(len(names), 'time')}; job {job.job} has {counted(groups, 'DP group')}"
         )
     models = [load_model(name, dtype) for name in names]
-    return models if len(models) == groups else stages_of(models[0], groups)
+    if len(models) == groups:
+        return models
+    if job.mesh is None:
+        return stages_of(models[0], groups)
+    parts = job.mesh.dp_shard * job.mesh.tp
+    stages = (sharded(stage, parts) for stage in stages_of(models[0], job.mesh.pp))
+    return [shard for shard in stages for _ in range(parts)]
 
 
 def _limits(iteration_time: str | None, node_memory: str | None, nic_rate: str) -> Limits:
@@ -116,7 +122,7 @@ def _switches(job: Job) -> list[SwitchUse]:
     holds = {target: planning.limits(target) for target in planning.GROUPS_MAX}
     found = []
     for name, plan in planning.plan([job]).items():
-        ports = [isinstance(host, Nic) for _, host in job.hosts() if host.switch == name]
+        ports = [isinstance(host, Nic) for _, host in job.interfaces() if host.switch == name]
         sides = ports.count(False), ports.count(True)
         found.append(SwitchUse(name, targets[name], plan.usage(), holds, *sides))
     return found

@@ -18,6 +18,8 @@ from checkmate.cli.common import (
     set_of,
 )
 from checkmate.cli.planning import options, tofino
+from checkmate.job import mesh
+from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobSet, Located, locate
 from checkmate.job.schema import Job
 from checkmate.output.consoles import waiting
@@ -49,7 +51,7 @@ def checked_plan(found: JobSet, more: Iterable[Located] = ()) -> tuple[list[Job]
         for excess in planning.excesses(plan, targets[name], planning.limits(targets[name]))
     ]
     too_much = [
-        Located(*locate(file, ("dp_groups",)), "dp_groups", str(excess))
+        Located(*locate(file, (mesh.groups_key(job),)), mesh.groups_key(job), str(excess))
         for excess in excesses
         for file, job in found.sound
         if any(switch.name == excess.switch for switch in job.fabric.switches)
@@ -126,8 +128,14 @@ def plan(
         return
     targets = _targets(loaded)
     if as_json:
-        print_json({"switches": {name: _data(plan, targets[name]) for name, plan in plans.items()}})
+        switches = {name: _data(plan, targets[name]) for name, plan in plans.items()}
+        print_json({"switches": switches, "jobs": {job.job: {"dp_groups": groups_of(job)} for job in loaded}})
         return
+    for job in loaded:
+        if job.hosts:
+            out.print(_groups_table(job))
+        if job.mesh is not None:
+            out.print(mesh.RULE, markup=False, soft_wrap=True)
     for name, switch_plan in plans.items():
         out.print(_table(switch_plan, targets[name]))
         if entries:
@@ -176,6 +184,7 @@ def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
                 "boundary": key[0],
                 "channel": stream.channel,
                 "shadow_id": stream.shadow_id,
+                "shard": stream.shard,
                 "replication_id": stream.replication_id,
                 "shadow_node": stream.node.id,
                 "nic": str(stream.nic.ip),
@@ -183,6 +192,38 @@ def _data(plan: SwitchPlan, target: str) -> dict[str, object]:
             for key, stream in plan.streams.items()
         ],
     }
+
+
+def groups_of(job: Job) -> list[dict[str, object]]:
+    """Return each DP group: its place in the mesh, ranks in ring order, shadow nodes, first shadow id."""
+    first_ids = first_shadow_ids(job)
+    return [
+        {
+            "dp_group": index,
+            "mesh": mesh.coordinates(job, index),
+            "ranks": [rank.rank for rank in group.ranks],
+            "hosts": [rank.host for rank in group.ranks],
+            "shadow_nodes": list(job.shadow_list(index)),
+            "first_shadow_id": first_ids[index],
+        }
+        for index, group in enumerate(job.dp_groups)
+    ]
+
+
+def _groups_table(job: Job) -> FittedTable:
+    columns = ("group", "ranks", "hosts", "shadow nodes", "shadow ids")
+    table = FittedTable(f"DP groups of {job.job}", *columns, folds=columns[1:])
+    first_ids = first_shadow_ids(job)
+    for index, group in enumerate(job.dp_groups):
+        first, last = first_ids[index], first_ids[index] + job.shards(index) - 1
+        table.add_row(
+            mesh.group_name(job, index),
+            ", ".join(str(rank.rank) for rank in group.ranks),
+            ", ".join(rank.host or rank.place for rank in group.ranks),
+            ", ".join(map(str, job.shadow_list(index))),
+            f"{first}" if first == last else f"{first} to {last}",
+        )
+    return table
 
 
 def _group(group: MulticastGroup) -> dict[str, object]:

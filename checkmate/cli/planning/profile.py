@@ -23,7 +23,8 @@ from checkmate.cli.planning.options import (
     quantity,
 )
 from checkmate.output.consoles import progress, waiting
-from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
+from checkmate.planner.units import NODES_MAX
+from checkmate.wire.tag import CHANNELS_MAX
 from checkmate.wording import counted
 from topologies.signals import unwinding
 
@@ -86,7 +87,7 @@ def profile(
     ] = 1,
     receive_buffer: ReceiveBuffer = 64,
     nodes: Annotated[
-        int, typer.Option("--nodes", min=1, max=SHADOW_IDS_MAX, help="Minimum number of nodes to show.")
+        int, typer.Option("--nodes", min=1, max=NODES_MAX, help="Minimum number of nodes to show.")
     ] = 4,
     plot: PlotFile = None,
     as_json: AsJson = False,

@@ -14,7 +14,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from checkmate.job.faults import Fault, Part, Path, parts
-from checkmate.job.schema import CPU_PORT, Attachment, Nic, PanelPort, Rank, Switch
+from checkmate.job.fields import CPU_PORT
+from checkmate.job.placing import interfaces
+from checkmate.job.schema import Attachment, Nic, PanelPort, Switch
 from checkmate.job.tofino import chips
 
 FEC: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -133,7 +135,7 @@ def resolve(raw: Any) -> list[Fault]:
 def _attachments(raw: Any) -> Iterator[tuple[Part, dict[str, Any]]]:
     """Yield every mapping with `switch` and `port`, as its valid part and as data."""
     found = [
-        *parts(raw, Rank, "dp_groups", "ranks"),
+        *interfaces(raw),
         *parts(raw, Nic, "shadow_nodes", "nics"),
         *parts(raw, Attachment, "fabric", "links"),
     ]

@@ -78,8 +78,7 @@ static struct slicing slicing_of(const struct nccl_bucket *bucket)
 	return (struct slicing){
 		.elements = bucket->elements,
 		.itemsize = bucket->itemsize,
-		.cell = job.cell,
-		.buffer = job.buffer,
+		.sizes = job.sizes,
 		.channels = job.channels,
 		.allowed = bucket->allowed ? bucket->allowed : job.channels,
 		.ranks = job.ranks,

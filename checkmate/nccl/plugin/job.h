@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "nccl_api.h"
+#include "slicing.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 
@@ -22,8 +23,7 @@ struct nccl_job {
 	uint32_t ranks;
 	uint32_t rank;
 	uint32_t channels; /* of the communicator */
-	uint32_t cell;
-	uint32_t buffer;
+	struct slicing_sizes sizes;
 	uint32_t incarnation;
 	uint32_t dscp_bit;
 	int32_t sockets_map; /* the tagger's map of sockets; -1 to tag nothing */

@@ -21,12 +21,20 @@ static char name[] = "Checkmate";
 static char ours; /* its address is the context of the gradients' communicator */
 static _Thread_local bool refuses; /* the communicator that this thread creates */
 
-/* An error here would disable the plugin in the whole process, so `refused` is what refuses communicators. */
+/* Keep NCCL's functions. A process may have several copies of NCCL, of which one makes the gradients' sends. An
+ * error here would disable the plugin in the whole process, so `refused` is what refuses communicators. */
+static int begin(bool gradients, nccl_logger log, nccl_profiler_callback callback)
+{
+	if (!profile || gradients) {
+		job_use_logger(log);
+		profile = callback;
+	}
+	return NCCL_SUCCESS;
+}
+
 static int init_v10(nccl_logger log, nccl_profiler_callback callback)
 {
-	job_use_logger(log);
-	profile = callback;
-	return NCCL_SUCCESS;
+	return begin(job_expects(), log, callback);
 }
 
 static int init_v11(void **context, uint64_t comm_hash, void *config, nccl_logger log, nccl_profiler_callback callback)
@@ -35,7 +43,7 @@ static int init_v11(void **context, uint64_t comm_hash, void *config, nccl_logge
 	job_meet(comm_hash);
 	refuses = !job_is_ours(comm_hash);
 	*context = refuses ? NULL : &ours;
-	return init_v10(log, callback);
+	return begin(!refuses, log, callback);
 }
 
 /* Return whether the communicator that this thread creates is not the gradients'. NCCL asks for properties right after

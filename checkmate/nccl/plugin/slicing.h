@@ -9,12 +9,22 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* As `NcclSlicing` has them, which checks them. Mirrored in checkmate/nccl/library.py. */
+struct slicing_sizes {
+	uint32_t cell;
+	uint32_t buffer;
+	uint32_t alignment;
+	uint32_t grain;
+	uint32_t steps;
+	uint32_t chunk_steps;
+	uint32_t slice_steps;
+};
+
 /* A bucket, and the ring that reduces it. */
 struct slicing {
 	uint64_t elements;
+	struct slicing_sizes sizes;
 	uint32_t itemsize;
-	uint32_t cell; /* bytes */
-	uint32_t buffer; /* bytes, NCCL_BUFFSIZE */
 	uint32_t channels; /* of the communicator */
 	uint32_t allowed; /* channels that NCCL may use for the bucket */
 	uint32_t ranks;

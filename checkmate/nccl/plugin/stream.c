@@ -2,7 +2,6 @@
 #include "stream.h"
 
 #include <arpa/inet.h>
-#include <endian.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +12,7 @@
 
 #include "job.h"
 
-enum { HEADER = 8, IDLE_SECONDS = 1 };
+enum { IDLE_SECONDS = 1 };
 
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream *senders;
@@ -46,74 +45,6 @@ static void list_remove(struct stream *stream)
 	pthread_mutex_unlock(&list_lock);
 }
 
-/* Send all bytes. Return 0, or a negative errno. */
-static int send_all(struct stream *stream, const void *data, size_t size, int flags)
-{
-	const char *at = data;
-	size_t left = size;
-
-	while (left) {
-		ssize_t sent = send(stream->fd, at, left, flags | MSG_NOSIGNAL);
-
-		if (sent < 0 && errno != EINTR)
-			return -errno;
-		if (sent > 0) {
-			at += sent;
-			left -= (size_t)sent;
-		}
-	}
-	tagging_wrote(&stream->tagging, size);
-	return 0;
-}
-
-static int receive_all(struct stream *stream, void *data, size_t size)
-{
-	char *at = data;
-
-	while (size) {
-		ssize_t got = recv(stream->fd, at, size, MSG_WAITALL);
-
-		if (!got)
-			return -ECONNRESET;
-		if (got < 0 && errno != EINTR)
-			return -errno;
-		if (got > 0) {
-			at += got;
-			size -= (size_t)got;
-		}
-	}
-	return 0;
-}
-
-/* Send a message. MSG_EOR keeps a segment from having bytes of a tagged range and others. MSG_MORE delays the header
- * until the data is there, so that the peer wakes up once. */
-static int send_message(struct stream *stream, struct request *request)
-{
-	const struct send_decision *decision = &request->decision;
-	uint64_t header = htobe64(request->size);
-	int error, end = decision->tagged ? MSG_EOR : 0;
-
-	error = tagging_pass(&stream->tagging, HEADER + request->size);
-	if (!error)
-		error = send_all(stream, &header, HEADER, end | (request->size ? MSG_MORE : 0));
-	if (!error && decision->tagged)
-		error = tagging_announce(&stream->tagging, (uint32_t)request->size, decision);
-	return error ? error : send_all(stream, request->data, request->size, end);
-}
-
-static int receive_message(struct stream *stream, struct request *request)
-{
-	uint64_t header;
-	int error = receive_all(stream, &header, HEADER);
-
-	if (error)
-		return error;
-	if (be64toh(header) > request->size)
-		return -EMSGSIZE;
-	request->size = be64toh(header);
-	return receive_all(stream, request->data, request->size);
-}
-
 /* Return whether the peer has vanished, or has aborted, while nothing was sent. Once it has ended the connection
  * properly, nothing more is an error. */
 static bool vanished(struct stream *stream)
@@ -125,10 +56,10 @@ static bool vanished(struct stream *stream)
 	return atomic_load(&stream->error);
 }
 
-/* Return the next request, or NULL when the stream closes, or when the peer of a sending one has vanished. */
-static struct request *next_request(struct stream *stream)
+/* Wait for requests. Return their number; 0 if the stream closes, or if the peer of a sending one has vanished. */
+static uint32_t await_requests(struct stream *stream)
 {
-	struct request *request = NULL;
+	uint32_t posted = 0;
 	bool gone = false;
 
 	pthread_mutex_lock(&stream->lock);
@@ -141,9 +72,9 @@ static struct request *next_request(struct stream *stream)
 			gone = vanished(stream);
 	}
 	if (!stream->closing && !gone)
-		request = &stream->requests[stream->done % NCCL_NET_REQUESTS_MAX];
+		posted = (uint32_t)(stream->posted - stream->done);
 	pthread_mutex_unlock(&stream->lock);
-	return request;
+	return posted;
 }
 
 void stream_fail(struct stream *stream, int error)
@@ -159,22 +90,58 @@ void stream_fail(struct stream *stream, int error)
 	job_break(stream->epoch, why);
 }
 
+static struct request *request_at(struct stream *stream, uint64_t number)
+{
+	return &stream->requests[number % NCCL_NET_REQUESTS_MAX];
+}
+
+/* Note that the oldest request is done. NCCL may use its memory again at once. */
+static void finish(struct stream *stream)
+{
+	atomic_store(&request_at(stream, stream->done)->state, REQUEST_DONE);
+	pthread_mutex_lock(&stream->lock);
+	stream->done++;
+	pthread_mutex_unlock(&stream->lock);
+}
+
+static int send_posted(struct stream *stream, uint32_t posted)
+{
+	struct frame frame = {.count = posted < FRAME_MESSAGES ? posted : FRAME_MESSAGES};
+	int error;
+
+	for (uint32_t i = 0; i < frame.count; i++)
+		frame.messages[i] = &request_at(stream, stream->done + i)->message;
+	error = frame_send_header(&frame, stream->fd, &stream->tagging);
+	while (!error && frame.next < frame.count) {
+		error = frame_send_message(&frame, stream->fd, &stream->tagging);
+		if (!error)
+			finish(stream);
+	}
+	return error;
+}
+
+static int receive_posted(struct stream *stream)
+{
+	struct message *message = &request_at(stream, stream->done)->message;
+	int error = frame_receive_message(&stream->reader, stream->fd, message);
+
+	if (!error)
+		finish(stream);
+	return error;
+}
+
 static void *run(void *argument)
 {
 	struct stream *stream = argument;
-	struct request *request;
+	uint32_t posted;
 
-	while ((request = next_request(stream))) {
-		int error = stream->sends ? send_message(stream, request) : receive_message(stream, request);
+	while ((posted = await_requests(stream))) {
+		int error = stream->sends ? send_posted(stream, posted) : receive_posted(stream);
 
 		if (error) {
 			stream_fail(stream, -error);
 			return NULL;
 		}
-		atomic_store(&request->state, REQUEST_DONE);
-		pthread_mutex_lock(&stream->lock);
-		stream->done++;
-		pthread_mutex_unlock(&stream->lock);
 	}
 	return NULL;
 }
@@ -208,14 +175,14 @@ struct stream *stream_open(int fd, bool sends, const struct tagging *tagging)
 
 struct request *stream_post(struct stream *stream, void *data, size_t size, const struct send_mark *mark)
 {
-	struct request *request = &stream->requests[stream->posted % NCCL_NET_REQUESTS_MAX];
+	struct request *request = request_at(stream, stream->posted);
 
 	if (atomic_load(&request->state) != REQUEST_FREE)
 		return NULL;
-	request->data = data;
-	request->size = size;
+	request->message.data = data;
+	request->message.size = size;
 	if (mark)
-		request->decision = decide(mark, data, size, &stream->order);
+		request->message.decision = decide(mark, data, size, &stream->order);
 	atomic_store(&request->state, REQUEST_QUEUED);
 	pthread_mutex_lock(&stream->lock);
 	stream->posted++;
@@ -228,7 +195,7 @@ bool stream_test(struct request *request, size_t *size)
 {
 	if (atomic_load(&request->state) != REQUEST_DONE)
 		return false;
-	*size = request->size;
+	*size = request->message.size;
 	atomic_store(&request->state, REQUEST_FREE);
 	return true;
 }

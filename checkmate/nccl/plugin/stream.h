@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * One direction of a TCP connection of NCCL's, with a thread that sends or receives its messages in order.
- *
- * A message is a header of 8 bytes with its length, and its bytes. The header is never tagged.
  */
 #ifndef CHECKMATE_NCCL_STREAM_H
 #define CHECKMATE_NCCL_STREAM_H
@@ -14,6 +12,7 @@
 #include <stdint.h>
 
 #include "events.h"
+#include "frames.h"
 #include "nccl_api.h"
 #include "tagging.h"
 
@@ -22,9 +21,7 @@ enum request_state { REQUEST_FREE, REQUEST_QUEUED, REQUEST_DONE };
 struct request {
 	struct stream *stream;
 	_Atomic int state;
-	void *data;
-	size_t size; /* of a receive, the room until it is done */
-	struct send_decision decision;
+	struct message message;
 };
 
 struct stream {
@@ -33,6 +30,7 @@ struct stream {
 	struct sockaddr_in peer;
 	struct tagging tagging;
 	struct send_order order;
+	struct frame_reader reader;
 	struct request requests[NCCL_NET_REQUESTS_MAX];
 	pthread_t thread;
 	pthread_mutex_t lock;

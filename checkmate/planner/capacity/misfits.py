@@ -9,12 +9,13 @@ from operator import attrgetter
 from typing import Final, Protocol, TypeVar
 
 from checkmate.job.faults import Fault
+from checkmate.job.mesh import groups_key
 from checkmate.job.schema import Job
 from checkmate.planner.capacity.plan import Capacity, SwitchUse
 from checkmate.planner.demand import Demand, NicDemand, NodeDemand
-from checkmate.planner.units import show_enough
+from checkmate.planner.units import NODES_MAX, show_enough
 from checkmate.shadow.receive.plans import FARTHEST
-from checkmate.wire.tag import CHANNELS_MAX, SHADOW_IDS_MAX
+from checkmate.wire.tag import CHANNELS_MAX, SHARDS_MAX
 from checkmate.wording import counted
 
 CORES_MOST: Final = 512
@@ -73,7 +74,7 @@ def _tables(found: Capacity, with_channels: _WithChannels) -> Iterator[Check]:
     for use in found.switches:
         for what, needed in sorted(use.used.items()):
             holds, where = use.holds[what], f"switch {use.switch}"
-            check = Check(what, where, needed, holds, "", ("dp_groups",))
+            check = Check(what, where, needed, holds, "", (groups_key(found.demand.job),))
             if needed > holds:
                 wrong = f"{needed:,} {what} needed on {where} ({use.target}), which has room for {holds:,}"
                 check = replace(check, wrong=wrong, change=_room(found, use, what, with_channels))
@@ -219,7 +220,7 @@ def _stepping(found: Capacity) -> Check | None:
         for more in range(cores + 1, CORES_MOST + 1):
             if seconds(replace(found, limits=replace(found.limits, cores=more)), node) <= iteration:
                 return [*changes, f"nodes of {more} cores"]
-        faster = f"faster cores: neither {SHADOW_IDS_MAX} nodes of {cores} nor {CORES_MOST} cores suffice"
+        faster = f"faster cores: neither {NODES_MAX} nodes of {cores} nor {CORES_MOST} cores suffice"
         return changes or [faster]
 
     return _held(found, "the optimizer's step", iteration, "s", attrgetter("nodes"), seconds, wrong, changes)
@@ -265,8 +266,8 @@ def widened(job: Job, node: int, more: int) -> Job:
 def fewest_more_nodes(job: Job, node: int, fits: Callable[[Job], bool]) -> list[str]:
     """Return `3 more shadow nodes like it`, with the smallest number that fits, or nothing."""
     groups = [g for g in range(len(job.dp_groups)) if node in job.shadow_list(g)]
-    most = SHADOW_IDS_MAX - max(job.shards(group) for group in groups)
-    for more in range(1, most + 1):
+    room = SHARDS_MAX - max(job.shards(group) for group in groups)
+    for more in range(1, min(room, NODES_MAX) + 1):
         if fits(widened(job, node, more)):
             return [f"{counted(more, 'more shadow node')} like it"]
     return []

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 
 from rich.text import Text
 
 from checkmate.job.faults import show_path
+from checkmate.job.mesh import group_name
 from checkmate.output.tables import FittedTable
 from checkmate.planner.capacity.misfits import PEAK, Check
 from checkmate.planner.capacity.plan import TRANSCEIVERS, Capacity, SwitchUse
 from checkmate.planner.demand import NicDemand
+from checkmate.planner.models.named import Model
 from checkmate.planner.scaling import dtype_of
 from checkmate.planner.units import show_seconds
 from checkmate.wording import size
@@ -164,8 +167,7 @@ def _needed(found: Capacity) -> FittedTable:
     counts = _counts(found)
     title = f"job {found.demand.job.job} needs"
     made = FittedTable(title, "what", "needed", numbers=("needed",), folds=("what",))
-    for group, model in enumerate(found.demand.models):
-        label = f"DP group {group}: {model.name}, {dtype_of(model)}"
+    for label, model in _models(found):
         made.add_row(label, f"{model.elements / 1e6:,.1f} M parameters")
         made.add_row("  gradients of an iteration", size(model.nbytes))
     made.add_row("streams (TCP connections)", f"{counts['streams']:,}")
@@ -175,6 +177,18 @@ def _needed(found: Capacity) -> FittedTable:
     made.add_row("shadow NICs", f"{counts['shadow_nics']:,}")
     made.add_row("transceivers, 2 per NIC", f"{counts['transceivers']:,}")
     return made
+
+
+def _models(found: Capacity) -> Iterator[tuple[str, Model]]:
+    """Yield each model with the names of the DP groups that have it."""
+    job = found.demand.job
+    for _, run in groupby(enumerate(found.demand.models), key=lambda one: id(one[1])):
+        groups = list(run)
+        (first, model), (last, _) = groups[0], groups[-1]
+        names = f"DP group {group_name(job, first)}"
+        if len(groups) > 1:
+            names = f"DP groups {group_name(job, first)} to {group_name(job, last)}, each"
+        yield f"{names}: {model.name}, {dtype_of(model)}", model
 
 
 def _switch(use: SwitchUse) -> FittedTable:

@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -192,6 +192,17 @@ def stages_of(model: Model, stages: int) -> list[Model]:
             "use --model once for each DP group"
         )
     return [Model(f"{model.name}, stage {i}", tuple(run)) for i, run in enumerate(runs)]
+
+
+def sharded(model: Model, parts: int) -> Model:
+    """Return what one of `parts` ranks has of a model, at most: a chunk of the first dimension of each."""
+    if parts == 1:
+        return model
+    cut = (
+        replace(one, shape=(-(-one.shape[0] // parts), *one.shape[1:]) if one.shape else ())
+        for one in model.parameters
+    )
+    return Model(f"{model.name}, 1/{parts}", tuple(cut))
 
 
 def _from_function(name: str) -> nn.Module:

@@ -8,7 +8,8 @@ from checkmate.planner.cost.model import STREAMS_PER_DP_GROUP
 from checkmate.planner.demand import socket_bytes
 from checkmate.planner.models.named import Model
 from checkmate.planner.models.optimizers import NamedOptimizer
-from checkmate.planner.scaling import NODES_MAX, StepTimes, largest_share, predicted
+from checkmate.planner.scaling import StepTimes, largest_share, predicted
+from checkmate.planner.units import NODES_MAX
 from checkmate.shadow.receive.connect import RECEIVE_BUFFER
 from checkmate.shadow.receive.plans import SETS
 from checkmate.wire.layout import ITEMSIZES

@@ -30,6 +30,8 @@ class StreamPlan:
     nic: int
     nic_ip: str
     stub: tuple[str, int]
+    shadow_id: int
+    """The shard's number on the wire."""
 
     @property
     def boundary(self) -> int:
@@ -38,7 +40,7 @@ class StreamPlan:
 
     def hello(self, position: int, incarnation: int, time: int) -> Hello:
         """Return the hello that opens the stream at byte `position` (64 bits). `time`: in microseconds."""
-        return Hello(position % MODULUS, self.boundary, self.shard, self.channel, incarnation, time)
+        return Hello(position % MODULUS, self.boundary, self.shadow_id, self.channel, incarnation, time)
 
     def __str__(self) -> str:
         side = ("first", "last")[self.side]
@@ -65,12 +67,13 @@ def hold_plans(job: Job, node_id: int) -> tuple[HoldPlan, ...]:
         if stream.node.id == node_id:
             plan = StreamPlan(
                 group=stream.boundary.group,
-                shard=stream.shadow_id,
+                shard=stream.shard,
                 side=stream.boundary.side,
                 channel=stream.channel,
                 nic=nics.index(stream.nic.ip),
                 nic_ip=str(stream.nic.ip),
                 stub=stubs[stream.boundary.switch],
+                shadow_id=stream.shadow_id,
             )
             of_hold.setdefault((plan.group, plan.shard), []).append(plan)
     holders = {

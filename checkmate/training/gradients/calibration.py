@@ -21,7 +21,7 @@ _SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.001
 
 Compared = dict[tuple[int, int], int]
-"""Bytes of fully reduced sends, by channel and shard."""
+"""Bytes of fully reduced sends, by channel and shadow id."""
 
 
 def calibrate(place: Membership, layout: Layout, library: NcclLibrary, reducer: NcclReducer) -> str:
@@ -57,7 +57,7 @@ def foreseen(place: Membership, layout: Layout) -> Compared:
             part = slicing.part(bucket.elements, bucket.itemsize, place.job.channels, channel)
             for send in slicing.sends(part, bucket.itemsize, place.ranks, place.position):
                 if send.round >= 0:
-                    found[channel, bucket.shadow_id] += len(send.where) * bucket.itemsize
+                    found[channel, place.first_id + bucket.shadow_id] += len(send.where) * bucket.itemsize
     return found
 
 

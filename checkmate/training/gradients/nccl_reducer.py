@@ -47,6 +47,7 @@ class NcclReducer:
         streams: Mapping[tuple[int, int], int],
         name: str,
         *,
+        first_id: int = 0,
         required: bool = False,
         average: bool = True,
     ) -> None:
@@ -58,6 +59,7 @@ class NcclReducer:
             tags: The plugin; `None` if it can't be used.
             streams: Bytes in each iteration of the streams that this rank tags, by channel and shard.
             name: This rank's name in messages.
+            first_id: The shadow id on the wire of shard 0.
             required: Whether the end of tagging is an error.
             average: Whether sums are divided by the number of ranks.
         """
@@ -65,6 +67,7 @@ class NcclReducer:
         self.communicator: Final = communicator
         self._tags, self._name, self._required, self._average = tags, name, required, average
         self._streams: Mapping[tuple[int, int], int] = streams
+        self._first_id = first_id
         self.failed = False
         """Whether NCCL has failed."""
         self._iterations = 0
@@ -122,7 +125,8 @@ class NcclReducer:
                 self._on_error(RingError(f"{self._name}: {broken}"))
                 self.communicator.abort()
             return False
-        done = all(self._tags.count(*stream)[1] >= end for stream, end in ends.items())
+        received = {one: self._tags.count(one[0], one[1] + self._first_id)[1] for one in ends}
+        done = all(received[one] >= end for one, end in ends.items())
         return done or bool(self._trouble())
 
     def close(self) -> None:

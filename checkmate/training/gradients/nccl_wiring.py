@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,11 +72,15 @@ class NcclMaker:
     def _prepare(self) -> str:
         """Load the plugin, and attach the tagger on boundary ranks. Return why that is impossible, or ""."""
         version, channels = nccl_runtime.runtime.version(), self.place.job.channels
-        fingerprints = exchange.gather([*version, self.layout.fingerprint.hex()], named=self.place.named)
-        if trouble := version_trouble(version) or self._different(fingerprints):
+        try:
+            plugin, missing = shared_object(), ""
+        except PluginError as error:
+            plugin, missing = Path(), str(error)
+        own = [*version, self.layout.fingerprint.hex(), plugin.name]
+        told = exchange.gather(own, named=self.place.named)
+        if trouble := version_trouble(version) or missing or self._different(told):
             return trouble
         try:
-            plugin = shared_object()
             trouble = next(environment_troubles(os.environ, plugin, channels), "")
             if trouble:
                 return trouble
@@ -103,7 +108,7 @@ class NcclMaker:
         return ""
 
     def _different(self, told: list[Any]) -> str:
-        """Return which rank of this group has another NCCL or model than the first, or ""."""
+        """Return which rank of this group has another NCCL, model or plugin than the first, or ""."""
         own = [rank.rank for rank in self.place.job.dp_groups[self.place.group].ranks]
         by_rank = {rank: told[rank] for rank in own}
         first = by_rank[own[0]]
@@ -113,8 +118,12 @@ class NcclMaker:
                     f"{self.place.named(r)} has {_dotted(v)}" for r, v in ((own[0], first), (rank, theirs))
                 ]
                 return f"versions of NCCL differ: {', '.join(names)}; install the same on all hosts"
-            if theirs != first:
+            if theirs[3] != first[3]:
                 return f"{self.place.named(rank)} has another model, or another NCCL_BUFFSIZE"
+            if theirs[4] != first[4] and theirs[4] and first[4]:
+                return (
+                    f"{self.place.named(rank)} has another Checkmate: install the same version on all hosts"
+                )
         return ""
 
     def _open(self) -> Communicator:
@@ -139,6 +148,7 @@ class NcclMaker:
             tags,
             streams,
             self.place.name,
+            first_id=self.place.first_id,
             required=self.required,
             average=self.average,
         )
@@ -156,10 +166,13 @@ class NcclMaker:
 
     def _name_buckets(self, library: NcclLibrary, reducer: NcclReducer) -> str:
         """Tell the plugin the buckets. Return why it does not take them, or ""."""
+        first_id = self.place.first_id
         try:
             library.set_buckets(
                 [
-                    NcclBucket(tensor.data_ptr(), bucket.elements, bucket.itemsize, bucket.shadow_id)
+                    NcclBucket(
+                        tensor.data_ptr(), bucket.elements, bucket.itemsize, first_id + bucket.shadow_id
+                    )
                     for tensor, bucket in zip(reducer.tensors, self.layout.schedule, strict=True)
                 ]
             )

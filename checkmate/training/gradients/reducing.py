@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -58,10 +59,16 @@ def zero_buckets(layout: Layout, device: torch.device, *, pinned: bool = False) 
 class RingReducer:
     """Reduces in host memory, over the tagging ring, which its creator closes."""
 
-    def __init__(self, ring: Ring, layout: Layout, *, pinned: bool = False, average: bool = True) -> None:
-        """Allocate buckets, in `pinned` memory if gradients are on a GPU. Sum them unless `average`."""
+    def __init__(
+        self, ring: Ring, layout: Layout, *, first_id: int = 0, pinned: bool = False, average: bool = True
+    ) -> None:
+        """Allocate buckets, in `pinned` memory if gradients are on a GPU.
+
+        `first_id`: shard 0's in tags. `average`: whether sums are divided by the number of ranks.
+        """
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, torch.device("cpu"), pinned=pinned)
-        self._ring, self._buckets, self._average = ring, layout.schedule, average
+        self._ring, self._first_id, self._average = ring, first_id, average
+        self._buckets = [replace(one, shadow_id=first_id + one.shadow_id) for one in layout.schedule]
         self._allreduce: AllReduce
 
     def staging(self, device: torch.device, on_error: Callable[[Exception], None]) -> Staging:
@@ -80,11 +87,12 @@ class RingReducer:
 
     def ends(self) -> dict[tuple[int, int], int]:
         """Return each stream's number of tagged bytes."""
-        return self._allreduce.ends()
+        tagged = self._allreduce.ends()
+        return {(channel, number - self._first_id): end for (channel, number), end in tagged.items()}
 
     def passed(self, ends: Ends) -> bool:
         """Return whether the next rank has acknowledged all bytes up to these ends."""
-        return self._allreduce.passed(ends)
+        return self._allreduce.passed({(c, shard + self._first_id): end for (c, shard), end in ends.items()})
 
     def close(self) -> None:
         """End the threads. A bucket in progress fails and breaks the ring."""

@@ -11,6 +11,7 @@ import torch
 from checkmate.keys.access import access
 from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
+from checkmate.ring.place import ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_wiring import NcclMaker
@@ -50,7 +51,8 @@ def make_reducer(
     """
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
-        return RingReducer(connect(place, layout, start, undo), layout, pinned=pinned, average=average), []
+        ring = connect(place, layout, start, undo)
+        return RingReducer(ring, layout, first_id=place.first_id, pinned=pinned, average=average), []
     (device,) = devices
     maker = NcclMaker(place, layout, start, device, undo, required, average)
     return maker.make(), maker.troubles
@@ -77,7 +79,8 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         TaggerUnavailable: On all ranks, if one of them can't tag.
         RingError: The ring could not be connected.
     """
-    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}".encode()
+    group = f" {place.group}" if place.job.hosts else ""  # its ranks' addresses may be those of others
+    common = layout.fingerprint + f"{start.plan.run} {start.next_iteration}{group}".encode()
     where = RingPlace(
         place.position,
         place.ips,
@@ -85,6 +88,8 @@ def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) ->
         incarnation=start.plan.incarnation,
         dscp_bit=place.job.tag.dscp_bit,
         fingerprint=hashlib.blake2b(common, digest_size=16).digest(),
+        ports=ring_ports(place.job, place.group),
+        device=place.interface,
         names=place.names,
         key=access(place.job, Role.TRAINER).secret(Secret.RING),
     )

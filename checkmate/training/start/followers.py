@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from checkmate import state
+from checkmate.job.mesh import group_name
 from checkmate.nodes.stubs import Stubs
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
@@ -152,7 +153,7 @@ class Followers:
             _log.warning("training begins without all shadow nodes: %s", waiting)
         elif place.first:
             nodes = ", ".join(str(node.id) for node in place.nodes)
-            following = f"shadow nodes {nodes} follow DP group {place.group}"
+            following = f"shadow nodes {nodes} follow DP group {group_name(place.job, place.group)}"
             _log.info("%s, from iteration %d on", following, opening.start.next_iteration)
 
     def finish(self, deadline: float) -> None:

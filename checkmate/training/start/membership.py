@@ -13,11 +13,13 @@ from typing import ClassVar, Final
 
 import torch.distributed as dist
 
+from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job, ShadowNode
 from checkmate.keys.access import access
 from checkmate.keys.folder import RoleKeys
 from checkmate.keys.roles import Role
+from checkmate.nccl.interfaces import interface_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
 from checkmate.training.errors import SessionError
@@ -56,6 +58,17 @@ class Membership:
         return [str(rank.ip) for rank in self.job.dp_groups[self.group].ranks]
 
     @property
+    def interface(self) -> str | None:
+        """This rank's interface, if its host has several in the job. May raise `SessionError`."""
+        own = self.job.dp_groups[self.group].ranks[self.position]
+        if not any(host.name == own.host and len(host.nics) > 1 for host in self.job.hosts):
+            return None
+        try:
+            return interface_of(own.ip)
+        except ValueError as error:
+            raise SessionError(f"{self.name}: {error}") from None
+
+    @property
     def names(self) -> list[str]:
         """Names of the ring's ranks in messages, in ring order."""
         return [rank.named for rank in self.job.dp_groups[self.group].ranks]
@@ -89,6 +102,11 @@ class Membership:
     def shards(self) -> int:
         """Number of shards of its group's model."""
         return self.job.shards(self.group)
+
+    @property
+    def first_id(self) -> int:
+        """The shadow id on the wire of its group's shard 0."""
+        return first_shadow_ids(self.job)[self.group]
 
     @property
     def nodes(self) -> list[ShadowNode]:

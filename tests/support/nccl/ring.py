@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from checkmate.wire.nccl_slicing import SLICES, NcclSend, NcclSlicing
+from checkmate.wire.nccl_slicing import NcclSend, NcclSlicing
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class RingChannel:
         `receive` returns the contents of the previous rank's next send, which it is given.
         """
         coming = self._sends(tensor, self.rank - 1)
-        loop = 2 * (self.ranks - 1) * SLICES
+        loop = 2 * (self.ranks - 1) * self.slicing.slices
         for send in self._sends(tensor, self.rank):
             if send.round > 1 - self.ranks:
                 self._take(tensor, next(coming), receive)
             yield send, tensor[send.where.start : send.where.stop]
             if send.step % loop == loop - 1:
-                for last in islice(coming, SLICES):
+                for last in islice(coming, self.slicing.slices):
                     self._take(tensor, last, receive)
 
     def _sends(self, tensor: torch.Tensor, rank: int) -> Iterator[NcclSend]:

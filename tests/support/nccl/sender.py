@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from tests.support.nccl.traces import ITEMSIZES, TracedCollective
 LOOPBACK: Final = IPv4Address("127.0.0.1")
 OURS: Final = 4711
 """The hash of the gradients' communicator."""
+ANOTHER: Final = 12
+"""The hash of a communicator that is not ours."""
 _ROOM: Final = 2 << 20
 _SLICING: Final = NcclSlicing()
 
@@ -76,6 +79,8 @@ class Settings:
     """Network namespace, "" for this one, and address."""
     other: tuple[str, IPv4Address] = ("", LOOPBACK)
     sockets_map: int = -1
+    refused: bool = False
+    """Whether another communicator is made before there is a job; the plugin refuses it."""
 
 
 def _there(namespace: str) -> AbstractContextManager[None]:
@@ -87,6 +92,8 @@ def _loaded(
 ) -> tuple[NcclLibrary, Caller]:
     """Load a plugin of its own for a rank, begin with a job, and make the gradients' communicator."""
     shutil.copy(shared_object(), path)
+    if said.refused:
+        assert Caller(path, RELEASES[said.release]).init(ANOTHER, said.ranks, said.ranks, rank) != 0
     library = NcclLibrary(path)
     library.begin(
         NcclPlace(rank, said.ranks, address, "lo"),
@@ -124,6 +131,8 @@ class SendingRank:
                 self.connections.append(until(lambda place=place: self.caller.connect(place)))  # type: ignore[misc]
             self._ends.append(until(lambda to=listening: self._sink.accept(to)))  # type: ignore[misc]
             self._listeners.append(listening)
+        self.received: list[int] = []
+        """Sizes of the messages that the sink has received, on all channels."""
         self._stopping = threading.Event()
         self._rooms = [buffer(_ROOM) for _ in self._ends]  # the plugin may write there until it has closed
         self._threads: list[threading.Thread] = []
@@ -142,6 +151,8 @@ class SendingRank:
             result, request = self._sink.irecv(comm, room, _ROOM)
             while request is not None and not self._stopping.is_set():
                 result, size = self._sink.test(request)
+                if size is not None:
+                    self.received.append(size)
                 if result or size is not None:
                     break
             if result:
@@ -151,6 +162,12 @@ class SendingRank:
         self, channel: int, nbytes: int, step: int | None, data: ctypes.Array[ctypes.c_char] | None = None
     ) -> None:
         """Send, and wait until that is done."""
+        self.finish(self.post(channel, nbytes, step, data))
+
+    def post(
+        self, channel: int, nbytes: int, step: int | None, data: ctypes.Array[ctypes.c_char] | None = None
+    ) -> int:
+        """Return the request of a send, once it is accepted."""
         place = data or buffer(nbytes or 1)
 
         def accepted() -> int | None:
@@ -158,7 +175,10 @@ class SendingRank:
             assert result == 0
             return request
 
-        request = until(accepted)
+        return until(accepted)
+
+    def finish(self, request: int) -> None:
+        """Wait until a send is done."""
         until(lambda: None if self.caller.test(request)[1] is None else 1)
 
     def collective(self, number: int, one: TracedCollective, **more: Any) -> list[int | None]:
@@ -172,9 +192,16 @@ class SendingRank:
         ]
 
     def reduce(
-        self, number: int, bucket: NcclBucket, contents: Callable[[NcclSend], bytes] | None = None
+        self,
+        number: int,
+        bucket: NcclBucket,
+        contents: Callable[[NcclSend], bytes] | None = None,
+        ahead: int = 1,
     ) -> None:
-        """Reduce a bucket of floats, with all sends of this rank; `contents` are those of a send."""
+        """Reduce a bucket of floats, with all sends of this rank, of which `ahead` are in progress at a time.
+
+        `contents` are those of a send.
+        """
         channels, datatype = len(self.connections), {2: "ncclFloat16", 4: "ncclFloat32", 8: "ncclFloat64"}
         used = self.slicing.used(bucket.elements, bucket.itemsize, channels)
         shown = channels if self.caller.versions.profiler == 3 else used
@@ -182,10 +209,15 @@ class SendingRank:
         ops = self.collective(number, one)
         for channel in range(used):
             part = self.slicing.part(bucket.elements, bucket.itemsize, channels, channel)
+            posted: deque[int] = deque()
             for send in self.slicing.sends(part, bucket.itemsize, self.ranks, self.rank):
                 step = self.caller.proxy_step(ops[channel], send.step)
                 data = None if contents is None else buffer(contents(send))
-                self.send(channel, len(send.where) * bucket.itemsize, step, data)
+                posted.append(self.post(channel, len(send.where) * bucket.itemsize, step, data))
+                if len(posted) == ahead:
+                    self.finish(posted.popleft())
+            for request in posted:
+                self.finish(request)
 
     def stop_receiving(self) -> None:
         """Close the sink's connections."""

@@ -17,6 +17,7 @@ import pytest
 
 from tests.scripts.dying_shadow import STOPPED
 from topologies.crew import Crew, LabController, serving
+from topologies.describe.job_files import Target
 from topologies.describe.topology import Topology, load
 from topologies.lab import Lab
 from topologies.training.job import SCRIPT, JobPlan, TrainingJob
@@ -30,6 +31,8 @@ SMALL = (
     *("--context", "32", "--batch", "1", "--bucket-mb", "0.05"),
 )
 """Five buckets in two shards, with iterations of about a tenth of a second."""
+TINY = ("--layers", "1", "--width", "16", "--heads", "1", "--context", "16", "--batch", "1")
+"""For switches that take a second for 35 kB."""
 SECONDS = 100.0
 
 marks = [
@@ -50,11 +53,14 @@ class Finished:
 class Faulty:
     """A job in a lab, with the parts that tests may break."""
 
-    def __init__(self, lab: Lab, crew: Crew, controller: LabController, training: TrainingJob) -> None:
+    def __init__(
+        self, lab: Lab, crew: Crew, controller: LabController, training: TrainingJob, shape: tuple[str, ...]
+    ) -> None:
         self.lab = lab
         self.crew = crew
         self.controller = controller
         self.training = training
+        self.shape = shape
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
         """Wait for a condition; failures meanwhile are quoted."""
@@ -112,6 +118,8 @@ def job(
     gated: bool = False,
     reduce: Any = "checkmate",
     topology: str | Topology = "single_tor",
+    target: Target = "softswitch",
+    shape: tuple[str, ...] = SMALL,
     loss: float = 0.0,
     jitter: float = 0.0,
     script: str = SCRIPT,
@@ -120,7 +128,7 @@ def job(
 ) -> Iterator[Faulty]:
     """Yield a job whose ranks are ready to train, or already train if it is not `gated`."""
     plan = JobPlan(
-        ("--iterations", str(ITERATIONS), *SMALL),
+        ("--iterations", str(ITERATIONS), *shape),
         script,
         kills=kills,
         gated=gated,
@@ -129,7 +137,7 @@ def job(
     )
     described = load(topology) if isinstance(topology, str) else topology
     with (
-        Lab(described, name=name, loss=loss, jitter=jitter) as lab,
+        Lab(described, target, name=name, loss=loss, jitter=jitter) as lab,
         Crew(lab) as crew,
         serving(crew) as controller,
     ):
@@ -139,25 +147,25 @@ def job(
         training.start()
         training.await_ready(SECONDS)
         try:
-            yield Faulty(lab, crew, controller, training)
+            yield Faulty(lab, crew, controller, training, shape)
         except BaseException:
             training.keep_logs()
             raise
 
 
 @functools.cache
-def undisturbed() -> Finished:
+def undisturbed(shape: tuple[str, ...] = SMALL) -> Finished:
     """Return the results of the same job over the same ring without tags and shadow nodes; it is cached."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        job(f"u{os.getpid()}", Path(folder), reduce="untagged") as run,
+        job(f"u{os.getpid()}", Path(folder), reduce="untagged", shape=shape) as run,
     ):
         return run.finish()
 
 
-def same(found: Finished) -> None:
+def same(found: Finished, shape: tuple[str, ...] = SMALL) -> None:
     """Check that all losses and the final state equal the undisturbed job's."""
-    reference = undisturbed()
+    reference = undisturbed(shape)
     assert found.record.losses == reference.record.losses
     assert not found.record.changed_when_repeated
     assert set(found.record.digests.values()) == set(reference.record.digests.values())
@@ -172,7 +180,7 @@ def check(run: Faulty, repeated: int = 0) -> Finished:
     At most `repeated` completed iterations were repeated.
     """
     found = run.finish()
-    same(found)
+    same(found, run.shape)
     assert sum(count - 1 for count in found.record.repeated.values()) <= repeated
     nodes = range(len(run.lab.topology.shadow_nodes))
     last = ITERATIONS - 1

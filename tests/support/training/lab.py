@@ -129,7 +129,7 @@ class TrainingLab:
         self.ranks = [
             self.crew.start(
                 rank.name,
-                rank.name,
+                rank.host.name,
                 [sys.executable, "-m", module, *arguments],
                 environment={
                     "RANK": str(rank.number),

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version
 from checkmate.ring import RingError
 from checkmate.training.errors import SessionError
+from checkmate.training.gradients import nccl_wiring
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership, nccl_runtime
+from tests.support.nccl.calls import RELEASES, Caller
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, check_reduced, place_of, prepare, reduce
 from tests.support.training.rank_processes import RankProcesses
@@ -65,6 +69,24 @@ def test_averages_are_exact_and_every_byte_is_tagged_once(
 ) -> None:
     double = DoubleNccl(release)
     check_reduced(ranks.run(count, reduce, channels, double), double)
+
+
+def reduce_after_another(rank: int, count: int, double: DoubleNccl) -> dict[str, Any]:
+    """Have the plugin refuse a communicator before there is a job, as DDP's, and reduce then."""
+    other = Caller(shared_object(), RELEASES[double.release])
+    assert other.init(1, count, count, rank) != 0
+    found = reduce(rank, count, 1, double)
+    assert other.init(2, count, count, rank) != 0
+    return found
+
+
+@TAGGING
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_plugin_that_refused_a_communicator_first_is_used_later(release: str) -> None:
+    double = DoubleNccl(release)
+    with RankProcesses() as fresh:
+        check_reduced(fresh.run(2, reduce_after_another, double), double)
 
 
 def untagged(
@@ -114,6 +136,26 @@ def test_what_cannot_be_tagged_is_reduced_nevertheless(
     assert found[0] == found[1]
     assert words in found[0][0]
     assert found[0][0].startswith("SessionError: gradients can't be tagged: rank ") == required
+
+
+def with_another_plugin(rank: int, count: int, other: Path) -> list[str]:
+    """Return the troubles if rank 1's plugin was compiled from other sources."""
+    with ExitStack() as undo, pytest.MonkeyPatch.context() as patch:
+        maker = prepare(rank, count, 2, DoubleNccl(), undo)
+        if rank == 1:
+            patch.setattr(nccl_wiring, "shared_object", lambda: other)
+        maker.make()
+        return maker.troubles
+
+
+@TAGGING
+def test_ranks_with_different_plugins_do_not_tag(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Their connections would not understand each other."""
+    first, second = ranks.run(2, with_another_plugin, tmp_path / "libnccl-net-checkmate-0.so")
+    assert first == second
+    assert first[0].endswith(
+        "rank 1 (192.168.0.1) has another Checkmate: install the same version on all hosts"
+    )
 
 
 def lose(rank: int, count: int) -> str:

@@ -1,0 +1,60 @@
+"""Types of values in a job's YAML file: addresses, ports, names and numbers, with their limits."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+
+from checkmate.job.addresses import checked_host, checked_host_port, checked_ip, checked_mac
+from checkmate.job.tofino import chips
+
+_MAC_PATTERN: Final = "^[0-9a-fA-F][02468aceACE](:[0-9a-fA-F]{2}){5}$"
+"""Unicast addresses, for editors."""
+DSCP_BITS: Final = (1, 2, 4, 8, 16, 32)
+
+CPU_PORT: Final = 510
+"""CPU port of the v1model program (`CPU_PORT` in the P4 source)."""
+
+
+def checked_dscp_bit(value: int) -> int:
+    if value not in DSCP_BITS:
+        raise ValueError("must be one of the six bits of DSCP: 1, 2, 4, 8, 16 or 32")
+    return value
+
+
+def _port(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError(
+            f"must be a number from 0 to {CPU_PORT - 1}; a front-panel name such as "
+            '"1/0" is possible only on a switch whose target is tofino or tofino2'
+        )
+    return value
+
+
+def device_port(value: object) -> object:
+    """Accept a device port alone for a port of a Tofino's front panel."""
+    return {"device_port": value} if isinstance(value, int) else value
+
+
+Mac = Annotated[str, BeforeValidator(checked_mac), Field(json_schema_extra={"pattern": _MAC_PATTERN})]
+Ip = Annotated[IPv4Address, BeforeValidator(checked_ip)]
+HostName = Annotated[str, AfterValidator(checked_host)]
+HostPort = Annotated[
+    str, AfterValidator(checked_host_port), Field(json_schema_extra={"pattern": r":[0-9]{1,5}$"})
+]
+Port = Annotated[int, Field(ge=0, lt=CPU_PORT, strict=True), BeforeValidator(_port)]
+PortName = Annotated[str, StringConstraints(pattern=chips.PORT_NAME)]
+Collective = Literal["ring", "nccl"]
+Speed = Literal["10G", "25G", "40G", "50G", "100G", "200G", "400G"]
+Fec = Literal["none", "firecode", "rs"]
+Metres = Annotated[float, Field(gt=0, le=10_000)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+TcpPort = Annotated[int, Field(ge=1, le=65535, strict=True)]
+NODE_IDS_LAST: Final = 65535
+RANKS_LAST: Final = 65535
+GPUS_MOST: Final = 64
+Size = Annotated[int, Field(ge=1, le=RANKS_LAST + 1, strict=True)]
+"""Of a dimension of a mesh."""
+ShadowNodeId = Annotated[int, Field(ge=0, le=NODE_IDS_LAST, strict=True)]

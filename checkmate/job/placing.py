@@ -1,0 +1,136 @@
+"""Ranks that are placed on hosts: each gets the address, MAC and port of its host's NIC.
+
+Works on a file's data, valid or not, before `checks`. Pure. A fault of what a rank has got from its host
+belongs to the host: `origins` leads there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from checkmate.job import mesh
+from checkmate.job.faults import Fault, Part, Path, parts
+from checkmate.job.schema import Host, Rank, TrainingHost
+
+RANKS_MOST: Final = 256
+"""Ranks with one address: each has ports of its own for the ring."""
+_OF_NIC: Final = ("ip", "mac", "switch", "port", "addresses")
+OF_HOST: Final = (*_OF_NIC, "mgmt")
+"""Keys that a placed rank has from its host."""
+_NO_GROUPS: Final = Fault(("dp_groups",), "is missing")
+_SHOWN: Final = 10
+
+
+@dataclass
+class Placing:
+    """The outcome: faults, and where each value of a placed rank is in the file."""
+
+    faults: list[Fault] = field(default_factory=list)
+    origins: dict[Path, Path] = field(default_factory=dict)
+    unplaced: set[Path] = field(default_factory=set)
+    """Ranks whose host or NIC is unknown. Only that is reported, and not that they have no address."""
+    meshed: bool = False
+    """Whether DP groups are those of a mesh."""
+
+    def told(self, faults: Iterable[Fault]) -> list[Fault]:
+        """Return each fault once, at its place in the file, without those that follow from our own."""
+        own = {fault.path for fault in self.faults}
+        found = [
+            Fault(self._origin(fault.path), fault.message)
+            for fault in faults
+            if fault.path not in own
+            and not (fault.path[:-1] in self.unplaced and fault.path[-1] in OF_HOST)
+            and not (self.meshed and fault == _NO_GROUPS)
+        ]
+        return list(dict.fromkeys(found))
+
+    def refuse(self, rank: Part, key: str, message: str) -> None:
+        """Leave a rank without a host, for this reason, which is empty if it is told elsewhere."""
+        if message:
+            self.faults.append(Fault((*rank.path, key), message))
+        self.unplaced.add(rank.path)
+
+    def _origin(self, path: Path) -> Path:
+        for end in range(len(path), 0, -1):
+            if (origin := self.origins.get(path[:end])) is not None:
+                return (*origin, *path[end:])
+        return (mesh.KEY,) if self.meshed and path[:1] == ("dp_groups",) else path
+
+
+def place(raw: Any) -> Placing:
+    """Add a mesh's groups, and give each rank that names a host what it needs from there, in `raw` itself."""
+    found = Placing()
+    if isinstance(raw, dict) and mesh.KEY in raw:
+        found.faults += mesh.expand(raw)
+        found.meshed = all(fault.path != ("dp_groups",) for fault in found.faults)
+    listed = parts(raw, TrainingHost, "hosts")
+    hosts = {host.fields["name"]: host for host in reversed(listed) if "name" in host.fields}
+    unsure = len(listed) > sum("name" in host.fields for host in listed)
+    on: Counter[Path] = Counter()
+    for rank in parts(raw, Rank, "dp_groups", "ranks"):
+        if is_placed(rank):
+            if not (why := _refused(rank, hosts)):
+                on[_copy(rank, hosts, found)] += 1
+            elif not (why[0] == "host" and unsure):
+                found.refuse(rank, *why)
+            else:
+                found.unplaced.add(rank.path)
+        elif hosts and isinstance(rank.raw, dict) and not set(rank.raw) & set(OF_HOST):
+            found.refuse(rank, "host", f"is missing; {_there(hosts)}")
+    for path, count in on.items():
+        if count > RANKS_MOST:
+            message = f"has {count} ranks, and an address may have {RANKS_MOST}: use more hosts or NICs"
+            found.faults.append(Fault(path, message))
+    return found
+
+
+def _refused(rank: Part, hosts: Mapping[str, Part]) -> tuple[str, str] | None:
+    """Return the key and the reason if a rank cannot be placed; both empty if that is told elsewhere."""
+    for key in OF_HOST:
+        if key in rank.raw:
+            return key, "is a matter of the rank's host: remove it, or remove host"
+    if (asked := rank.get("host", "nic")) is None:
+        return "", ""
+    name, nic = asked
+    if name not in hosts:
+        known = _there(hosts) if hosts else "the job has none: list them under hosts"
+        return "host", f"no host {name!r} in hosts; {known}"
+    nics = hosts[name].raw.get("nics")
+    if not isinstance(nics, list) or not nics:
+        return "", ""
+    if nic >= len(nics):
+        return "nic", f"host {name!r} has NICs 0 to {len(nics) - 1}, and not {nic}"
+    return None if isinstance(nics[nic], dict) else ("", "")
+
+
+def _there(hosts: Mapping[str, Part]) -> str:
+    names = sorted(hosts)
+    return f"there are {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+
+
+def _copy(rank: Part, hosts: Mapping[str, Part], found: Placing) -> Path:
+    """Copy a rank's values from its host, and note their origin. Return the path of its NIC."""
+    host, number = hosts[rank.fields["host"]], rank.fields["nic"]
+    path = (*host.path, "nics", number)
+    for key in _OF_NIC:
+        found.origins[(*rank.path, key)] = (*path, key)
+        if key in host.raw["nics"][number]:
+            rank.raw[key] = host.raw["nics"][number][key]
+    found.origins[(*rank.path, "mgmt")] = (*host.path, "mgmt")
+    if "mgmt" in host.raw:
+        rank.raw["mgmt"] = host.raw["mgmt"]
+    return path
+
+
+def interfaces(raw: Any) -> list[Part]:
+    """Return the parts of a job that are interfaces of training hosts, each once."""
+    own = [rank for rank in parts(raw, Rank, "dp_groups", "ranks") if not is_placed(rank)]
+    return [*own, *parts(raw, Host, "hosts", "nics")]
+
+
+def is_placed(rank: Part) -> bool:
+    """Return whether a rank names a host."""
+    return isinstance(rank.raw, dict) and "host" in rank.raw
