@@ -16,6 +16,7 @@ import yaml
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.ring import Ring, RingError, RingPlace, connect_ring
@@ -205,12 +206,23 @@ def test_backward_ends_when_a_replica_is_gone(ranks: RankProcesses) -> None:
     assert "rank 1" in told[0] and "rank 1" in told[1]
 
 
+class ReentrantNet(ShardedNet):
+    """A backward within the backward for each block, at whose end not all gradients are there."""
+
+    def forward(self, rows: torch.Tensor, *, more: bool = False) -> torch.Tensor:
+        hidden = self.embedding(rows)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
 def refuse(rank: int, count: int, ports: list[int]) -> dict[str, str]:
     """Return the errors of backward, by what the script does."""
     told: dict[str, str] = {}
     mesh = replicated(count // SHARDS, SHARDS)["dp_shard"]
-    for what in ("kept", "absent", "closed"):
-        model = shard(ShardedNet(), mesh)
+    for what in ("kept", "absent", "closed", "reentrant"):
+        model = shard(ReentrantNet() if what == "reentrant" else ShardedNet(), mesh)
         with hooked(model, rank, count // SHARDS, ports) as (hooks, _):
             try:
                 if what == "absent":
@@ -232,4 +244,6 @@ def test_what_shadow_nodes_could_not_follow_is_refused(ranks: RankProcesses) -> 
     assert "has a .grad from before this backward" in told[0]["kept"]
     assert "set_requires_gradient_sync(False)" in told[3]["kept"]
     assert "sometimes.weight has no gradient on this rank, but on another" in told[0]["absent"]
+    assert told[1]["reentrant"].startswith("blocks.1.0.weight has a .grad from before this backward")
+    assert told[1]["reentrant"].endswith("checkpoint activations with use_reentrant=False")
     assert "Protection is closed" in told[2]["closed"]

@@ -70,8 +70,8 @@ class ShardedHooks(GradientReduction):
             if parameter.grad is not None:
                 raise RefusedError(
                     f"{self._layout.parameters[number].name} has a .grad from before this backward: call "
-                    "optimizer.zero_grad() after each step, without set_to_none=False, and accumulate "
-                    "with set_requires_gradient_sync(False)"
+                    "optimizer.zero_grad() after each step, without set_to_none=False, accumulate with "
+                    "set_requires_gradient_sync(False), and checkpoint activations with use_reentrant=False"
                 )
 
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:

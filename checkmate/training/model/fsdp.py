@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -49,6 +48,8 @@ class FsdpModel(TrainedModel):
             for group in param_groups(unit)
             for one in group.fsdp_params
         }
+        if not self.trained():
+            raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
         for name, parameter in self.trained().items():
             if parameter not in self._reduced:
                 raise RefusedError(
@@ -64,7 +65,7 @@ class FsdpModel(TrainedModel):
     def shard_ranks(self) -> list[int]:
         """The global ranks that share this rank's replica, in order of the shards."""
         mesh = next(iter(self.trained().values())).device_mesh  # type: ignore[attr-defined]
-        found: list[int] = dist.get_process_group_ranks(mesh.get_group())
+        found: list[int] = mesh.mesh.tolist()
         return found
 
     def check_forward(self) -> None:

@@ -74,6 +74,11 @@ def not_sharded() -> nn.Module:
     return model
 
 
+def frozen() -> nn.Module:
+    model: nn.Module = sharded().requires_grad_(False)
+    return model
+
+
 def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = sharded()
@@ -88,6 +93,7 @@ def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
     ("make", "words"),
     [
         (two_dimensions, r"on the mesh \('dp_replicate', 'dp_shard'\).*mesh=checkmate.shard_mesh\("),
+        (frozen, "no parameter of the model needs a gradient"),
         (not_sharded, "^scale is not sharded.*leave it out of ignored_params"),
         (lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "offloads to the CPU"),
         (with_setting("set_force_sum_reduction_for_comms", True), "divides gradients after their reduction"),
