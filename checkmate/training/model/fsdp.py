@@ -36,6 +36,10 @@ class FsdpModel(TrainedModel):
         """Create it. Raise `RefusedError` if shadow nodes can't follow it."""
         assert isinstance(module, nn.Module) and isinstance(module, FSDPModule)
         self.outer = self.inner = module
+        if not hasattr(module, "set_all_reduce_hook"):
+            raise RefusedError(
+                f"PyTorch {torch.__version__} can't be followed with fully_shard: use 2.7 or newer"
+            )
         self.units = {name: one for name, one in module.named_modules() if isinstance(one, FSDPModule)}
         for unit in self.units.values():
             unit.reshard()
@@ -139,7 +143,7 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
     for group in groups:
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise RefusedError(f"{name}: gradients that FSDP offloads to the CPU can't be protected yet")
-        if group.force_sum_reduction_for_comms:
+        if getattr(group, "force_sum_reduction_for_comms", False):  # since PyTorch 2.8
             raise RefusedError(
                 f"{name}: with set_force_sum_reduction_for_comms(True), FSDP divides gradients after their "
                 "reduction, so shadow nodes would get others: leave it out"
@@ -153,11 +157,7 @@ def _averages(units: Mapping[str, FSDPModule]) -> bool:
 
     Raise `RefusedError` if its units differ.
     """
-    with_factor = {
-        name: group.gradient_divide_factor is not None
-        for name, unit in units.items()
-        for group in param_groups(unit)
-    }
+    with_factor = {name: _divides(group) for name, unit in units.items() for group in param_groups(unit)}
     if len(set(with_factor.values())) > 1:
         without = next(name for name, found in with_factor.items() if not found)
         raise RefusedError(
@@ -165,6 +165,13 @@ def _averages(units: Mapping[str, FSDPModule]) -> bool:
             "call it on all of them"
         )
     return not any(with_factor.values())
+
+
+def _divides(group: Any) -> bool:
+    """Return whether a group's gradients have a factor that the script has set."""
+    if hasattr(group, "gradient_divide_factor"):  # since PyTorch 2.8
+        return group.gradient_divide_factor is not None
+    return group.reduce_scatter_reduce_op is not None
 
 
 def _reduced_dtype(policy: Any, dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import local_of
@@ -125,6 +125,13 @@ def test_a_checkpoint_on_disk_is_refused_with_what_loads_it() -> None:
     place = membership.place(job(groups=1, ranks=2), 0, 2, None)
     with pytest.raises(InstallError, match=r"^kept/it can't be loaded .* torch.distributed.checkpoint"):
         disk.resume(Path("kept/it"), place, watched)
+
+
+def test_a_pytorch_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sharded()
+    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
+    with pytest.raises(RefusedError, match="can't be followed with fully_shard: use 2.7 or newer"):
+        model_of(module)
 
 
 class OneRank:
