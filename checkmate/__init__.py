@@ -1,7 +1,7 @@
-"""Checkmate: per-iteration checkpoints of PyTorch DDP training.
+"""Checkmate: per-iteration checkpoints of data-parallel PyTorch training.
 
-checkmate.restore(ddp, optimizer)   # resume from the shadow nodes, if they hold anything
-checkmate.protect(ddp, optimizer)   # have them follow from here on
+checkmate.restore(model, optimizer)   # resume from the shadow nodes, if they hold anything
+checkmate.protect(model, optimizer)   # have them follow from here on
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from checkmate.ring import RingError
     from checkmate.state import StateError
     from checkmate.tagger import TaggerUnavailable
-    from checkmate.training.errors import RefusedError
+    from checkmate.training.errors import RefusedError, SessionError
     from checkmate.training.protect import Protection, protect
     from checkmate.training.record.wrapped import clip_grad_norm_
     from checkmate.training.restore import Restored, RestoreError, restore
-    from checkmate.training.start.membership import SessionError
+    from checkmate.training.start.shard_mesh import shard_mesh
     from checkmate.wire.layout import LayoutError
 
     __version__: str
@@ -48,6 +48,7 @@ __all__ = [
     "clip_grad_norm_",
     "protect",
     "restore",
+    "shard_mesh",
 ]
 
 _WHERE: Final = {
@@ -61,7 +62,8 @@ _WHERE: Final = {
     "Restored": "checkmate.training.restore",
     "restore": "checkmate.training.restore",
     "RingError": "checkmate.ring",
-    "SessionError": "checkmate.training.start.membership",
+    "SessionError": "checkmate.training.errors",
+    "shard_mesh": "checkmate.training.start.shard_mesh",
     "StateError": "checkmate.state",
     "TaggerUnavailable": "checkmate.tagger",
     "UnsupportedOptimizer": "checkmate.optim.supported",

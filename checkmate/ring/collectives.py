@@ -40,6 +40,8 @@ class AllReduce(AbstractContextManager["AllReduce"]):
         on_done: Callable[[int], None],
         on_error: Callable[[RingError], None],
         slice_bytes: int = SLICE_BYTES,
+        *,
+        average: bool = True,
     ) -> None:
         """Start the threads.
 
@@ -52,6 +54,7 @@ class AllReduce(AbstractContextManager["AllReduce"]):
                 kernel completely, so that it may be overwritten. A thread of the ring waits for it to return.
             on_error: Called at most once, by a thread of the ring, if the ring breaks for good.
             slice_bytes: The size of the pieces in which chunks are sent and reduced.
+            average: Whether sums are divided by the number of ranks.
         """
         for tensor in tensors:
             if not tensor.is_floating_point():
@@ -63,7 +66,8 @@ class AllReduce(AbstractContextManager["AllReduce"]):
             for channel, sender in enumerate(ring.senders):
                 if isinstance(sender, TaggedSocket):
                     self._tagged |= {(channel, shard): sender for shard in shards}
-        self._engine = Engine(ring, buckets, allreduce_steps, slice_bytes, on_done, on_error)
+        divisor = place.ranks if average else 1
+        self._engine = Engine(ring, buckets, allreduce_steps, slice_bytes, on_done, on_error, divisor=divisor)
         self._engine.bind(tensors)
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
@@ -115,7 +119,13 @@ class AllGather(AbstractContextManager["AllGather"]):
         self._gathered = Watermark()
         self._error: RingError | None = None
         self._engine = Engine(
-            ring, buckets, steps_of, slice_bytes, lambda _: self._gathered.advance(), self._fail
+            ring,
+            buckets,
+            steps_of,
+            slice_bytes,
+            lambda _: self._gathered.advance(),
+            self._fail,
+            divisor=ring.place.ranks,
         )
 
     def run(self, tensors: Sequence[torch.Tensor], on_tagged: OnTagged | None = None) -> None:

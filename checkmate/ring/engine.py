@@ -27,7 +27,7 @@ class Engine:
 
     `on_done(index)` is called when all of a bucket is received, and all that has to be sent is passed to the
     kernel, so that the bucket may be overwritten. `on_error(error)` is called at most once, if the ring
-    breaks for good. The engine's threads wait for both to return.
+    breaks for good. The engine's threads wait for both to return. Sums are divided by `divisor`.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class Engine:
         slice_bytes: int,
         on_done: Callable[[int], None],
         on_error: Callable[[RingError], None],
+        *,
+        divisor: int,
     ) -> None:
         place = ring.place
         channels = range(place.channels)
@@ -47,6 +49,7 @@ class Engine:
         self._on_done = on_done
         self._on_error = on_error
         self._on_tagged: OnTagged | None = None
+        self._divisor = divisor
         self._steps = [
             [
                 steps_of(bucket, Position(place.rank, place.ranks, channel, place.channels), slice_bytes)
@@ -178,8 +181,8 @@ class Engine:
         size = tensor.element_size()
         sum_ = tensor[start // size : stop // size]
         sum_.add_(scratch[: stop - start].view(tensor.dtype))
-        if arrival is Arrival.AVERAGE:
-            sum_.div_(self._ring.place.ranks)
+        if arrival is Arrival.AVERAGE and self._divisor != 1:
+            sum_.div_(self._divisor)
 
     def _finish(self, index: int) -> None:
         """Note that a thread has finished a bucket; the last one calls `on_done`.

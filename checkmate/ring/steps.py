@@ -24,7 +24,7 @@ class Arrival(Enum):
     ADD = "add"
     """Add to it."""
     AVERAGE = "average"
-    """Add to it, and divide the sum by the number of ranks: the chunk is reduced."""
+    """Add to it, and divide the sum by the number of ranks, unless sums are wanted: the chunk is reduced."""
 
 
 @dataclass(frozen=True, slots=True)

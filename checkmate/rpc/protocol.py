@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """The version of messages, records, layouts and checkpoints. What lacks a version has 0, and is older.
 
-Version 1 had no `Reset`, and layouts of version 2 no slicing.
+Version 1 had no `Reset`, layouts of version 2 no slicing, and those of version 3 no chunks and no
+types of gradients.
 """
 
 

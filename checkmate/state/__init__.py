@@ -20,6 +20,7 @@ from checkmate.state.tensors import (
     in_memory_order,
     is_frozen_state,
     load_generators,
+    local_of,
     name_frozen,
     to_held,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "is_frozen_state",
     "load_generators",
     "loads",
+    "local_of",
     "name_frozen",
     "to_held",
     "to_number",

@@ -55,6 +55,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: the local part of a DTensor, else the tensor itself.
+
+    Importing DTensor takes seconds, so it is recognised by its method.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():  # else it is a part of autograd's graph
+        local: torch.Tensor = tensor.to_local()
+    return local
+
+
 def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Return a tensor with its dimensions in the given order, or unchanged if `order` is empty."""
     return tensor.permute(*order) if order else tensor

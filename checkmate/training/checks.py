@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.optim.supported import UnsupportedOptimizer
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.errors import RefusedError
 from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.record.buffers import kept_beside
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
-from checkmate.training.record.step_checks import check_even
 from checkmate.wording import counted
 
 
@@ -60,9 +58,26 @@ def check_script(watched: Watched) -> None:
             raise RefusedError(f"{name}= is a {type(thing).__name__}, which has no {', '.join(lacking)}")
 
 
-def check_ddp(ddp: DistributedDataParallel) -> None:
+def check_model(watched: Watched) -> None:
+    """Raise `RefusedError` if the model has another hook, or can't be followed with its scaler."""
+    if isinstance(watched.model, DdpModel):
+        check_ddp(watched.model)
+        return
+    from checkmate.training.gradients.sharded_hooks import check_hooks  # noqa: PLC0415 - imports FSDP
+    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
+
+    assert isinstance(watched.model, FsdpModel)
+    check_hooks(watched.model)
+    if watched.scaler is not None and watched.scaler.is_enabled():
+        raise RefusedError(
+            "scaler= is not supported with a sharded model, because ranks would skip steps separately: use "
+            "bfloat16, which needs none"
+        )
+
+
+def check_ddp(model: DdpModel) -> None:
     """Raise `RefusedError` if DDP has another hook, or if not all ranks train in each iteration."""
-    hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    hook = model.ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     if hook == GradientHook.run.__qualname__:
         raise RefusedError(
             "this DistributedDataParallel was protected before and keeps its communication hook: wrap the "
@@ -73,7 +88,7 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
             f"DDP already has the communication hook {hook} and accepts only one. Checkmate's own hook "
             "reduces gradients as they are: remove the other one"
         )
-    check_even(ddp)
+    model.check_forward()
 
 
 def check_kept(watched: Watched) -> None:
@@ -88,7 +103,7 @@ def check_kept(watched: Watched) -> None:
                 state.dumps(give())
             except state.StateError as error:
                 raise state.StateError(f"{name}: {error}") from None
-    for name, tensor in kept_beside(watched.ddp).items():
+    for name, tensor in watched.model.kept_beside().items():
         _check_tensor(name, tensor)
 
 
@@ -98,7 +113,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else kind
     if not kind:
         try:
-            state.dumps(tensor.detach().reshape(-1)[:0].clone())
+            state.dumps(state.local_of(tensor).detach().reshape(-1)[:0].clone())
         except state.StateError:
             kind = type(tensor).__name__
     if kind:

@@ -1,4 +1,4 @@
-"""The error for training scripts that Checkmate can't follow."""
+"""The errors of training scripts that Checkmate can't follow."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from checkmate.errors import CheckmateError
 
 class RefusedError(CheckmateError, RuntimeError):
     """A script does something that shadow nodes can't repeat. The message suggests an alternative."""
+
+
+class SessionError(CheckmateError, RuntimeError):
+    """Job, environment and process groups contradict one another. The message suggests a remedy."""

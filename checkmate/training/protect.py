@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from checkmate.nodes.stubs import Stubs
 from checkmate.optim.supported import spec_of
@@ -24,16 +24,17 @@ from checkmate.training.checks import (
     Scaler,
     Scheduler,
     check_all_stepped,
-    check_ddp,
     check_kept,
+    check_model,
     check_script,
 )
 from checkmate.training.default_log import show_log
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.gradients.hook import GradientHook
-from checkmate.training.gradients.wiring import make_reducer
+from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.gradients.wiring import make_reducer, make_reduction
 from checkmate.training.lines.seeder import SeedSource
 from checkmate.training.loop import Batch, Loop, resumed_in
+from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import Publisher
 from checkmate.training.record.recorder import Recorder
@@ -41,7 +42,7 @@ from checkmate.training.record.windows import Slices
 from checkmate.training.start.buffers import recorded_buffers
 from checkmate.training.start.followers import Followers, Opening
 from checkmate.training.start.install import lay_out_state
-from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out, trained
+from checkmate.training.start.membership import Membership, ModelStanding, Start, join, lay_out
 from checkmate.training.start.nccl_runtime import slicing_of
 from checkmate.wire.layout import Layout
 
@@ -59,7 +60,7 @@ _UNTAGGED: Final = (
 
 
 def protect(
-    ddp: DistributedDataParallel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -74,7 +75,8 @@ def protect(
     variable CHECKMATE_JOB must contain the path of the job's YAML file.
 
     Args:
-        ddp: The model. Its gradients must not have a communication hook yet.
+        model: The model: a DistributedDataParallel, or a model that `fully_shard` has sharded on the mesh of
+            `shard_mesh`. Its gradients must not have a communication hook yet.
         optimizer: The one optimizer that steps all parameters that the model trains.
         scheduler: The learning rate scheduler, if the script has one. It is restored with the optimizer.
         scaler: The GradScaler, if the script has one. It is restored with the optimizer.
@@ -89,11 +91,11 @@ def protect(
         The protection. Use it as a context manager, or call its `close` at the end of training.
 
     Raises:
-        SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
-            or a model of this process is protected already; or gradients can't be tagged although that is
-            `required`.
-        RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join() or another
-            communication hook.
+        SessionError: The job's YAML, torchrun's environment and the model's process group contradict one
+            another, or a model of this process is protected already; or gradients can't be tagged although
+            that is `required`.
+        RefusedError: Shadow nodes can't repeat what the script does, e.g. because of DDP's join(), another
+            communication hook, or FSDP's settings.
         UnsupportedOptimizer: Shadow nodes can't repeat the optimizer's step.
         LayoutError: A parameter is not dense in memory.
         StateError: Some state (scheduler, scaler, `extra`, a buffer) can't be stored.
@@ -103,16 +105,17 @@ def protect(
         RingError: The ring could not be connected.
     """
     deadline = time.monotonic() + wait
-    place = join(ddp)
+    wrapped = model_of(model)
+    place = join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
-    standing = ModelStanding.of(ddp)
-    watched = Watched(ddp, optimizer, scheduler, scaler, extra)
-    check_ddp(ddp)
+    standing = ModelStanding.of(wrapped)
+    watched = Watched(wrapped, optimizer, scheduler, scaler, extra)
     check_script(watched)
+    check_model(watched)
     check_kept(watched)
-    names = trained(ddp)
-    layout = lay_out(ddp, place.shards, slicing_of(place, ddp))
+    names = wrapped.trained()
+    layout = lay_out(wrapped, place.shards, slicing_of(place, wrapped))
     spec = spec_of(optimizer, {parameter: number for number, parameter in enumerate(names.values())})
     check_all_stepped(spec, list(names))
     lay_out_state(optimizer)
@@ -148,19 +151,22 @@ def _assemble(
 
     `undo` closes the parts created so far; the protection takes it over.
     """
-    names = trained(watched.ddp)
+    names = watched.model.trained()
     parameters = list(names.values())
     devices = {parameter.device for parameter in parameters}
-    reducer, untagged = make_reducer(place, layout, start, devices, undo, required=required)
+    reducer, untagged = make_reducer(
+        place, layout, start, devices, undo, required=required, average=watched.model.averages
+    )
     if untagged:
         place = replace(place, followed=False)
         if place.first:
             _log.warning(_UNTAGGED, "; ".join(untagged))
-    hook = GradientHook(watched.ddp, layout, parameters, reducer, start.next_iteration)
+    hook = make_reduction(watched.model, layout, reducer, start.next_iteration)
     undo.callback(hook.close)
     steps, buffers = StepExclusion(start.next_iteration), recorded_buffers(place, watched, parameters, start)
     device = parameters[0].device.type
-    opening = Opening(place, start, watched.ddp, layout, spec, device, buffers, lambda: hook.iteration)
+    state_names = watched.model.state_names()
+    opening = Opening(place, start, state_names, layout, spec, device, buffers, lambda: hook.iteration)
     slices = Slices(layout, parameters, watched.optimizer) if place.first else None
     followers = Followers(opening, stubs, SeedSource(layout, parameters, watched.optimizer, steps), slices)
     undo.callback(followers.close)
@@ -196,7 +202,7 @@ class Protection:
         self,
         place: Membership,
         start: Start,
-        hook: GradientHook,
+        hook: GradientReduction,
         recorder: Recorder,
         loop: Loop,
         publisher: Publisher,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from checkmate.consolidate.disk import DiskError
 from checkmate.errors import CheckmateError
@@ -19,6 +19,7 @@ from checkmate.optim.supported import spec_of
 from checkmate.state import StateError, from_held
 from checkmate.training.checks import Scaler, Scheduler, check_script
 from checkmate.training.default_log import show_log
+from checkmate.training.model.choosing import model_of
 from checkmate.training.record.capture import Watched
 from checkmate.training.start import disk, exchange, fence, membership, plans
 from checkmate.training.start.exchange import ExchangeError
@@ -64,7 +65,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    ddp: DistributedDataParallel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     scheduler: Scheduler | None = None,
@@ -80,7 +81,7 @@ def restore(
     disk, nothing changes. If the nodes have no complete iteration, the newest checkpoint on disk is used.
 
     Args:
-        ddp: The model, as the script wraps it for training.
+        model: The model, as the script wraps or shards it for training.
         optimizer: The optimizer, constructed as before.
         scheduler: The learning rate scheduler, if the script has one.
         scaler: The GradScaler, if the script has one.
@@ -93,19 +94,20 @@ def restore(
 
     Raises:
         RestoreError: No complete state is available to resume from, or it does not fit the script.
-        SessionError: The job's YAML, torchrun's environment and DDP's process group contradict one another,
+        SessionError: The job's YAML, torchrun's environment and the model's process group disagree,
             or a model of this process is protected already, or the job has `collective: nccl` and NCCL
             can't reduce on the model's device.
         KeysError: The keys of role trainer are missing or can't be used.
-        RefusedError: `scheduler` or `scaler` is something else.
+        RefusedError: `scheduler` or `scaler` is something else, or FSDP's settings can't be followed.
     """
-    place = membership.join(ddp)
+    wrapped = model_of(model)
+    place = membership.join(wrapped)
     if place.rank == 0 or place.first:
         show_log()
-    standing = ModelStanding.of(ddp)
-    watched = Watched(ddp, optimizer, scheduler, scaler)
+    standing = ModelStanding.of(wrapped)
+    watched = Watched(wrapped, optimizer, scheduler, scaler)
     check_script(watched)
-    slicing_of(place, ddp)  # refuses before anything is restored
+    slicing_of(place, wrapped)  # refuses before anything is restored
     with Stubs(place.job, place.keys()) as stubs:
         start, extra = _begin(place, watched, stubs, timeout, checkpoints)
     standing.start = start
@@ -216,8 +218,8 @@ def _from_disk(
 
 def _from_nodes(place: Membership, watched: Watched, stubs: Stubs, start: Start, timeout: float) -> Any:
     """Fetch and install the planned iteration; return the user's `extra`."""
-    layout = membership.lay_out(watched.ddp, place.shards, slicing_of(place, watched.ddp))
-    parameters = list(membership.trained(watched.ddp).values())
+    layout = membership.lay_out(watched.model, place.shards, slicing_of(place, watched.model))
+    parameters = list(watched.model.trained().values())
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     plan = start.plan
     wanted = {

@@ -67,6 +67,12 @@ class Parameter:
     dtype: str
     dim_order: tuple[int, ...] = ()
     """Its dimensions from outermost to innermost in memory; empty if row-major."""
+    whole: tuple[int, ...] = ()
+    """If it is a chunk of a sharded parameter, the shape of that; else empty."""
+    offset: tuple[int, ...] = ()
+    """If it is a chunk, where in the whole parameter it begins, in each dimension; else empty."""
+    gradient: str = ""
+    """The type in which its gradient is reduced, if it is not its own; a step casts the gradient to that."""
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Parameter:
@@ -75,6 +81,11 @@ class Parameter:
             return cls(name, tuple(shape), dtype, dim_order(shape, strides))
         except LayoutError as error:
             raise LayoutError(f"{name} cannot be protected: {error}; make it contiguous()") from None
+
+    @property
+    def gradient_dtype(self) -> str:
+        """The type in which its gradient is reduced."""
+        return self.gradient or self.dtype
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
@@ -103,7 +114,7 @@ class BucketPlace:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket: whole parameters of one type and one shard, one after another."""
+    """A bucket: whole gradients of one type and one shard, one after another."""
 
     shard: int
     dtype: str
@@ -147,7 +158,7 @@ class Layout:
 
     def to_json(self) -> str:
         """Return a description from which the other side builds the same layout."""
-        parameters = [asdict(parameter) for parameter in self.parameters]
+        parameters = [_described(parameter) for parameter in self.parameters]
         said: dict[str, Any] = {
             "parameters": parameters,
             "shards": self.shards,
@@ -176,12 +187,26 @@ def from_json(text: str) -> Layout:
         raise LayoutError(f"not a layout: {error}") from None
 
 
+def _described(parameter: Parameter) -> dict[str, Any]:
+    """Return a parameter's fields, without those of a chunk or of its gradient that it does not need."""
+    needless = [name for name in ("whole", "offset", "gradient") if not getattr(parameter, name)]
+    return {name: value for name, value in asdict(parameter).items() if name not in needless}
+
+
 def _parameter(said: Any) -> Parameter:
     """Return a parameter of a description. Raise `TypeError`, `KeyError` or `ValueError` if it is not one."""
-    name, dtype = said["name"], said["dtype"]
-    if not isinstance(name, str) or not isinstance(dtype, str):
-        raise TypeError("a parameter's name and type must be strings")
-    found = Parameter(name, _numbers(said["shape"]), dtype, _numbers(said["dim_order"]))
+    name, dtype, gradient = said["name"], said["dtype"], said.get("gradient", "")
+    if not all(isinstance(one, str) for one in (name, dtype, gradient)):
+        raise TypeError("a parameter's name and types must be strings")
+    found = Parameter(
+        name,
+        _numbers(said["shape"]),
+        dtype,
+        _numbers(said["dim_order"]),
+        _numbers(said.get("whole", [])),
+        _numbers(said.get("offset", [])),
+        gradient,
+    )
     if len(found.shape) > DIMENSIONS_MAX:
         raise ValueError(f"{name} has {len(found.shape)} dimensions, more than {DIMENSIONS_MAX}")
     if math.prod(max(size, 1) for size in found.shape) > ELEMENTS_MAX:
@@ -236,12 +261,17 @@ def make_layout(
         LayoutError: if all parameters are empty, or one has an unsupported type.
     """
     for parameter in parameters:
-        if parameter.dtype not in ITEMSIZES:
-            types = ", ".join(ITEMSIZES)
-            raise LayoutError(f"{parameter.name} has type {parameter.dtype}; gradients may be {types}")
+        for dtype in (parameter.dtype, parameter.gradient_dtype):
+            if dtype not in ITEMSIZES:
+                types = ", ".join(ITEMSIZES)
+                raise LayoutError(f"{parameter.name} has type {dtype}; gradients may be {types}")
         dimensions = range(len(parameter.shape))
         if parameter.dim_order and sorted(parameter.dim_order) != [*dimensions]:
             raise LayoutError(f"{parameter.name} has dimensions {[*dimensions]}, not {parameter.dim_order}")
+        if (parameter.whole or parameter.offset) and not _is_chunk(parameter):
+            raise LayoutError(
+                f"{parameter.name}, {parameter.shape} at {parameter.offset}, is not within {parameter.whole}"
+            )
     if shards < 1 or bucket_bytes < 1:
         raise LayoutError(f"{shards} shards with buckets of {bucket_bytes} bytes; each must be at least 1")
     order = [i for i in reversed(range(len(parameters))) if parameters[i].elements]
@@ -251,6 +281,14 @@ def make_layout(
     for shard, run in _runs(order, parameters, shards).items():
         buckets += _buckets(run, parameters, shard, bucket_bytes)
     return Layout(tuple(parameters), shards, bucket_bytes, tuple(buckets), slicing)
+
+
+def _is_chunk(parameter: Parameter) -> bool:
+    """Return whether a chunk lies within its whole parameter."""
+    numbers = parameter.offset, parameter.shape, parameter.whole
+    if len({len(one) for one in numbers}) > 1:
+        return False
+    return all(start + size <= whole for start, size, whole in zip(*numbers, strict=True))
 
 
 def _runs(order: Sequence[int], parameters: Sequence[Parameter], shards: int) -> dict[int, list[int]]:
@@ -274,7 +312,7 @@ def _buckets(
     """Yield a shard's buckets, one per type at a time: full ones first, the rest in order of opening."""
     open_: dict[str, list[BucketPlace]] = {}
     for i in run:
-        dtype = parameters[i].dtype
+        dtype = parameters[i].gradient_dtype
         places = open_.setdefault(dtype, [])
         start = places[-1].stop if places else 0
         places.append(BucketPlace(i, start, start + parameters[i].elements))

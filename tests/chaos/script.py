@@ -30,7 +30,8 @@ import checkmate
 from checkmate.ring import RingPlace, connect_ring
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.start.membership import lay_out, trained
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.start.membership import lay_out
 from tests.chaos.model import INPUTS, ROWS, RandomNet, make_optimizer, make_scheduler
 from tests.chaos.scenario import Scenario
 from topologies.training.in_rank import Unprotected
@@ -45,11 +46,12 @@ class UntaggedRing(Unprotected):
     """Replacement of `protect`: the same ring and bits, on loopback, without a job."""
 
     def __init__(self, ddp: DistributedDataParallel, channels: int, shards: int) -> None:
-        layout = lay_out(ddp, shards)
+        model = DdpModel(ddp)
+        layout = lay_out(model, shards)
         ips = [f"127.0.0.{rank + 1}" for rank in range(dist.get_world_size())]
         self._ring = connect_ring(RingPlace(dist.get_rank(), ips, channels, fingerprint=layout.fingerprint))
         reducer = RingReducer(self._ring, layout)
-        self._hook = GradientHook(ddp, layout, list(trained(ddp).values()), reducer, 0)
+        self._hook = GradientHook(ddp, layout, list(model.trained().values()), reducer, 0)
         self._hook.register()
 
     def close(self) -> None:

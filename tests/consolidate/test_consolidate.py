@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from checkmate import state
 from checkmate.consolidate import disk, kept
 from checkmate.consolidate.assemble import checkpoint
 from checkmate.consolidate.follow import follow, next_due
-from checkmate.consolidate.snapshot import Missing, SnapshotReader, Unreachable, one_group
+from checkmate.consolidate.snapshot import Missing, ShardedError, SnapshotReader, Unreachable, one_group
 from checkmate.nodes.reader import ShardState
 from checkmate.nodes.standing import Lacking
 from checkmate.rpc import shadow_pb2 as pb
@@ -153,6 +154,13 @@ def test_shards_of_two_models_are_not_put_together() -> None:
     with pytest.raises(Lacking, match="shard 1 of DP group 0 has another model") as caught:
         one_group(0, [ours, theirs])
     assert caught.value.wrong == {(0, 1)}
+
+
+def test_chunks_of_a_sharded_model_are_not_taken_for_whole_parameters() -> None:
+    one = fetched(0, [], [])
+    chunk = Parameter("w", (4,), "float32", whole=(7,), offset=(0,))
+    with pytest.raises(ShardedError, match=r"DP group 0 .* can't assemble .* torch.distributed.checkpoint"):
+        one_group(0, [replace(one, layout=make_layout([chunk], 2, 100))])
 
 
 def test_nodes_that_have_forgotten_everything(place: Callable[..., ConsolidatePlace]) -> None:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.planner.models.named import NAMED, Model, ModelError, layers_of, load_model, stages_of
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start.membership import lay_out
 from checkmate.wire.layout import ITEMSIZES, Parameter, make_layout
 
@@ -79,7 +80,7 @@ def tiny() -> nn.Module:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_layout_is_the_one_that_training_makes(shards: int) -> None:
-    theirs = lay_out(DistributedDataParallel(tiny()), shards)
+    theirs = lay_out(DdpModel(DistributedDataParallel(tiny())), shards)
     ours = make_layout(load_model("tests.planner.test_models:tiny").parameters, shards)
     assert ours.fingerprint == theirs.fingerprint
     assert ours.buckets == theirs.buckets

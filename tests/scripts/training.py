@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import checkmate
 from checkmate import Restored
+from checkmate.state import local_of
 from checkmate.training.start import nccl_runtime
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.orders import ScriptOrders
@@ -92,6 +93,15 @@ class SmallModel(nn.Module):
         return result if self.odd is None else result + self.odd(x)
 
 
+def local(state: Any) -> Any:
+    """Return a state with this rank's part of each sharded tensor."""
+    if isinstance(state, dict):
+        return {key: local(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [local(value) for value in state]
+    return local_of(state) if isinstance(state, torch.Tensor) else state
+
+
 def collect(worker: int) -> None:
     """Collect garbage, as may happen in a DataLoader's worker when it starts."""
     gc.collect()
@@ -120,12 +130,7 @@ class ScriptRank:
         self.device = torch.device(orders.device)
         self.model = SmallModel(orders).to(self.device)
         self.group = self._dp_group()
-        self.ddp = DistributedDataParallel(
-            self.model,
-            process_group=self.group,
-            bucket_cap_mb=orders.bucket_mb,
-            find_unused_parameters=True,
-        )
+        self.ddp = self._sharded() if orders.sharded else self._replicated()
         kind = getattr(torch.optim, orders.optimizer)
         self.optimizer = kind(self._groups(), **orders.options)
         if self.model.odd is not None:
@@ -200,7 +205,7 @@ class ScriptRank:
         orders, total = self.orders, 0.0
         for micro in range(orders.accumulate):
             last = micro == orders.accumulate - 1
-            with nullcontext() if last else self.ddp.no_sync():
+            with self._synchronising(last):
                 x, y = self.batch()
                 with torch.autocast(orders.device, torch.bfloat16, enabled=orders.autocast):
                     loss = ((self.ddp(x) - y) ** 2).mean()
@@ -247,8 +252,8 @@ class ScriptRank:
         """Save all state, for comparison; drawn random numbers are restored."""
         generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": local(self.model.state_dict()),
+            "optimizer": local(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "random": torch.rand(3),
@@ -260,6 +265,32 @@ class ScriptRank:
         torch.set_rng_state(generators[0])
         random.setstate(generators[1])
         np.random.set_state(generators[2])
+
+    def _replicated(self) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            self.model,
+            process_group=self.group,
+            bucket_cap_mb=self.orders.bucket_mb,
+            find_unused_parameters=True,
+        )
+
+    def _sharded(self) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415 - takes seconds
+
+        mesh = checkmate.shard_mesh(self.orders.device)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if self.orders.autocast else None)
+        for layer in [*self.model.body, self.model]:
+            if isinstance(layer, nn.Linear | SmallModel):
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return self.model
+
+    def _synchronising(self, last: bool) -> AbstractContextManager[None]:
+        """Have the backward of a micro-batch reduce gradients if it is the last one."""
+        if isinstance(self.ddp, DistributedDataParallel):
+            return nullcontext() if last else self.ddp.no_sync()
+        sharded: Any = self.ddp
+        sharded.set_requires_gradient_sync(last)
+        return nullcontext()
 
     def _groups(self) -> list[dict[str, Any]]:
         decayed = [p for p in self.model.parameters() if p.dim() > 1]

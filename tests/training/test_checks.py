@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from checkmate.training.checks import check_ddp, check_script
 from checkmate.training.errors import RefusedError
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.step_checks import ParameterWatch
 from checkmate.training.record.windows import Slices
@@ -44,12 +45,12 @@ HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
 @pytest.mark.parametrize("name", list(HOOKS))
 def test_another_communication_hook_is_named(name: str) -> None:
     ddp, _ = made()
-    check_ddp(ddp)
+    check_ddp(DdpModel(ddp))
     HOOKS[name](ddp)
     with pytest.raises(
         RefusedError, match=f"already has the communication hook {name} .*remove the other one"
     ):
-        check_ddp(ddp)
+        check_ddp(DdpModel(ddp))
 
 
 class Meter:
@@ -80,19 +81,19 @@ def test_what_is_no_scheduler_and_no_scaler(
 ) -> None:
     ddp, optimizer = made()
     with pytest.raises(RefusedError, match=f"^{option}= {words}"):
-        check_script(Watched(ddp, optimizer, **{option: make(optimizer)}))
-    check_script(Watched(ddp, optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")))
+        check_script(Watched(DdpModel(ddp), optimizer, **{option: make(optimizer)}))
+    check_script(Watched(DdpModel(ddp), optimizer, StepLR(optimizer, 1), torch.amp.GradScaler("cpu")))
 
 
 def test_uneven_inputs_are_refused() -> None:
     loop = RecordedLoop(adamw)
     with loop.ddp.join(enable=False):
         loop.backward()
-    check_ddp(loop.ddp)
+    check_ddp(loop.wrapped)
     with pytest.raises(RefusedError, match=r"ddp\.join\(\).*the same number of batches"), loop.ddp.join():
         loop.ddp(torch.randn(4, 8))
     with pytest.raises(RefusedError, match=r"ddp\.join\(\)"):
-        check_ddp(loop.ddp)
+        check_ddp(loop.wrapped)
 
 
 @pytest.mark.parametrize(

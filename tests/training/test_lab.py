@@ -18,6 +18,7 @@ from tests.support.labs.made import on_one_switch
 from tests.support.training.lab import LabRun, TrainingLab, equal, training_lab
 from tests.support.training.orders import ScriptOrders
 from topologies.crew import checkmate, status
+from topologies.describe.topology import LabError
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
@@ -244,6 +245,28 @@ def test_a_finished_run_names_the_command_after_which_training_begins_again(tmp_
 def test_stages_of_a_pipeline_resume_at_one_iteration(tmp_path: Path) -> None:
     with training_lab(PIPELINE) as lab:
         kill_and_resume(lab, tmp_path, 5, iterations=10)
+
+
+SHARDED = {**PIPELINE, "title": "two shards of two replicas"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2}, {"autocast": True, "batch_norm": False}, {"nccl": "2.29", "width": 401}],
+    ids=["plain", "accumulated", "bf16 gradients", "double of nccl"],
+)
+def test_a_sharded_model_resumes_with_all_its_shards(options: dict[str, Any], tmp_path: Path) -> None:
+    """Replicas x shards of 2 x 2: layers with an odd number of rows, so that the second shard has fewer."""
+    with training_lab(SHARDED) as lab:
+        if "nccl" in options:
+            lab.use_nccl()
+        kill_and_resume(lab, tmp_path, 5, **{"iterations": 10, "sharded": True, "width": 33, **options})
+        assert all("not tagged" not in rank.complaints() for rank in lab.ranks)
+        for node in lab.shadows.values():
+            assert "differ" not in node.complaints()
+        with pytest.raises(LabError, match="chunks of a sharded model's parameters"):
+            lab.consolidate("--out", tmp_path / "checkpoint")
 
 
 @pytest.mark.slow

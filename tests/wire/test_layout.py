@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -118,6 +121,36 @@ def test_the_memory_formats_of_pytorch() -> None:
 def test_what_is_not_dense_is_refused_by_name(tensor: torch.Tensor) -> None:
     with pytest.raises(LayoutError, match=r"^head\.weight cannot be protected: .* overlap or have gaps"):
         Parameter.of("head.weight", tensor.shape, tensor.stride(), "float32")
+
+
+def test_a_chunk_keeps_its_place_in_the_whole_parameter() -> None:
+    """A layout without chunks is described as before there were any."""
+    rows = Parameter("w", (2, 3), "float32")
+    chunk = replace(rows, whole=(5, 3), offset=(3, 0))
+    layout = make_layout([chunk], 1)
+    assert from_json(layout.to_json()).parameters == (chunk,)
+    assert layout.fingerprint != make_layout([replace(chunk, offset=(0, 0))], 1).fingerprint
+    assert "whole" not in make_layout([rows], 1).to_json()
+
+
+def test_a_gradient_may_have_another_type_than_its_parameter() -> None:
+    layout = make_layout([Parameter("w", (2, 3), "float32", gradient="bfloat16")], 1)
+    assert from_json(layout.to_json()) == layout
+    assert [(bucket.dtype, bucket.elements) for bucket in layout.buckets] == [("bfloat16", 6)]
+    assert layout.schedule[0].itemsize == 2
+    with pytest.raises(LayoutError, match="w has type int64; gradients may be"):
+        make_layout([Parameter("w", (3,), "float32", gradient="int64")], 1)
+
+
+@pytest.mark.parametrize(
+    ("whole", "offset"), [((5, 3), (4, 0)), ((5,), (0,)), ((5, 3), ()), ((), (0, 0)), ((5, 2), (0, 0))]
+)
+def test_a_chunk_outside_of_its_parameter_is_refused(whole: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    said = make_layout([Parameter("w", (2, 3), "float32")], 1).to_json()
+    described = json.loads(said)
+    described["parameters"][0] |= {"whole": whole, "offset": offset}
+    with pytest.raises(LayoutError, match=r"w, \(2, 3\) at .* is not within"):
+        from_json(json.dumps(described))
 
 
 def test_faults_are_named() -> None:

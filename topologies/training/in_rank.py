@@ -29,7 +29,8 @@ from checkmate.ring.place import RingPlace, ring_ports
 from checkmate.tagger import TaggedSocket
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.reducing import RingReducer
-from checkmate.training.start.membership import join, lay_out, trained
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.start.membership import join, lay_out
 from topologies.training.orders import PHASES, Kill, Orders, read
 from topologies.training.verdict import digest
 
@@ -68,8 +69,9 @@ class Untagged(Unprotected):
     """Replacement of `checkmate.protect`: the same ring and bits, without tags, records and shadow nodes."""
 
     def __init__(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
-        session = join(ddp)
-        layout = lay_out(ddp, session.shards)
+        model = DdpModel(ddp)
+        session = join(model)
+        layout = lay_out(model, session.shards)
         place = RingPlace(
             session.position,
             session.ips,
@@ -79,7 +81,7 @@ class Untagged(Unprotected):
             fingerprint=layout.fingerprint,
         )
         self._ring = connect_ring(place)
-        parameters = list(trained(ddp).values())
+        parameters = list(model.trained().values())
         reducer = RingReducer(self._ring, layout, pinned=parameters[0].is_cuda)
         self._hook = GradientHook(ddp, layout, parameters, reducer, 0)
         self._hook.register()
@@ -202,14 +204,14 @@ class Driven:
                 die(self._before_dying(kill))
             return restored
 
-        def protecting(ddp: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-            self._state = lambda: {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
-            protection = protect(ddp, optimizer, *arguments, **options)
-            ddp.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
+        def protecting(model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+            self._state = lambda: {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            protection = protect(model, optimizer, *arguments, **options)
+            model.register_forward_pre_hook(lambda *_: self._before_forward())  # after Checkmate's own
             for kill in self._kills(*PHASES):
-                arm(kill, ddp, optimizer, lambda: self.iteration, self._before_dying(kill))
+                arm(kill, model, optimizer, lambda: self.iteration, self._before_dying(kill))
             if self._orders.extension is not None:
-                importlib.import_module(self._orders.extension).install(self, ddp, optimizer)
+                importlib.import_module(self._orders.extension).install(self, model, optimizer)
             if self._orders.cpus is not None:
                 _pin(self._orders.cpus)
             self.note("protected")

@@ -54,7 +54,7 @@ class Block:
         named = []
         for n, piece in chosen:
             bucket, start = gradients[n]
-            run = bucket[start + piece.start : start + piece.stop]
+            run = bucket[start + piece.start : start + piece.stop].to(piece.tensor.dtype)
             # A scalar if the trainers' is one, because torch's type promotion depends on dimensions.
             piece.tensor.grad = run if piece.tensor.dim() else run.view(())
             named.append((n, piece.tensor.grad))

@@ -1,56 +1,26 @@
-"""The DDP communication hook: has gradients reduced in our layout.
+"""The DDP communication hook: lends the gradients of DDP's buckets to their reduction in our layout.
 
 DDP's own buckets change after the first iteration and after a restart, so they only tell which parameters are
-ready. A bucket of the layout is reduced when all of its parameters are ready, in order of index. Therefore
-the order of summation, and so the bits, do not depend on DDP's buckets (design, section 7).
+ready.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-import queue
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, where mypy finds it
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.ring import RingError
 from checkmate.training.gradients.reducing import Reducer
-from checkmate.training.gradients.staging import Gradients, Staging
+from checkmate.training.gradients.reduction import GradientReduction
 from checkmate.training.start.install import check_format
 from checkmate.wire.layout import Layout
 
-_KEPT = 8
-"""The number of iterations whose stream ends are kept."""
 
-
-@dataclass(eq=False)
-class _Pending:
-    """One of DDP's buckets, of which `left` parameters are not reduced yet."""
-
-    future: Gradients
-    buffer: torch.Tensor
-    staging: Staging
-    left: int
-
-
-class GradientHook:
-    """The communication hook of one DDP, in use from `register` on.
-
-    `parameters` are the trained parameters in the layout's order. An iteration is one synchronising backward.
-    `close` ends the threads; backward fails from then on.
-    """
-
-    iteration: int
-    """Number of the last synchronising backward that began; `first_iteration` - 1 before the first."""
-    on_reduced: Callable[[int], None]
-    """Called by backward's thread at the end of an iteration's backward, when every `.grad` is reduced."""
-    error: RingError | None
-    """Why the ring broke, as backward raises it."""
+class GradientHook(GradientReduction):
+    """The communication hook of one DDP."""
 
     def __init__(
         self,
@@ -60,42 +30,11 @@ class GradientHook:
         reducer: Reducer,
         first_iteration: int,
     ) -> None:
-        self.iteration = first_iteration - 1
-        self._first_iteration = first_iteration
-        self.error = None
-        self._incomplete = False
-        self._futures: list[Gradients] = []  # of this iteration's backward
+        super().__init__(layout, parameters, reducer, first_iteration)
         self._ddp = ddp
-        self._layout = layout
-        self._parameters = parameters
         self._numbers: dict[torch.Tensor, int] = {
             parameter: number for number, parameter in enumerate(parameters)
         }
-        self._reducer = reducer
-        self._flats = {
-            number: reducer.tensors[index][place.start : place.stop]
-            for number, (index, place) in layout.where.items()
-        }
-        self._lock = threading.RLock()
-        # By parameter: a gradient that DDP waits for, and DDP's bucket that contains it.
-        self._lent: dict[int, tuple[torch.Tensor, _Pending]] = {}
-        self._missing = 0  # parameters that this iteration's backward has not passed to `run`
-        self._unready = [len(bucket.places) for bucket in layout.buckets]
-        self._next = 0  # bucket to submit
-        self._ends: dict[int, dict[tuple[int, int], int]] = {}
-        self._reduced: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._stagings: dict[torch.device, Staging] = {}
-        with ExitStack() as undo:
-            for device in {parameter.device for parameter in parameters}:
-                self._stagings[device] = reducer.staging(device, self._staging_failed)
-                undo.callback(self._stagings[device].close)
-            self._finisher = threading.Thread(target=self._finish, name="gradients back", daemon=True)
-            self._finisher.start()
-            undo.callback(self._finisher.join)
-            undo.callback(self._reduced.put, None)
-            reducer.open(self._reduced.put, self._fail)
-            undo.callback(reducer.close)
-            self._undo = undo.pop_all()
 
     def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
         """Have DDP call the hook from now on, for good. DDP raises RuntimeError if it has another hook."""
@@ -105,45 +44,12 @@ class GradientHook:
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce one of DDP's buckets; return a future of it. DDP calls this in backward's thread."""
         gradients = self._gradients_of(bucket)
-        buffer = bucket.buffer()
-        staging = self._stagings[buffer.device]
-        pending = _Pending(staging.future(), buffer, staging, len(gradients))
-        if not gradients:
-            staging.complete(pending.future, buffer)
-            return pending.future
-        if not self._missing:
+        if gradients and not self._missing:
             self._begin()
-        self._futures.append(pending.future)
         if self.iteration == self._first_iteration:
             for number, gradient in gradients.items():
                 check_format(self._layout.parameters[number], gradient, self._parameters[number].grad)
-        with self._lock:
-            if twice := gradients.keys() & self._lent.keys():
-                name = self._layout.parameters[min(twice)].name
-                raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
-            self._lent |= {number: (gradient, pending) for number, gradient in gradients.items()}
-            self._missing -= len(gradients)
-        if self.error is not None:
-            self._fail(self.error)
-        else:
-            flats = [self._flats[number] for number in gradients]
-            staging.take(flats, list(gradients.values()), lambda: self._ready(gradients))
-        return pending.future
-
-    def stream_ends(self, iteration: int) -> dict[tuple[int, int], int]:
-        """Return each stream's tagged bytes, by channel and shard, at the end of this iteration.
-
-        It is empty on ranks that do not tag. Raise `KeyError` for all but the last few iterations.
-        """
-        return self._ends[iteration]
-
-    def passed(self, ends: Mapping[tuple[int, int], int]) -> bool:
-        """Return whether the next rank has acknowledged all bytes up to these ends."""
-        return self._reducer.passed(ends)
-
-    def close(self) -> None:
-        """End the threads and the reducer. A reduction in progress fails."""
-        self._undo.close()
+        return self._lend(gradients, bucket.buffer())
 
     def _gradients_of(self, bucket: GradBucket) -> dict[int, torch.Tensor]:
         """Return flat views of the bucket's gradients in memory order, by parameter, without empty ones.
@@ -161,91 +67,6 @@ class GradientHook:
                 )
             if not gradient.numel():
                 continue
-            if gradient.dtype != self._flats[number].dtype:
-                raise RuntimeError(
-                    f"{self._layout.parameters[number].name} has gradients of {gradient.dtype}, but was "
-                    f"protected with {self._flats[number].dtype}"
-                )
+            self._check_type(number, gradient)
             gradients[number] = gradient.view(-1)
         return gradients
-
-    def _begin(self) -> None:
-        self.iteration += 1
-        self._missing = len(self._flats)
-        self._next = 0
-        self._unready = [len(bucket.places) for bucket in self._layout.buckets]
-        for staging in self._stagings.values():
-            staging.begin()
-        self._futures.clear()
-        iteration = self.iteration
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._await_reduced(iteration))
-
-    def _await_reduced(self, iteration: int) -> None:
-        """Wait for the ring at the end of backward, before DDP's own last callback. Raise `RingError`.
-
-        DDP would not keep the error's type, and would first wait for a collective that may fail, too.
-        """
-        for future in self._futures:
-            future.wait()
-        if self.error is not None and self._incomplete:
-            raise self.error
-        # After DDP's callback, which fills `.grad`.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.on_reduced(iteration))
-
-    def _ready(self, numbers: Iterable[int]) -> None:
-        """Submit the buckets that are complete now that these gradients are there, in order of index."""
-        with self._lock:
-            for number in numbers:
-                self._unready[self._layout.where[number][0]] -= 1
-            try:
-                while self._next < len(self._unready) and not self._unready[self._next]:
-                    self._next += 1
-                    self._reducer.submit(self._next - 1)
-            except RingError as error:
-                self._fail(error)
-
-    def _finish(self) -> None:
-        """Return reduced buckets to DDP, in the finisher's thread."""
-        while (index := self._reduced.get()) is not None:
-            try:
-                self._give_back(index)
-            except Exception as error:  # noqa: BLE001 - otherwise backward would wait for ever
-                self._staging_failed(error)
-
-    def _give_back(self, index: int) -> None:
-        if index == len(self._layout.buckets) - 1:
-            self._ends[self.iteration] = self._reducer.ends()
-            self._ends.pop(self.iteration - _KEPT, None)
-        back: dict[_Pending, list[int]] = {}
-        with self._lock:
-            if self.error is not None:
-                return
-            lent = {p.parameter: self._lent[p.parameter] for p in self._layout.buckets[index].places}
-        for number, (_, pending) in lent.items():
-            back.setdefault(pending, []).append(number)
-        for pending, numbers in back.items():
-            pending.staging.give([lent[n][0] for n in numbers], [self._flats[n] for n in numbers])
-        with self._lock:
-            if self.error is not None:
-                return
-            for number, (_, pending) in lent.items():
-                del self._lent[number]
-                pending.left -= 1
-        for pending in back:
-            if not pending.left:
-                pending.staging.complete(pending.future, pending.buffer)
-
-    def _staging_failed(self, error: Exception) -> None:
-        broken = RingError(f"gradients can't be copied: {type(error).__name__}: {error}")
-        broken.__cause__ = error
-        self._fail(broken)
-
-    def _fail(self, error: RingError) -> None:
-        """Have backward fail, now and from now on."""
-        with self._lock:
-            self.error = self.error or error
-            left = {pending for _, pending in self._lent.values()}
-            self._incomplete |= bool(left)
-            self._lent.clear()
-        for pending in left:  # `_await_reduced` raises the error
-            pending.staging.complete(pending.future, pending.buffer)

@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from checkmate.job.schema import Job
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.start import exchange, nccl_runtime
-from checkmate.training.start.membership import SessionError, Start, place
+from checkmate.training.start.membership import Start, place
 from checkmate.training.start.plans import RestartPlan
 from checkmate.wire.layout import Layout, Parameter, make_layout
 from checkmate.wire.schedule import Slicing

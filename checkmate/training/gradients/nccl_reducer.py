@@ -49,6 +49,7 @@ class NcclReducer:
         *,
         first_id: int = 0,
         required: bool = False,
+        average: bool = True,
     ) -> None:
         """Allocate buckets on the communicator's device.
 
@@ -60,10 +61,11 @@ class NcclReducer:
             name: This rank's name in messages.
             first_id: The shadow id on the wire of shard 0.
             required: Whether the end of tagging is an error.
+            average: Whether sums are divided by the number of ranks.
         """
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, communicator.device)
         self.communicator: Final = communicator
-        self._tags, self._name, self._required = tags, name, required
+        self._tags, self._name, self._required, self._average = tags, name, required, average
         self._streams: Mapping[tuple[int, int], int] = streams
         self._first_id = first_id
         self.failed = False
@@ -97,7 +99,7 @@ class NcclReducer:
         if self._required and (trouble := self._trouble()):
             raise RingError(f"{self._name}: gradients are not tagged any more: {trouble}")
         try:
-            self.communicator.all_reduce(self.tensors[index], average=True)
+            self.communicator.all_reduce(self.tensors[index], average=self._average)
         except RuntimeError as error:
             self.failed = True
             raise RingError(f"{self._name}: NCCL: {self._broken() or error}") from error

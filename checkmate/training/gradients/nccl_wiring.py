@@ -18,10 +18,11 @@ from checkmate.nccl.interfaces import interface_of, speed_of
 from checkmate.nccl.library import NcclBucket, NcclLibrary, NcclPlace
 from checkmate.ring import RingError
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients.calibration import calibrate
 from checkmate.training.gradients.nccl_reducer import NcclReducer
 from checkmate.training.start import exchange, nccl_runtime
-from checkmate.training.start.membership import Membership, SessionError, Start
+from checkmate.training.start.membership import Membership, Start
 from checkmate.training.start.nccl_runtime import Communicator
 from checkmate.wire.layout import Layout
 from checkmate.wire.nccl_slicing import NcclSlicing
@@ -38,6 +39,7 @@ class NcclMaker:
     device: torch.device
     undo: ExitStack
     required: bool
+    average: bool = True
     library: NcclLibrary | None = None
     tagger: Tagger | None = None
     troubles: list[str] = field(default_factory=list)
@@ -148,6 +150,7 @@ class NcclMaker:
             self.place.name,
             first_id=self.place.first_id,
             required=self.required,
+            average=self.average,
         )
 
     def _calibrated(self, library: NcclLibrary) -> NcclReducer:

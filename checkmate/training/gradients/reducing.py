@@ -1,4 +1,4 @@
-"""What averages gradients over the ranks: the interface behind which `protect` works, and our ring's part."""
+"""What reduces gradients over the ranks: the interface behind which `protect` works, and our ring's part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ends = Mapping[tuple[int, int], int]
 
 
 class Reducer(Protocol):
-    """Averages the layout's buckets over a DP group, in order of index, each once per iteration."""
+    """Averages or sums the layout's buckets over a DP group, in order of index, each once per iteration."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -59,10 +59,15 @@ def zero_buckets(layout: Layout, device: torch.device, *, pinned: bool = False) 
 class RingReducer:
     """Reduces in host memory, over the tagging ring, which its creator closes."""
 
-    def __init__(self, ring: Ring, layout: Layout, *, first_id: int = 0, pinned: bool = False) -> None:
-        """Allocate buckets, in `pinned` memory if gradients are on a GPU. `first_id`: shard 0's in tags."""
+    def __init__(
+        self, ring: Ring, layout: Layout, *, first_id: int = 0, pinned: bool = False, average: bool = True
+    ) -> None:
+        """Allocate buckets, in `pinned` memory if gradients are on a GPU.
+
+        `first_id`: shard 0's in tags. `average`: whether sums are divided by the number of ranks.
+        """
         self.tensors: Sequence[torch.Tensor] = zero_buckets(layout, torch.device("cpu"), pinned=pinned)
-        self._ring, self._first_id = ring, first_id
+        self._ring, self._first_id, self._average = ring, first_id, average
         self._buckets = [replace(one, shadow_id=first_id + one.shadow_id) for one in layout.schedule]
         self._allreduce: AllReduce
 
@@ -72,7 +77,9 @@ class RingReducer:
 
     def open(self, on_done: Callable[[int], None], on_error: Callable[[RingError], None]) -> None:
         """Start the ring's threads."""
-        self._allreduce = AllReduce(self._ring, self._buckets, self.tensors, on_done, on_error)
+        self._allreduce = AllReduce(
+            self._ring, self._buckets, self.tensors, on_done, on_error, average=self._average
+        )
 
     def submit(self, index: int) -> None:
         """Reduce the next bucket. Raise `RingError` if the ring is broken."""

@@ -1,4 +1,4 @@
-"""Moves gradients between DDP's buckets, on their device, and our flat buckets in host memory."""
+"""Moves gradients between their memory, on their device, and our flat buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creates a rank's tagger and ring, on all ranks together."""
+"""Creates a rank's tagger, ring and reduction of gradients, on all ranks together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from checkmate.keys.roles import Role, Secret
 from checkmate.ring import Ring, RingPlace, RingTimeout, connect_ring
 from checkmate.ring.place import ring_ports
 from checkmate.tagger import Tagger, TaggerUnavailable
+from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_wiring import NcclMaker
 from checkmate.training.gradients.reducing import Reducer, RingReducer
+from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.model.trained import TrainedModel
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
 from checkmate.wire.layout import Layout
@@ -28,6 +32,7 @@ def make_reducer(
     undo: ExitStack,
     *,
     required: bool,
+    average: bool,
 ) -> tuple[Reducer, list[str]]:
     """Return what reduces gradients, and why it does not tag them. All ranks call it.
 
@@ -38,6 +43,7 @@ def make_reducer(
         devices: The devices that have gradients.
         undo: Closes what the reducer uses.
         required: Whether it is an error if NCCL's sends can't be tagged. Our ring always tags.
+        average: Whether gradients are averaged; else they are summed.
 
     Raises:
         SessionError: NCCL's sends can't be tagged, and that is required.
@@ -46,10 +52,23 @@ def make_reducer(
     if place.job.collective == "ring":
         pinned = any(device.type == "cuda" for device in devices)
         ring = connect(place, layout, start, undo)
-        return RingReducer(ring, layout, first_id=place.first_id, pinned=pinned), []
+        return RingReducer(ring, layout, first_id=place.first_id, pinned=pinned, average=average), []
     (device,) = devices
-    maker = NcclMaker(place, layout, start, device, undo, required)
+    maker = NcclMaker(place, layout, start, device, undo, required, average)
     return maker.make(), maker.troubles
+
+
+def make_reduction(
+    model: TrainedModel, layout: Layout, reducer: Reducer, first_iteration: int
+) -> GradientReduction:
+    """Return what has a model's gradients reduced."""
+    if isinstance(model, DdpModel):
+        return GradientHook(model.ddp, layout, list(model.trained().values()), reducer, first_iteration)
+    from checkmate.training.gradients.sharded_hooks import ShardedHooks  # noqa: PLC0415 - imports FSDP
+    from checkmate.training.model.fsdp import FsdpModel  # noqa: PLC0415
+
+    assert isinstance(model, FsdpModel)
+    return ShardedHooks(model, layout, reducer, first_iteration)
 
 
 def connect(place: Membership, layout: Layout, start: Start, undo: ExitStack) -> Ring:

@@ -60,7 +60,7 @@ class SeedSource:
                 values = {
                     name: _copy(value) for name, value in self.optimizer.state.get(parameter, {}).items()
                 }
-                tensor = parameter.detach().to("cpu", copy=True)
+                tensor = _copy_tensor(parameter)
             copies.append((number, *state.to_held(self.layout.parameters[number], tensor, values)))
             nbytes += sum(
                 value.nbytes for value in [tensor, *values.values()] if isinstance(value, torch.Tensor)
@@ -71,7 +71,11 @@ class SeedSource:
 
 
 def _copy(value: object) -> object:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return _copy_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return state.local_of(tensor).detach().to("cpu", copy=True)
 
 
 class Seeder:

@@ -8,9 +8,8 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.state import is_frozen_state, name_frozen
+from checkmate.state import is_frozen_state, local_of, name_frozen
 
 _log: Final = logging.getLogger("checkmate")
 
@@ -27,7 +26,7 @@ Later = Callable[[], torch.Tensor]
 
 def copied(tensor: torch.Tensor) -> Later:
     """Copy a tensor as it is now, without waiting for a CUDA device."""
-    now = tensor.detach()
+    now = local_of(tensor).detach()
     if not now.is_cuda:
         clone = now.clone()
         return lambda: clone
@@ -43,14 +42,6 @@ def copied(tensor: torch.Tensor) -> Later:
     return arrived
 
 
-def kept_beside(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Return a model's buffers and frozen parameters, by name."""
-    ignored = ddp.parameters_to_ignore
-    frozen = {name: p for name, p in ddp.module.named_parameters() if not p.requires_grad}
-    every: dict[str, torch.Tensor] = {**frozen, **dict(ddp.module.named_buffers())}
-    return {name: tensor for name, tensor in every.items() if name not in ignored}
-
-
 def frozen_state(
     optimizer: torch.optim.Optimizer, trained: Collection[nn.Parameter]
 ) -> dict[str, torch.Tensor]:
@@ -60,21 +51,14 @@ def frozen_state(
         name: tensor
         for index, parameter in enumerate(flat)
         if parameter not in trained and parameter in optimizer.state
-        for name, tensor in name_frozen(index, optimizer.state[parameter])
+        for name, tensor in name_frozen(index, _local_state(optimizer.state[parameter]))
     }
 
 
-def state_names(ddp: DistributedDataParallel) -> dict[str, str]:
-    """Return, by key of the model's `state_dict()`, the name of its tensor among parameters and buffers."""
-    tensors = [*ddp.module.named_parameters(), *ddp.module.named_buffers()]
-    names = {id(tensor): name for name, tensor in tensors}
-    stored = ddp.module.state_dict(keep_vars=True)
-    return {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}
-
-
-def synchronised(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP broadcasts the first rank's buffers to all ranks."""
-    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+def _local_state(entries: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: local_of(value) if isinstance(value, torch.Tensor) else value for name, value in entries.items()
+    }
 
 
 Find = Callable[[], Mapping[str, torch.Tensor]]
@@ -82,7 +66,7 @@ Find = Callable[[], Mapping[str, torch.Tensor]]
 
 def fitting(find: Find, most: int = ALL_BYTES) -> Find:
     """Return `find`, without the largest tensors if all exceed `most` bytes, and log what is left out."""
-    sizes = {name: tensor.nbytes for name, tensor in find().items()}
+    sizes = {name: local_of(tensor).nbytes for name, tensor in find().items()}
     without: set[str] = set()
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
         if sum(sizes.values()) - sum(sizes[one] for one in without) <= most:
@@ -142,7 +126,7 @@ class Buffers:
         nbytes = 0
         for name, tensor in self._find().items():
             lot[name] = copied(tensor)
-            nbytes += tensor.nbytes
+            nbytes += local_of(tensor).nbytes
             if nbytes >= most:
                 yield lot
                 lot, nbytes = {}, 0
@@ -181,7 +165,7 @@ class Buffers:
         while unsent and left > 0:
             name = unsent.pop()
             if name in now:
-                left -= now[name].nbytes
+                left -= local_of(now[name]).nbytes
                 chosen.add(name)
         return chosen
 
@@ -190,15 +174,21 @@ class _Seen:
     """A buffer's earlier state: its bytes if it is `small` and on the CPU, else only its version."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self._place = (tensor.data_ptr(), tensor._version, tensor.shape)
+        self._place = _place(tensor)
         counted = isinstance(tensor, nn.Parameter) or (is_frozen_state(name) and tensor.dim() > 0)
-        self.small = not counted and tensor.nbytes <= EXACT_BYTES
+        self.small = not counted and local_of(tensor).nbytes <= EXACT_BYTES
         # Comparing would wait for a CUDA device, so a small buffer there is always sent.
-        self._copy = tensor.detach().clone() if self.small and not tensor.is_cuda else None
+        self._copy = local_of(tensor).detach().clone() if self.small and not tensor.is_cuda else None
 
     def differs(self, tensor: torch.Tensor) -> bool:
         if self._copy is None and self.small:
             return True
         if self._copy is None:
-            return self._place != (tensor.data_ptr(), tensor._version, tensor.shape)
-        return self._copy.shape != tensor.shape or not torch.equal(self._copy, tensor)
+            return self._place != _place(tensor)
+        local = local_of(tensor)
+        return self._copy.shape != local.shape or not torch.equal(self._copy, local)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's memory and version. Changes of a DTensor count at itself, not at its local part."""
+    return local_of(tensor).data_ptr(), tensor._version, tensor.shape

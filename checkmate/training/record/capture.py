@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.optim.supported import options_of
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import bytes_of
-from checkmate.training.record.buffers import Buffers, Later, kept_beside
+from checkmate.state import bytes_of, local_of
+from checkmate.training.model.trained import TrainedModel
+from checkmate.training.record.buffers import Buffers, Later
 from checkmate.training.record.windows import Copy, Window
 from checkmate.training.record.wrapped import class_of
 
@@ -50,7 +50,7 @@ def install_generators(state: dict[str, Any]) -> None:
 class Watched:
     """The objects of a training script that a rank's records describe."""
 
-    ddp: DistributedDataParallel
+    model: TrainedModel
     optimizer: torch.optim.Optimizer
     scheduler: Any = None
     scaler: Any = None
@@ -205,12 +205,12 @@ class DriftWatch:
         }
 
     def _samples(self) -> dict[str, torch.Tensor]:
-        return {name: _sample(tensor) for name, tensor in kept_beside(self._watched.ddp).items()}
+        return {name: _sample(tensor) for name, tensor in self._watched.model.kept_beside().items()}
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Copy some elements of a tensor to the CPU."""
-    flat = tensor.detach().resolve_conj().reshape(-1)
+    flat = local_of(tensor).detach().resolve_conj().reshape(-1)
     return flat[:: max(flat.numel() // SAMPLED, 1)].to("cpu", copy=True).contiguous()
 
 

@@ -1,6 +1,7 @@
 """Notes each iteration of a rank: the optimizer's step, and the state that a resumed run needs.
 
-Hooks on DDP, the optimizer and the scaler only take notes; a thread of `publisher` turns them into messages.
+Hooks on the model, the optimizer and the scaler only take notes; a thread of `publisher` turns them into
+messages.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import nn
 
 from checkmate.optim.supported import beginnings, options_of
 from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Capture, DriftWatch, Noted, Scaled, Watched
-from checkmate.training.record.step_checks import StepChecks, check_even
+from checkmate.training.record.step_checks import StepChecks
 from checkmate.training.record.windows import Slices
 from checkmate.training.record.wrapped import ClipListener, ScalerWatch, SchedulerWatch
 
@@ -87,7 +89,7 @@ class Recorder:
         for handle in (
             watched.optimizer.register_step_pre_hook(self._before_step),
             watched.optimizer.register_step_post_hook(self._after_step),
-            watched.ddp.register_forward_pre_hook(self._before_forward),
+            watched.model.outer.register_forward_pre_hook(self._before_forward),
         ):
             undo.callback(handle.remove)
         undo.callback(ClipListener(self._parameters, self.check_gradients, self._clipped).close)
@@ -171,7 +173,7 @@ class Recorder:
         """End the iteration before a training forward, unless a mark may still follow."""
         if not (module.training and torch.is_grad_enabled()):
             return
-        check_even(self._watched.ddp)
+        self._watched.model.check_forward()
         noted = self._open
         if noted is None:
             return
@@ -257,4 +259,5 @@ class Recorder:
 
     def _lacks_step(self, noted: Noted) -> bool:
         """Return whether there are gradients that no step has used."""
-        return not noted.over and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        gradients = (p.grad for p in self._parameters if p.grad is not None)
+        return not noted.over and any(bool(local_of(one).any()) for one in gradients)

@@ -7,16 +7,15 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.state import bytes_of, in_memory_order
+from checkmate.state import bytes_of, in_memory_order, local_of
 from checkmate.training.errors import RefusedError
 from checkmate.training.record.windows import Copy, Slices, Window
 from checkmate.wire.layout import dim_order
 
 
 class StepChecks:
-    """Checks one optimizer and, by name, the parameters whose gradients DDP averages.
+    """Checks one optimizer and, by name, the parameters whose gradients are reduced.
 
     `slices`: selects parameters to check, on the group's first rank; `None` on other ranks.
     """
@@ -62,7 +61,7 @@ class StepChecks:
         changed = self.gradients.changed()
         if changed:
             raise RefusedError(
-                f"the gradient of {changed[0]} was changed between DDP's reduction and the optimizer's step, "
+                f"the gradient of {changed[0]} was changed between its reduction and the optimizer's step, "
                 "and shadow nodes can't know how: clip with checkmate.clip_grad_norm_, pass the GradScaler "
                 "to checkmate.protect as scaler=, and make other changes before the reduction, in the loss "
                 "or with Tensor.register_hook on parameters"
@@ -70,16 +69,6 @@ class StepChecks:
 
     def _group_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
-
-
-def check_even(ddp: DistributedDataParallel) -> None:
-    """Raise `RefusedError` during and after `ddp.join()`: DDP stays prepared for ranks without a batch."""
-    if ddp._join_config.enable:
-        raise RefusedError(
-            "ddp.join() is for ranks that run out of batches, but each rank of a protected model trains in "
-            "every iteration: give all ranks the same number of batches, as DistributedSampler does, and "
-            "remove it"
-        )
 
 
 SAMPLE_BYTES: Final = 16 * 1024
@@ -199,18 +188,19 @@ class _Sample:
         gradient = self._parameter.grad
         if gradient is None:
             return b""
-        where = (gradient.data_ptr(), gradient.stride())
+        local = local_of(gradient)
+        where = (local.data_ptr(), local.stride())
         if self._seen is not gradient or self._where != where:
             flat = _flat(self._parameter, gradient)
             self._bytes = bytes_of(self._window(flat))
-            self._seen = gradient if flat.data_ptr() == gradient.data_ptr() else None  # a copy is stale later
+            self._seen = gradient if flat.data_ptr() == local.data_ptr() else None  # a copy is stale later
             self._where = where
         return self._bytes.tobytes()
 
     def sum(self) -> torch.Tensor:
         """Return the sum of its elements' bits as integers, as int64."""
         gradient = self._parameter.grad
-        if gradient is None or not gradient.numel():
+        if gradient is None or not local_of(gradient).numel():
             return torch.zeros((), dtype=torch.int64, device=self._parameter.device)
         window = self._window(_flat(self._parameter, gradient))
         return window.view(_WORDS[window.element_size()]).sum()
@@ -228,7 +218,8 @@ def _named(names: Sequence[str], differs: torch.Tensor) -> list[str]:
 
 def _flat(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient's elements in its parameter's memory order: a view if the gradient has that order."""
-    ordered = in_memory_order(gradient.detach(), dim_order(parameter.shape, parameter.stride()))
+    own = local_of(parameter)
+    ordered = in_memory_order(local_of(gradient).detach(), dim_order(own.shape, own.stride()))
     if ordered.is_contiguous():  # dimensions of size 1 may have any stride
         return ordered.as_strided((ordered.numel(),), (1,))
     return ordered.clone(memory_format=torch.contiguous_format).reshape(-1)

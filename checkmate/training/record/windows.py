@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkmate.rpc import shadow_pb2 as pb
-from checkmate.state import bytes_of, in_memory_order, to_number
+from checkmate.state import bytes_of, in_memory_order, local_of, to_number
 from checkmate.training.record.buffers import copied
 from checkmate.wire.layout import Layout
 
@@ -144,14 +144,17 @@ class Slices:
         value = self._optimizer.state[parameter][window.state] if window.state else parameter
         if not isinstance(value, torch.Tensor):
             return lambda: value
+        local = local_of(value).detach()
         order = self._orders[window.parameter] if value.shape == parameter.shape else ()
-        return copied(in_memory_order(value.detach(), order).reshape(-1)[window.start : window.stop])
+        return copied(in_memory_order(local, order).reshape(-1)[window.start : window.stop])
 
     def _entries(self, number: int) -> list[Entry]:
         parameter = self._parameters[number]
         values = {"": parameter, **self._optimizer.state.get(parameter, {})}
         return [
-            (name, value.numel(), value.element_size()) if isinstance(value, torch.Tensor) else (name, 1, 1)
+            (name, local_of(value).numel(), value.element_size())
+            if isinstance(value, torch.Tensor)
+            else (name, 1, 1)
             for name, value in values.items()
         ]
 

@@ -56,10 +56,10 @@ def clip_grad_norm_(
         foreach: Use torch's foreach implementation; by default torch decides.
 
     Returns:
-        The total norm of the gradients before clipping: a scalar tensor.
+        The total norm of the gradients before clipping: a scalar tensor, and a DTensor for a sharded model.
 
     Raises:
-        RefusedError: A gradient was changed since DDP's reduction in a way that shadow nodes can't repeat.
+        RefusedError: A gradient was changed since its reduction in a way that shadow nodes can't repeat.
         RuntimeError: The total norm is not finite, with `error_if_nonfinite`.
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -69,10 +69,16 @@ def clip_grad_norm_(
     norm = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     if found and any(p.grad is not None for p in chosen):
         # torch's own expression: its clip_grad_norm_ returns the norm alone
-        coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        coefficient = _whole(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
         for listener in found.values():
             listener.noted(chosen, coefficient)
     return norm
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor of a DTensor, on all ranks of its mesh."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
 
 
 class ScalerListener(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, synchronised
+from checkmate.training.record.buffers import Buffers, frozen_state
 from checkmate.training.record.capture import Watched
 from checkmate.training.start.install import own_buffers
 from checkmate.training.start.membership import Membership, Start
@@ -16,10 +16,12 @@ def recorded_buffers(
     place: Membership, watched: Watched, parameters: Sequence[nn.Parameter], start: Start
 ) -> Buffers:
     """Return the buffers that this rank records; only the first rank records those that all ranks share."""
-    ddp, optimizer = watched.ddp, watched.optimizer
+    model, optimizer = watched.model, watched.optimizer
     if place.first:
-        return Buffers(lambda: kept_beside(ddp) | frozen_state(optimizer, set(parameters)), everything=True)
-    if synchronised(ddp):
+        return Buffers(
+            lambda: model.kept_beside() | frozen_state(optimizer, set(parameters)), everything=True
+        )
+    if model.broadcasts_buffers:
         return Buffers(dict, everything=False)
     changed = own_buffers(start.record, place.position)
-    return Buffers(lambda: kept_beside(ddp), everything=False, changed=changed)
+    return Buffers(model.kept_beside, everything=False, changed=changed)

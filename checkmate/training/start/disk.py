@@ -19,7 +19,7 @@ from checkmate.training.start.install import (
     install_record,
     load_optimizer,
 )
-from checkmate.training.start.membership import Membership, trained
+from checkmate.training.start.membership import Membership
 
 CHECKPOINTS_VARIABLE: Final = "CHECKMATE_CHECKPOINTS"
 _LISTED: Final = 3
@@ -84,6 +84,11 @@ def resume(path: Path, place: Membership, watched: Watched) -> tuple[pb.Iteratio
         DiskError: It can't be read.
         InstallError: It is of another job or doesn't fit the script.
     """
+    if watched.model.shard_ranks:
+        raise InstallError(
+            f"{path} can't be loaded into a sharded model: load it with torch.distributed.checkpoint and "
+            "set_state_dict after `checkmate reset JOB`, without checkpoints="
+        )
     checkpoint = disk.load(path)
     try:
         found = disk.group_of(checkpoint, place.group)
@@ -101,9 +106,8 @@ def _install(found: dict[str, Any], place: Membership, watched: Watched) -> tupl
     check_ranks(len(found["rng"]), place)
     record = _record_of(found, place)
     check_record(record, watched, place)
-    model = watched.ddp.module
-    missing, unexpected = model.load_state_dict(found["model"], strict=False)
-    lacking = set(missing) & trained(watched.ddp).keys()
+    missing, unexpected = watched.model.inner.load_state_dict(found["model"], strict=False)
+    lacking = set(missing) & watched.model.trained().keys()
     if lacking or unexpected:
         raise InstallError(f"parameters missing: {sorted(lacking)}, unknown: {unexpected}")
     load_optimizer(watched.optimizer, found["optimizer"])

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from checkmate.training.start.membership import SessionError
+from checkmate.training.errors import SessionError
 from checkmate.wording import counted
 
 VERSION: Final = 3
@@ -36,50 +36,42 @@ Named = Callable[[int], str]
 """Returns a rank's name in messages."""
 
 
-def gather(
-    message: Any, group: dist.ProcessGroup | None = None, *, named: Named = "rank {}".format
-) -> list[Any]:
-    """Return the messages of all ranks, by rank in the group. All ranks call it, in the same order.
+def gather(message: Any, *, named: Named = "rank {}".format) -> list[Any]:
+    """Return the messages of all ranks, by rank. All ranks call it, in the same order.
 
     Args:
         message: What JSON can express.
-        group: The process group; by default all ranks.
         named: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has another version or a message that is too large.
     """
     data = _encoded(message)
-    sizes = _headers(len(data), group, named)
-    longest = torch.zeros(max(sizes), dtype=torch.uint8, device=_device(group))
+    sizes = _headers(len(data), named)
+    longest = torch.zeros(max(sizes), dtype=torch.uint8, device=_device())
     longest[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     received = [torch.empty_like(longest) for _ in sizes]
-    dist.all_gather(received, longest, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    return [_decoded(one[:size], named(rank)) for one, size, rank in zip(received, sizes, ranks, strict=True)]
+    dist.all_gather(received, longest)
+    return [_decoded(received[rank][:size], named(rank)) for rank, size in enumerate(sizes)]
 
 
-def broadcast(
-    message: Any, source: int, group: dist.ProcessGroup | None = None, *, named: Named = "rank {}".format
-) -> Any:
+def broadcast(message: Any, source: int, *, named: Named = "rank {}".format) -> Any:
     """Return the message of one rank. All ranks call it; the others' `message` is not used.
 
     Args:
         message: What JSON can express.
         source: The global rank that sends.
-        group: The process group; by default all ranks.
         named: Returns a rank's name in errors.
 
     Raises:
         ExchangeError: On all ranks, if one has another version or the message is too large.
     """
     data = _encoded(message if dist.get_rank() == source else None)
-    ranks = dist.get_process_group_ranks(group)
-    size = _headers(len(data), group, named)[ranks.index(source)]
-    tensor = torch.zeros(size, dtype=torch.uint8, device=_device(group))
+    size = _headers(len(data), named)[source]
+    tensor = torch.zeros(size, dtype=torch.uint8, device=_device())
     if dist.get_rank() == source:
         tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(tensor, src=source, group=group)
+    dist.broadcast(tensor, src=source)
     return _decoded(tensor, named(source))
 
 
@@ -88,35 +80,34 @@ def shortened(error: str) -> str:
     return error if len(error) <= _SHOWN else f"{error[:_SHOWN]}..."
 
 
-def _headers(size: int, group: dist.ProcessGroup | None, named: Named) -> list[int]:
+def _headers(size: int, named: Named) -> list[int]:
     """Return the sizes of all ranks' messages, once all ranks are known to have the same version."""
-    own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=_device(group))
-    ranks = dist.get_process_group_ranks(group)
-    received = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(received, own, group=group)
+    own = torch.tensor([_MAGIC + VERSION, size], dtype=torch.int64, device=_device())
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, own)
     headers = [(int(version), int(length)) for version, length in (one.tolist() for one in received)]
-    _check(ranks, headers, named)
+    _check(headers, named)
     return [length for _, length in headers]
 
 
-def _check(ranks: list[int], headers: list[tuple[int, int]], named: Named) -> None:
+def _check(headers: list[tuple[int, int]], named: Named) -> None:
     """Raise the same error on all ranks if a header can't be used."""
     versions = [marked - _MAGIC if 0 < marked - _MAGIC < _VERSIONS else 0 for marked, _ in headers]
     newest = max(versions)
-    if old := [rank for rank, version in zip(ranks, versions, strict=True) if version < newest]:
+    if old := [rank for rank, version in enumerate(versions) if version < newest]:
         names = counted(len(old), "rank") if len(old) > _NAMED else ", ".join(map(named, old))
-        new = ranks[versions.index(newest)]
+        new = versions.index(newest)
         raise ExchangeError(
             f"{names}: an older version of Checkmate than {named(new)}'s; all ranks need the same one"
         )
-    for rank, (_, size) in zip(ranks, headers, strict=True):
+    for rank, (_, size) in enumerate(headers):
         if not 0 <= size <= MESSAGE_BYTES:
             raise ExchangeError(f"{named(rank)} has a message of more than {MESSAGE_BYTES >> 20} MiB")
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the group's backend takes tensors: the CPU if it can."""
-    backends = str(dist.get_backend_config(group))
+def _device() -> torch.device:
+    """Return where the default group's backend takes tensors: the CPU if it can."""
+    backends = str(dist.get_backend_config())
     if "cpu:" in backends:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

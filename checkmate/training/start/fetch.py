@@ -84,16 +84,25 @@ def _check_model(ours: Layout, _: pb.SeedHeader, theirs: Layout) -> None:
 
 
 def different(theirs: Layout, ours: Layout) -> str:
-    """Return how a stored model differs from ours, in words, or "". Buckets and memory order may differ."""
+    """Return how a stored model differs from ours, in words, or "".
+
+    Buckets, memory order and the types of gradients may differ.
+    """
     if theirs.shards != ours.shards:
         return f"it is divided into {counted(theirs.shards, 'shard')}, ours into {ours.shards}"
     for old, new in zip(theirs.parameters, ours.parameters, strict=False):
-        if replace(old, dim_order=()) != replace(new, dim_order=()):
+        if _compared(old) != _compared(new):
             return f"it has {_shown(old)} in place of {_shown(new)}"
     if len(theirs.parameters) != len(ours.parameters):
         return f"it has {len(theirs.parameters)} trained parameters, ours {len(ours.parameters)}"
     return ""
 
 
+def _compared(parameter: Parameter) -> Parameter:
+    """Return what of a parameter has to stay the same."""
+    return replace(parameter, dim_order=(), gradient="")
+
+
 def _shown(parameter: Parameter) -> str:
-    return f"{parameter.name} {list(parameter.shape)} {parameter.dtype}"
+    chunk = f" at {list(parameter.offset)} of {list(parameter.whole)}" if parameter.whole else ""
+    return f"{parameter.name} {list(parameter.shape)}{chunk} {parameter.dtype}"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.job.mesh import group_name
@@ -19,7 +18,7 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.rpc.protocol import PROTOCOL
 from checkmate.training.lines.line import Line
 from checkmate.training.lines.seeder import Seeder, SeedSource
-from checkmate.training.record.buffers import FIRST_BYTES, Buffers, state_names
+from checkmate.training.record.buffers import FIRST_BYTES, Buffers
 from checkmate.training.record.windows import Slices
 from checkmate.training.start import exchange
 from checkmate.training.start.membership import Membership, Start
@@ -34,11 +33,14 @@ AWAY_SECONDS: Final = 3.0
 
 @dataclass(frozen=True)
 class Opening:
-    """Creates a rank's messages to nodes. `iteration` returns the last one whose backward has begun."""
+    """Creates a rank's messages to nodes.
+
+    `iteration` returns the last one whose backward has begun. `names` are the model's `state_names`.
+    """
 
     place: Membership
     start: Start
-    ddp: DistributedDataParallel
+    names: Mapping[str, str]
     layout: Layout
     optimizer: pb.OptimizerSpec
     device: str
@@ -99,7 +101,7 @@ class Opening:
     def _names(self) -> dict[str, str]:
         """Return the keys of the model's `state_dict()` whose tensors the nodes receive, with their names."""
         given = {parameter.name for parameter in self.layout.parameters} | self.buffers.names
-        return {key: name for key, name in state_names(self.ddp).items() if name in given}
+        return {key: name for key, name in self.names.items() if name in given}
 
 
 class Followers:
@@ -134,12 +136,11 @@ class Followers:
         place, opening = self._place, self._opening
         for line in self.lines:
             line.start()
-        ranks = opening.ddp.process_group
         if place.first:
             for line in self.lines:
                 line.begun.wait(max(deadline - time.monotonic(), 0))
         begun = [line.node.id for line in self.lines if line.begun.is_set()]
-        begun = exchange.broadcast(begun, place.spokesman, ranks, named=place.named)
+        begun = exchange.gather(begun if place.first else None, named=place.named)[place.spokesman]
         seeders = {node: seeder for node, seeder in self._seeders.items() if node in begun}
         seed_at_start(place, opening.layout, opening.start, seeders)
         if place.first:
@@ -147,8 +148,7 @@ class Followers:
         waiting = ""
         if place.first:
             waiting = await_ready(place, self._stubs, opening.start.plan.incarnation, deadline)
-        # Nobody trains before the spokesman has waited.
-        exchange.broadcast(None, place.spokesman, ranks, named=place.named)
+        exchange.gather(None, named=place.named)  # nobody trains before all spokesmen have waited
         if waiting:
             _log.warning("training begins without all shadow nodes: %s", waiting)
         elif place.first:

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate import state
 from checkmate.optim.supported import FROZEN, apply_options
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.state import in_memory_order
+from checkmate.training.model.trained import TrainedModel
 from checkmate.training.record.capture import Watched, install_generators
 from checkmate.training.record.wrapped import class_of
 from checkmate.training.start.membership import Membership
@@ -134,7 +134,7 @@ def install_parameters(parameters: Sequence[nn.Parameter], states: States) -> No
     """Set parameters in place, bit for bit."""
     with torch.no_grad():
         for number, (tensor, _) in states.items():
-            parameters[number].copy_(tensor)
+            state.local_of(parameters[number]).copy_(tensor)
 
 
 def install_optimizer(
@@ -182,15 +182,26 @@ def load_optimizer(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> N
             there = ours.get(name)
             if isinstance(value, torch.Tensor) and there is not None and there.dtype != value.dtype:
                 ours[name] = value.to(there.device)
+            ours[name] = _sharded_like(flat[index], ours[name])
     lay_out_state(optimizer)
 
 
-def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Tensor]) -> None:
+def _sharded_like(parameter: torch.Tensor, value: object) -> object:
+    """Return an entry of a parameter's state, as a DTensor if the parameter is one and has its shape."""
+    local = state.local_of(parameter)
+    if local is parameter or not isinstance(value, torch.Tensor) or value.shape != local.shape:
+        return value
+    if state.local_of(value) is not value:
+        return value
+    like: Any = parameter
+    return type(like).from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def install_buffers(model: TrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
     """Set buffers and frozen parameters, by name. A buffer of another shape is replaced."""
-    ours: dict[str, torch.Tensor] = {
-        **dict(ddp.module.named_parameters()),
-        **dict(ddp.module.named_buffers()),
-    }
+    ours = model.tensors()
     with torch.no_grad():
         for name, tensor in buffers.items():
             there = ours.get(name)
@@ -198,8 +209,9 @@ def install_buffers(ddp: DistributedDataParallel, buffers: Mapping[str, torch.Te
                 continue  # the optimizer's
             if there is None:
                 raise InstallError(f"the state has a buffer {name}, which the model lacks")
-            if there.shape == tensor.shape:
-                there.copy_(tensor)
+            local = state.local_of(there)
+            if local.shape == tensor.shape:
+                local.copy_(tensor)
             else:
                 there.data = tensor.to(there.device)
 
@@ -214,7 +226,7 @@ def install_record(watched: Watched, record: pb.IterationRecord, position: int) 
     """
     own, step = part_of(record, position), part_of(record, 0).step
     buffers = {name: state.loads(data) for name, data in record.buffers.items()}
-    install_buffers(watched.ddp, buffers | own_buffers(record, position))
+    install_buffers(watched.model, buffers | own_buffers(record, position))
     _load(watched.scheduler, "scheduler", step.scheduler)
     _load(watched.scaler, "scaler", step.scaler)
     if own.rng:

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.errors import CheckmateError
 from checkmate.job.boundaries import first_shadow_ids
 from checkmate.job.files import JobError, read_job
 from checkmate.job.schema import Job, ShadowNode
@@ -25,17 +22,15 @@ from checkmate.keys.roles import Role
 from checkmate.nccl.interfaces import interface_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.attached import AttachedData, attach, attached
-from checkmate.training.record.buffers import synchronised
+from checkmate.training.errors import SessionError
+from checkmate.training.model.trained import TrainedModel
+from checkmate.training.start import exchange
 from checkmate.training.start.plans import RestartPlan
-from checkmate.wire.layout import Layout, Parameter, make_layout
+from checkmate.wire.layout import Layout, make_layout
 from checkmate.wire.schedule import RING_SLICING, Slicing, side_of
 from checkmate.wording import counted
 
 JOB_VARIABLE: Final = "CHECKMATE_JOB"
-
-
-class SessionError(CheckmateError, RuntimeError):
-    """Job, environment and process groups contradict one another. The message suggests a remedy."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +124,14 @@ class Membership:
         return [self.job.holder(self.group, shard, i + 1) for i in range(self.job.replicas)]
 
 
-def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membership:
+def place(job: Job, rank: int, world: int, together: Sequence[int] | None) -> Membership:
     """Return a rank's place.
 
     Args:
         job: The job.
         rank: The global rank.
         world: The number of ranks of the default process group.
-        together: The global ranks in DDP's process group.
+        together: The global ranks in DDP's process group, if the model has one.
 
     Raises:
         SessionError: The job does not have this rank, or has another number of ranks, or other DP groups.
@@ -152,7 +147,7 @@ def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membershi
     if group is None:
         known = ", ".join(str(number) for ranks in members for number in sorted(ranks))
         raise SessionError(f"rank {rank} is not in the job {job.job}; its dp_groups have {known}")
-    if set(together) != set(members[group]):
+    if together is not None and set(together) != set(members[group]):
         raise SessionError(
             f"DDP averages over ranks {sorted(together)}, but the job's dp_groups[{group}] has "
             f"{sorted(members[group])}: give DDP a process_group of these"
@@ -160,28 +155,36 @@ def place(job: Job, rank: int, world: int, together: Sequence[int]) -> Membershi
     return Membership(job, rank, group, members[group].index(rank))
 
 
-def join(module: object) -> Membership:
-    """Return this process's place, from CHECKMATE_JOB and the process groups.
-
-    Raises:
-        SessionError: It has no place, or `module` is not a DDP that can be protected.
-    """
-    ddp = _checked(module)
+def named_job() -> Job:
+    """Return the job that CHECKMATE_JOB names. Raise `SessionError` if there is none."""
     file = os.environ.get(JOB_VARIABLE)
     if not file:
         raise SessionError(f"{JOB_VARIABLE} is not set: set it to the path of the job's YAML")
     try:
-        job = read_job(Path(file))
+        return read_job(Path(file))
     except JobError as error:
         raise SessionError(f"{JOB_VARIABLE}: {error}") from None
+
+
+def join(model: TrainedModel) -> Membership:
+    """Return this process's place, from CHECKMATE_JOB and the process groups.
+
+    For a sharded model all ranks call it.
+
+    Raises:
+        SessionError: It has none, or DP groups contradict the model's shards.
+    """
+    job = named_job()
     rank = dist.get_rank()
     expected = os.environ.get("RANK", str(rank))
     if expected != str(rank):
         raise SessionError(f"RANK is {expected}, but this process is rank {rank} of its process group")
-    found = place(job, rank, dist.get_world_size(), dist.get_process_group_ranks(ddp.process_group))
+    found = place(job, rank, dist.get_world_size(), model.replicas)
+    if model.shard_ranks:
+        _check_shards(found, model.shard_ranks)
     first = min(member.rank for member in job.dp_groups[found.group].ranks)
     # The ring's first rank records buffers.
-    if synchronised(ddp) and any(True for _ in ddp.module.buffers()) and found.spokesman != first:
+    if model.broadcasts_buffers and any(True for _ in model.inner.buffers()) and found.spokesman != first:
         raise SessionError(
             f"DDP broadcasts the buffers of rank {first}, but the ring begins with rank "
             f"{found.spokesman}: list rank {first} first in the job's dp_groups[{found.group}]"
@@ -189,36 +192,29 @@ def join(module: object) -> Membership:
     return found
 
 
-def _checked(module: object) -> DistributedDataParallel:
-    if not isinstance(module, DistributedDataParallel):
-        raise SessionError(
-            f"a {type(module).__name__} is not a DistributedDataParallel: wrap the model in one and pass that"
-        )
-    if not dist.is_initialized():
-        raise SessionError("call torch.distributed.init_process_group() first")
-    if module.mixed_precision is not None:
-        raise SessionError("DDP's mixed_precision keeps its own gradients: use torch.autocast instead")
-    return module
+def _check_shards(found: Membership, shard_ranks: Sequence[int]) -> None:
+    """Raise `SessionError` on all ranks if a DP group's ranks don't train one shard. All ranks call it."""
+    told = exchange.gather([shard_ranks.index(found.rank), len(shard_ranks)], named=found.named)
+    for number, group in enumerate(found.job.dp_groups):
+        first, *others = (member.rank for member in group.ranks)
+        for other in others:
+            if told[other] != told[first]:
+                (one, shards), (another, more) = told[first], told[other]
+                raise SessionError(
+                    f"dp_groups[{number}] has {found.named(first)} with shard {one} of {shards} and "
+                    f"{found.named(other)} with shard {another} of {more}, but the ranks of a DP group have "
+                    "replicas of one shard: list the ranks of each shard in a DP group of its own, and use "
+                    "checkmate.shard_mesh"
+                )
 
 
-def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters whose gradients DDP averages, by name, in registration order."""
-    ignored = ddp.parameters_to_ignore
-    named = ddp.module.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and name not in ignored}
-
-
-def lay_out(ddp: DistributedDataParallel, shards: int, slicing: Slicing = RING_SLICING) -> Layout:
-    """Return the layout of a model's trained parameters. Buckets are as large as DDP's own (`bucket_cap_mb`).
+def lay_out(model: TrainedModel, shards: int, slicing: Slicing = RING_SLICING) -> Layout:
+    """Return the layout of a model's trained parameters.
 
     Raises:
         LayoutError: A parameter is not dense in memory.
     """
-    parameters = [
-        Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))
-        for name, p in trained(ddp).items()
-    ]
-    return make_layout(parameters, shards, ddp.bucket_bytes_cap, slicing)
+    return make_layout(model.describe(), shards, model.bucket_bytes, slicing)
 
 
 @dataclass
@@ -241,12 +237,12 @@ class ModelStanding(AttachedData):
         self.start: Start | None = None
 
     @classmethod
-    def of(cls, ddp: DistributedDataParallel) -> ModelStanding:
-        """Return the standing of the model inside a DDP. Raise `SessionError` if a model is protected."""
-        found = attached(ddp.module, cls)
+    def of(cls, model: TrainedModel) -> ModelStanding:
+        """Return a model's standing. Raise `SessionError` if a model is protected."""
+        found = attached(model.inner, cls)
         if found is None:
             found = cls()
-            attach(ddp.module, found)
+            attach(model.inner, found)
         if cls.protected is found:
             raise SessionError("this model is already protected: close its Protection first")
         if cls.protected is not None:

@@ -10,17 +10,18 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.nccl.environment import Version
 from checkmate.nccl.environment import slicing_of as nccl_slicing
-from checkmate.training.start.membership import Membership, SessionError, trained
+from checkmate.training.errors import SessionError
+from checkmate.training.model.trained import TrainedModel
+from checkmate.training.start.membership import Membership
 from checkmate.wire.schedule import RING_SLICING, Slicing
 
 _LIBRARY: Final = "libnccl.so.2"
 
 
-def slicing_of(place: Membership, ddp: DistributedDataParallel) -> Slicing:
+def slicing_of(place: Membership, model: TrainedModel) -> Slicing:
     """Return how the job's collective slices buckets.
 
     Raises:
@@ -28,7 +29,7 @@ def slicing_of(place: Membership, ddp: DistributedDataParallel) -> Slicing:
     """
     if place.job.collective == "ring":
         return RING_SLICING
-    return slicing_for(place, {parameter.device for parameter in trained(ddp).values()})
+    return slicing_for(place, {parameter.device for parameter in model.trained().values()})
 
 
 def slicing_for(place: Membership, devices: Collection[torch.device]) -> Slicing:

@@ -21,6 +21,7 @@ class ScriptOrders:
         workers: Number of processes that a DataLoader forks in each iteration.
         frozen_mb: Size of a parameter without gradient.
         nccl: A release of NCCL, of which a double reduces gradients, such as 2.29.
+        sharded: Whether `fully_shard` shards the model, over the job's DP groups, instead of DDP.
         turned: `OddShapes` beside the layers, in these memory formats.
     """
 
@@ -55,6 +56,7 @@ class ScriptOrders:
     workers: int = 0
     frozen_mb: int = 0
     nccl: str = ""
+    sharded: bool = False
     turned: tuple[str, ...] = ()
     open_end: bool = False
 

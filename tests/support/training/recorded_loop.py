@@ -13,7 +13,8 @@ from checkmate.optim.supported import spec_of
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.shadow.replica.replica import Replica
 from checkmate.training.exclusion import StepExclusion
-from checkmate.training.record.buffers import Buffers, kept_beside
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import Noted, Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
@@ -43,11 +44,12 @@ class RecordedLoop:
         torch.manual_seed(5)
         self.model = LoopModel()
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        self.wrapped = DdpModel(self.ddp)
         self.optimizer = make(self.model)
-        self.names = membership.trained(self.ddp)
+        self.names = self.wrapped.trained()
         self.parameters = list(self.names.values())
         numbers = {p: i for i, p in enumerate(self.parameters)}
-        self.layout = membership.lay_out(self.ddp, 2)
+        self.layout = membership.lay_out(self.wrapped, 2)
         spec = spec_of(self.optimizer, numbers)
         self.replicas = [Replica(self.layout, shard, spec, exact=True) for shard in range(2)]
         for replica in self.replicas:
@@ -62,13 +64,13 @@ class RecordedLoop:
         self.error: Exception | None = None
         """Raised by the next step, like an error of the publisher."""
         self.recorder = Recorder(
-            Watched(self.ddp, self.optimizer, scheduler, scaler, watched.get("extra")),
+            Watched(self.wrapped, self.optimizer, scheduler, scaler, watched.get("extra")),
             self.names,
             self.steps,
             self.emitted.append,
             lambda iteration: {(0, 0): 100 * iteration},
             slices=Slices(self.layout, self.parameters, self.optimizer),
-            buffers=Buffers(lambda: kept_beside(self.ddp), everything=True),
+            buffers=Buffers(self.wrapped.kept_beside, everything=True),
             await_departed=self._await_departed,
         )
         self.gradients: dict[int, dict[int, torch.Tensor]] = {}

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from checkmate.cli.nccl import show
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.nccl_check import RankVerdict
-from checkmate.training.start.membership import SessionError
 from checkmate.wire.nccl_slicing import NcclSlicing
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, place_of, prepare

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.nccl.building import shared_object
 from checkmate.nccl.environment import Version
 from checkmate.ring import RingError
+from checkmate.training.errors import SessionError
 from checkmate.training.gradients import nccl_wiring
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_reducer import NcclReducer
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership, nccl_runtime
-from checkmate.training.start.membership import SessionError
 from tests.support.nccl.calls import RELEASES, Caller
 from tests.support.nccl.double import DoubleNccl
 from tests.support.training.nccl_ranks import OTHER_CELLS, TAGGING, check_reduced, place_of, prepare, reduce
@@ -185,7 +186,7 @@ def refused(rank: int, count: int) -> str:
     ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
     with pytest.raises(SessionError) as raised:
         nccl_runtime.runtime = nccl_runtime.TorchNccl()
-        nccl_runtime.slicing_of(place_of(rank, count, 1), ddp)
+        nccl_runtime.slicing_of(place_of(rank, count, 1), DdpModel(ddp))
     return str(raised.value)
 
 
@@ -228,9 +229,9 @@ def double_gradients(rank: int, count: int) -> None:
     torch.manual_seed(1)
     alone = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.Linear(2000, 3)).cuda()
     ddp = DistributedDataParallel(copy.deepcopy(alone), bucket_cap_mb=1)
-    layout = membership.lay_out(ddp, 2)
+    layout = membership.lay_out(DdpModel(ddp), 2)
     reducer = NcclReducer(layout, Doubling(), None, {}, "rank 0")
-    hook = GradientHook(ddp, layout, list(membership.trained(ddp).values()), reducer, 0)
+    hook = GradientHook(ddp, layout, list(DdpModel(ddp).trained().values()), reducer, 0)
     hook.register()
     for _ in range(4):
         batch = torch.randn(64, 2000, device="cuda")

@@ -21,6 +21,7 @@ from checkmate.ring import RingError
 from checkmate.training.gradients import nccl_check
 from checkmate.training.gradients.hook import GradientHook
 from checkmate.training.gradients.nccl_check import RankVerdict
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership
 from checkmate.training.start.nccl_runtime import TorchNccl
 from tests.support.training.nccl_ranks import TAGGING, check_reduced, prepare, reduce
@@ -113,10 +114,10 @@ def backward_of(rank: int, count: int) -> list[float]:
     ddp = DistributedDataParallel(nn.Sequential(*layers).cuda(), bucket_cap_mb=2)
     with ExitStack() as undo:
         maker = prepare(rank, count, 2, TorchNccl(), undo)
-        maker.layout = membership.lay_out(ddp, 2, maker.layout.slicing)
+        maker.layout = membership.lay_out(DdpModel(ddp), 2, maker.layout.slicing)
         reducer = maker.make()
         assert maker.troubles == []
-        hook = GradientHook(ddp, maker.layout, list(membership.trained(ddp).values()), reducer, 0)
+        hook = GradientHook(ddp, maker.layout, list(DdpModel(ddp).trained().values()), reducer, 0)
         undo.callback(hook.close)
         hook.register()
         took = []

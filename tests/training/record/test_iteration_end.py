@@ -18,6 +18,7 @@ from checkmate import state
 from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training.loop import Loop as Batches
 from checkmate.training.loop import resumed_in
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.buffers import Buffers
 from checkmate.training.record.capture import CHECKED, Capture, Watched, capture_generators
 from checkmate.training.record.wrapped import SchedulerWatch
@@ -421,9 +422,8 @@ def test_a_later_capture_adds_the_buffers_that_have_changed_since(everything: bo
     for name in ("first", "second", "gone"):
         model.register_buffer(name, torch.zeros(3))
     buffers = Buffers(lambda: dict(model.named_buffers()), everything=everything)
-    capture = Capture(
-        Watched(DistributedDataParallel(nn.Linear(2, 2)), adamw(nn.Linear(2, 2))), buffers, first=True
-    )
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    capture = Capture(Watched(DdpModel(ddp), adamw(nn.Linear(2, 2))), buffers, first=True)
     before = capture.buffers(None)
     assert set(before) == {"first", "second", "gone"}
     model.get_buffer("second").add_(1)

@@ -355,7 +355,7 @@ def test_buffers_that_cannot_be_kept_are_refused(tensor: torch.Tensor, kind: str
     """Before training begins, and not with the first record."""
     loop = RecordedLoop(adamw)
     loop.model.last.register_buffer("odd", tensor)
-    watched = Watched(loop.ddp, loop.optimizer)
+    watched = Watched(loop.wrapped, loop.optimizer)
     if not kind:
         check_kept(watched)
         return

@@ -26,7 +26,8 @@ from checkmate.rpc import shadow_pb2 as pb
 from checkmate.training import restore
 from checkmate.training.exclusion import StepExclusion
 from checkmate.training.loop import resumed_in
-from checkmate.training.record.buffers import Buffers, frozen_state, kept_beside, state_names
+from checkmate.training.model.ddp import DdpModel
+from checkmate.training.record.buffers import Buffers, frozen_state
 from checkmate.training.record.capture import Watched
 from checkmate.training.record.publisher import to_part
 from checkmate.training.record.recorder import Recorder
@@ -56,6 +57,7 @@ class DiskScript:
         self.model.register_buffer("scratch", torch.randn(3), persistent=False)
         self.model[2].bias.requires_grad_(False)
         self.ddp = DistributedDataParallel(self.model)
+        self.wrapped = DdpModel(self.ddp)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.model[2].bias.grad = torch.randn(1)  # computed before it was frozen
         self.optimizer.step()
@@ -65,13 +67,13 @@ class DiskScript:
 
     @property
     def watched(self) -> Watched:
-        return Watched(self.ddp, self.optimizer, self.scheduler, self.scaler, lambda: {"seen": 7})
+        return Watched(self.wrapped, self.optimizer, self.scheduler, self.scaler, lambda: {"seen": 7})
 
     def train(self, iterations: int) -> pb.IterationRecord:
         """Train; return the last iteration's record, as two ranks would have sent it."""
         emitted: list[Any] = []
-        names = membership.trained(self.ddp)
-        layout = membership.lay_out(self.ddp, 1)
+        names = self.wrapped.trained()
+        layout = membership.lay_out(self.wrapped, 1)
         recorder = Recorder(
             self.watched,
             names,
@@ -80,7 +82,7 @@ class DiskScript:
             lambda _: {},
             slices=Slices(layout, list(names.values()), self.optimizer),
             buffers=Buffers(
-                lambda: kept_beside(self.ddp) | frozen_state(self.optimizer, set(names.values())),
+                lambda: self.wrapped.kept_beside() | frozen_state(self.optimizer, set(names.values())),
                 everything=True,
             ),
         )
@@ -104,19 +106,19 @@ class DiskScript:
 
     def snapshot(self, record: pb.IterationRecord) -> Snapshot:
         """Return the snapshot that shadow nodes would provide."""
-        parameters = list(membership.trained(self.ddp).values())
+        parameters = list(self.wrapped.trained().values())
         numbers = {p: i for i, p in enumerate(parameters)}
-        layout = membership.lay_out(self.ddp, 1)
+        layout = membership.lay_out(self.wrapped, 1)
         states = {
             i: state.to_held(layout.parameters[i], p.detach().clone(), self.optimizer.state[p])
             for p, i in numbers.items()
         }
         spec = spec_of(self.optimizer, numbers)
-        group = GroupState(layout, spec, record, state_names(self.ddp), states)
+        group = GroupState(layout, spec, record, self.wrapped.state_names(), states)
         return Snapshot(JOB, "run", record.iteration, (group,))
 
     def everything(self) -> dict[str, Any]:
-        beside = {name: tensor.clone() for name, tensor in kept_beside(self.ddp).items()}
+        beside = {name: tensor.clone() for name, tensor in self.wrapped.kept_beside().items()}
         optimizer = self.optimizer.state_dict()
         return {
             "model": self.model.state_dict(),
@@ -263,7 +265,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     on_disk.save(made, path, "torch", replace=True)
     with pytest.raises(InstallError, match="doesn't fit the script: .*size mismatch for 0.weight"):
         disk.resume(path, PLACE, DiskScript(1, width=7).watched)
-    bare = Watched(script.ddp, script.optimizer)
+    bare = Watched(script.wrapped, script.optimizer)
     with pytest.raises(
         InstallError, match="has a scheduler, a OneCycleLR: pass scheduler= to checkmate.restore"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 from checkmate import state
 from checkmate.nodes.reader import Asked
 from checkmate.nodes.stubs import Stubs
-from checkmate.training.start.fetch import Fetched, FetchError, fetch
+from checkmate.training.start.fetch import Fetched, FetchError, different, fetch
+from checkmate.wire.layout import Parameter, make_layout
 from testbed.small_training import RUN
 from tests.support.labs.end_hosts import needs_buffers
 from tests.support.shadow.world import World, settle
@@ -57,3 +59,15 @@ def test_an_iteration_that_lacks_buffers_is_not_whole() -> None:
 
 def test_before_the_first_iteration_no_buffer_has_come() -> None:
     assert not fetched([], iterations=0).record.buffers
+
+
+def test_another_number_of_shards_or_another_shard_is_another_model() -> None:
+    """The type of gradients may change, and so may the memory order."""
+    chunk = Parameter("w", (4, 2), "float32", whole=(7, 2), offset=(0, 0))
+    ours = make_layout([chunk], 1)
+    assert different(make_layout([replace(chunk, gradient="bfloat16")], 1), ours) == ""
+    other = make_layout([replace(chunk, whole=(8, 2))], 1)
+    told = "it has w [4, 2] at [0, 0] of [8, 2] float32 in place of w [4, 2] at [0, 0] of [7, 2] float32"
+    assert different(other, ours) == told
+    whole = make_layout([Parameter("w", (4, 2), "float32")], 1)
+    assert different(whole, ours).startswith("it has w [4, 2] float32 in place of w [4, 2] at")

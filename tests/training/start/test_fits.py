@@ -67,7 +67,7 @@ def stored(ranks: int = 2, **watched: Make) -> pb.IterationRecord:
 def script(**watched: Make) -> Watched:
     loop = RecordedLoop(adamw)
     made = {name: make(loop.optimizer) for name, make in watched.items()}
-    return Watched(loop.ddp, loop.optimizer, **made)
+    return Watched(loop.wrapped, loop.optimizer, **made)
 
 
 class Lazy(LRScheduler):
@@ -183,7 +183,7 @@ def test_nothing_is_installed_of_what_does_not_fit(monkeypatch: pytest.MonkeyPat
         return Fetched(loop.layout, states, found, spec, True)
 
     monkeypatch.setattr(restore, "fetch", fetched)
-    theirs = Watched(other.ddp, other.optimizer, ExponentialLR(other.optimizer, 0.9))
+    theirs = Watched(other.wrapped, other.optimizer, ExponentialLR(other.optimizer, 0.9))
     start = Start(RestartPlan("nodes", 1, "run", 2, {}), 3)
     with pytest.raises(InstallError, match="is a StepLR"):
         restore._from_nodes(PLACE, theirs, Stubs(PLACE.job, None), start, 1.0)

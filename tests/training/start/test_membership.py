@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.training.errors import SessionError
+from checkmate.training.model.choosing import model_of
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.start import membership
-from checkmate.training.start.membership import SessionError
 from checkmate.wire.layout import LayoutError
 from testbed.jobs import job, job_data
 from tests.support.training.alone import alone
@@ -60,10 +62,10 @@ def test_holders_and_shards() -> None:
 
 def test_join_needs_ddp_and_a_job(ddp: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SessionError, match="a Linear is not a DistributedDataParallel"):
-        membership.join(ddp.module)
+        model_of(ddp.module)
     monkeypatch.delenv("CHECKMATE_JOB", raising=False)
     with pytest.raises(SessionError, match="CHECKMATE_JOB is not set"):
-        membership.join(ddp)
+        membership.join(DdpModel(ddp))
 
 
 def test_join_reads_the_job(
@@ -72,13 +74,13 @@ def test_join_reads_the_job(
     file = tmp_path / "job.yaml"
     monkeypatch.setenv("CHECKMATE_JOB", str(file))
     with pytest.raises(SessionError, match=r"job\.yaml: .*cannot be read"):
-        membership.join(ddp)
+        membership.join(DdpModel(ddp))
     file.write_text(yaml.safe_dump(job_data(ranks=2)))
     with pytest.raises(SessionError, match="has 2 ranks, but the process group has 1"):
-        membership.join(ddp)
+        membership.join(DdpModel(ddp))
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(SessionError, match="RANK is 5, but this process is rank 0"):
-        membership.join(ddp)
+        membership.join(DdpModel(ddp))
 
 
 def test_the_layout_has_what_ddp_averages() -> None:
@@ -88,9 +90,10 @@ def test_the_layout_has_what_ddp_averages() -> None:
         ignored = ["1.bias"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
         ddp = DistributedDataParallel(model, bucket_cap_mb=3)
-        assert list(membership.trained(ddp)) == ["0.weight", "1.weight", "2.weight", "2.bias"]
-        layout = membership.lay_out(ddp, 2)
-        assert [p.name for p in layout.parameters] == list(membership.trained(ddp))
+        wrapped = DdpModel(ddp)
+        assert list(wrapped.trained()) == ["0.weight", "1.weight", "2.weight", "2.bias"]
+        layout = membership.lay_out(wrapped, 2)
+        assert [p.name for p in layout.parameters] == list(wrapped.trained())
         assert layout.bucket_bytes == 3 << 20
         assert layout.parameters[0].dtype == str(torch.get_default_dtype()).removeprefix("torch.")
 
@@ -103,4 +106,4 @@ def test_a_parameter_that_is_not_dense_is_refused_by_name() -> None:
         alone(),
         pytest.raises(LayoutError, match=r"^weight cannot be protected: .* gaps .*: shape \(4, 5\)"),
     ):
-        membership.lay_out(DistributedDataParallel(model), 2)
+        membership.lay_out(DdpModel(DistributedDataParallel(model)), 2)

@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from checkmate.training.attached import attached
+from checkmate.training.errors import SessionError
+from checkmate.training.model.ddp import DdpModel
 from checkmate.training.record.wrapped import ClipListener
-from checkmate.training.start.membership import ModelStanding, SessionError, Start
+from checkmate.training.start.membership import ModelStanding, Start
 from checkmate.training.start.plans import plan_new_run
 from tests.support.training.alone import alone
 
@@ -27,7 +29,7 @@ def ddp() -> Iterator[DistributedDataParallel]:
 
 @pytest.fixture
 def held(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
-    standing = ModelStanding.of(ddp)
+    standing = ModelStanding.of(DdpModel(ddp))
     standing.hold()
     yield standing
     standing.release()
@@ -35,22 +37,22 @@ def held(ddp: DistributedDataParallel) -> Iterator[ModelStanding]:
 
 def test_what_was_restored_is_kept_for_its_own_model_and_taken_once(ddp: DistributedDataParallel) -> None:
     start = Start(plan_new_run(3, ""))
-    ModelStanding.of(ddp).start = start
-    assert ModelStanding.of(DistributedDataParallel(nn.Linear(4, 2))).take_start() is None
+    ModelStanding.of(DdpModel(ddp)).start = start
+    assert ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2)))).take_start() is None
     wrapped_again = DistributedDataParallel(ddp.module)
-    assert ModelStanding.of(wrapped_again).take_start() is start
-    assert ModelStanding.of(ddp).take_start() is None
+    assert ModelStanding.of(DdpModel(wrapped_again)).take_start() is start
+    assert ModelStanding.of(DdpModel(ddp)).take_start() is None
 
 
 def test_one_model_is_protected_at_a_time(ddp: DistributedDataParallel, held: ModelStanding) -> None:
     with pytest.raises(SessionError, match="this model is already protected"):
-        ModelStanding.of(ddp)
+        ModelStanding.of(DdpModel(ddp))
     with pytest.raises(SessionError, match="this model is already protected"):
-        ModelStanding.of(DistributedDataParallel(ddp.module))
+        ModelStanding.of(DdpModel(DistributedDataParallel(ddp.module)))
     with pytest.raises(SessionError, match="another model of this process is already protected"):
-        ModelStanding.of(DistributedDataParallel(nn.Linear(4, 2)))
+        ModelStanding.of(DdpModel(DistributedDataParallel(nn.Linear(4, 2))))
     held.release()
-    assert ModelStanding.of(ddp) is held
+    assert ModelStanding.of(DdpModel(ddp)) is held
 
 
 def test_copies_of_a_protected_model_are_not_protected(

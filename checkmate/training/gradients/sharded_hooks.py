@@ -1,0 +1,118 @@
+"""The hooks of a `fully_shard`ed model: lend its gradient shards to their reduction in our layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from checkmate.ring import RingError
+from checkmate.state import dtype_name, local_of
+from checkmate.training.errors import RefusedError
+from checkmate.training.gradients.reducing import Reducer
+from checkmate.training.gradients.reduction import GradientReduction
+from checkmate.training.model.fsdp import FsdpModel, param_groups
+from checkmate.wire.layout import Layout
+
+
+class ShardedHooks(GradientReduction):
+    """The hooks of one model.
+
+    FSDP reduces and scatters the gradients of a unit's parameters as one flat tensor, and passes that to the
+    all-reduce hook, without a word of whose it is. Then it sets `.grad` of each of these parameters to a view
+    of it, and calls the parameter's own hooks. So each of these lends `.grad` itself.
+    """
+
+    def __init__(self, model: FsdpModel, layout: Layout, reducer: Reducer, first_iteration: int) -> None:
+        super().__init__(layout, list(model.trained().values()), reducer, first_iteration)
+        self._units = model.units.values()
+        self._handles: list[Any] = []
+        self._types = {bucket.dtype for bucket in layout.buckets}
+        self._seen: set[int] = set()  # parameters with a gradient in this iteration's backward
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients are reduced: after `register`, before `close`."""
+        return bool(self._handles)
+
+    def register(self, on_reduced: Callable[[int], None] = lambda iteration: None) -> None:
+        """Have FSDP call the hooks from now on."""
+        self.on_reduced = on_reduced
+        for number, parameter in enumerate(self._parameters):
+            hook = partial(self._accumulated, number)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for unit in self._units:
+            unit.set_all_reduce_hook(self.scattered)
+
+    def close(self) -> None:
+        """End the threads and the reducer. The all-reduce hook stays, and fails."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        super().close()
+
+    def scattered(self, flat: torch.Tensor) -> None:
+        """Begin an iteration with the gradients of its first unit. FSDP calls this in backward's thread."""
+        if not self.active:
+            raise self.error or RingError("the model's Protection is closed, so gradients are not reduced")
+        if dtype_name(flat.dtype) not in self._types:
+            raise RuntimeError(f"FSDP reduces gradients of {flat.dtype}; known: {', '.join(self._types)}")
+        if not self._missing:
+            self._check_empty()
+            self._seen.clear()
+            self._begin()
+
+    def _check_empty(self) -> None:
+        """Raise `RefusedError` if there are gradients, to which FSDP would add those of this rank."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                raise RefusedError(
+                    f"{self._layout.parameters[number].name} has a .grad from before this backward: call "
+                    "optimizer.zero_grad() after each step, without set_to_none=False, accumulate with "
+                    "set_requires_gradient_sync(False), and checkpoint activations with use_reentrant=False"
+                )
+
+    def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
+        """Lend a parameter's gradient. FSDP calls this after `scattered` of its unit."""
+        assert parameter.grad is not None
+        gradient = local_of(parameter.grad).detach()
+        if number in self._seen:
+            name = self._layout.parameters[number].name
+            raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
+        self._seen.add(number)
+        if not gradient.numel():
+            return
+        self._check_type(number, gradient)
+        flat = gradient.view(-1)
+        self._lend({number: flat}, flat)
+
+    def _await_reduced(self, iteration: int) -> None:
+        """Reduce zeros for parameters without a gradient, and wait. FSDP's last callback has returned."""
+        absent = {}
+        for number in self._flats.keys() - self._seen:
+            like = self._flats[number]
+            absent[number] = torch.zeros_like(like, device=self._parameters[number].device)
+            self._lend({number: absent[number]}, absent[number])
+        super()._await_reduced(iteration)
+        for number, zeros in absent.items():
+            if zeros.any():
+                raise RefusedError(
+                    f"{self._layout.parameters[number].name} has no gradient on this rank, but on another "
+                    "replica: each iteration has to use the same parameters on all ranks"
+                )
+
+
+def check_hooks(model: FsdpModel) -> None:
+    """Raise `RefusedError` if a unit has an all-reduce hook, other than that of a closed Protection."""
+    for name, unit in model.units.items():
+        for group in param_groups(unit):
+            hook = group._all_reduce_hook
+            owner = getattr(hook, "__self__", None)
+            if hook is not None and not (isinstance(owner, ShardedHooks) and not owner.active):
+                raise RefusedError(
+                    f"{name or type(model.inner).__name__} already has the all-reduce hook "
+                    f"{getattr(hook, '__qualname__', hook)}, and FSDP accepts only one. Checkmate's own hook "
+                    "reduces gradients as they are: remove the other one"
+                )

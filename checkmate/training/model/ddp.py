@@ -1,0 +1,41 @@
+"""A model in PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.training.errors import RefusedError, SessionError
+from checkmate.training.model.trained import TrainedModel
+
+
+class DdpModel(TrainedModel):
+    """The model inside of a DDP. Buckets are as large as DDP's own (`bucket_cap_mb`)."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        """Create it. Raise `SessionError` if this DDP can't be protected."""
+        if ddp.mixed_precision is not None:
+            raise SessionError("DDP's mixed_precision keeps its own gradients: use torch.autocast instead")
+        self.ddp = ddp
+        self.outer, self.inner = ddp, ddp.module
+        self.bucket_bytes = ddp.bucket_bytes_cap
+        self.ignored = ddp.parameters_to_ignore
+
+    @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether DDP broadcasts the first rank's buffers to all ranks."""
+        return bool(getattr(self.ddp, "forward_sync_buffers", getattr(self.ddp, "broadcast_buffers", True)))
+
+    @property
+    def replicas(self) -> list[int]:
+        """The global ranks over which DDP averages."""
+        return dist.get_process_group_ranks(self.ddp.process_group)
+
+    def check_forward(self) -> None:
+        """Raise `RefusedError` during and after `join()`: DDP stays prepared for ranks without a batch."""
+        if self.ddp._join_config.enable:
+            raise RefusedError(
+                "ddp.join() is for ranks that run out of batches, but each rank of a protected model trains "
+                "in every iteration: give all ranks the same number of batches, as DistributedSampler does, "
+                "and remove it"
+            )

@@ -1,0 +1,195 @@
+"""A model that PyTorch's `fully_shard` has cut into shards (FSDP2), on a mesh of the shards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from checkmate.state import dtype_name
+from checkmate.training.errors import RefusedError
+from checkmate.training.model.trained import TrainedModel
+from checkmate.wire.layout import BUCKET_BYTES, Parameter
+
+_EXACT: Final = (torch.float32, torch.bfloat16)
+"""Types of gradients that FSDP does not divide after the reduction."""
+
+
+class FsdpModel(TrainedModel):
+    """The root of a sharded model. A rank trains chunks, of which all ranks of its DP group have replicas.
+
+    Parameters are in the order of FSDP's units, the outermost first, because backward completes them in
+    reverse. They are those outside of forward and backward, during which FSDP replaces some by whole ones.
+    """
+
+    replicas = None
+    broadcasts_buffers = False
+    bucket_bytes = BUCKET_BYTES
+
+    def __init__(self, module: object) -> None:
+        """Create it. Raise `RefusedError` if shadow nodes can't follow it."""
+        assert isinstance(module, nn.Module) and isinstance(module, FSDPModule)
+        self.outer = self.inner = module
+        if not hasattr(module, "set_all_reduce_hook"):
+            raise RefusedError(
+                f"PyTorch {torch.__version__} can't be followed with fully_shard: use 2.7 or newer"
+            )
+        self.units = {name: one for name, one in module.named_modules() if isinstance(one, FSDPModule)}
+        for unit in self.units.values():
+            unit.reshard()
+        order = {name: number for number, name in enumerate(self.units)}
+        named = sorted(module.named_parameters(), key=lambda one: order[self._unit_of(one[0])])
+        self._parameters = dict(named)
+        self._reduced = {
+            one.sharded_param: _reduced_dtype(group.mp_policy, one.sharded_param.dtype)
+            for unit in self.units.values()
+            for group in param_groups(unit)
+            for one in group.fsdp_params
+        }
+        if not self.trained():
+            raise RefusedError("no parameter of the model needs a gradient, so there is nothing to follow")
+        for name, parameter in self.trained().items():
+            if parameter not in self._reduced:
+                raise RefusedError(
+                    f"{name} is not sharded, so FSDP does not reduce its gradient: leave it out of "
+                    "ignored_params of fully_shard, or set requires_grad=False"
+                )
+            _check_mesh(name, parameter)
+        for name, unit in self.units.items():
+            _check_unit(name or type(module).__name__, unit)
+        self.averages = _averages(self.units)
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The global ranks that share this rank's replica, in order of the shards."""
+        mesh = next(iter(self.trained().values())).device_mesh  # type: ignore[attr-defined]
+        found: list[int] = mesh.mesh.tolist()
+        return found
+
+    def check_forward(self) -> None:
+        """Do nothing: FSDP itself needs all ranks in each iteration."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by name, in the layout's order."""
+        return self._parameters
+
+    def describe(self) -> list[Parameter]:
+        """Return this rank's chunks of the trained parameters."""
+        return [_chunk(name, p, self._reduced[p]) for name, p in self.trained().items()]
+
+    def _unit_of(self, name: str) -> str:
+        """Return the name of the innermost unit that contains a parameter."""
+        prefixes = list(accumulate(name.split("."), "{}.{}".format))
+        return next((one for one in reversed(prefixes) if one in self.units), "")
+
+
+def param_groups(unit: FSDPModule) -> Iterator[Any]:
+    """Yield FSDP's groups of a unit's parameters, with the settings that the script has made."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # since PyTorch 2.12
+        yield from state._fsdp_param_groups
+    elif state._fsdp_param_group is not None:
+        yield state._fsdp_param_group
+
+
+def _chunk(name: str, parameter: torch.Tensor, reduced: torch.dtype) -> Parameter:
+    """Return this rank's chunk of a parameter whose gradient is `reduced` in a type.
+
+    FSDP gives each rank but the last ones the same number of rows.
+    """
+    assert isinstance(parameter, DTensor)
+    (placement,) = parameter.placements
+    assert isinstance(placement, Shard)
+    with torch.no_grad():
+        local = parameter.to_local()
+    size, mesh = parameter.shape[placement.dim], parameter.device_mesh
+    offset = [0] * parameter.ndim
+    offset[placement.dim] = min(-(-size // mesh.size()) * mesh.get_local_rank(), size)
+    known = Parameter.of(name, local.shape, local.stride(), dtype_name(local.dtype))
+    gradient = "" if reduced == local.dtype else dtype_name(reduced)
+    return replace(known, whole=tuple(parameter.shape), offset=tuple(offset), gradient=gradient)
+
+
+def _check_mesh(name: str, parameter: torch.Tensor) -> None:
+    """Raise `RefusedError` unless a trained parameter is sharded on a mesh of one dimension."""
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if any(isinstance(one, Replicate) for one in placements):
+        raise RefusedError(
+            f"{name} is on the mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, on which FSDP itself reduces "
+            "gradients over the replicas, so they can't be copied: give fully_shard the dimension of the "
+            'shards alone, mesh=checkmate.shard_mesh(device_type), or mesh["dp_shard"] of yours'
+        )
+    if mesh.ndim != 1 or type(placements[0]) is not Shard:
+        raise RefusedError(
+            f"{name} has the placements {placements}: only shards on a mesh of one dimension can be "
+            "protected, not those of tensor parallelism"
+        )
+
+
+def _check_unit(name: str, unit: FSDPModule) -> None:
+    """Raise `RefusedError` if the settings of a unit prevent that shadow nodes get its final gradients."""
+    groups = list(param_groups(unit))
+    if len(groups) > 1:
+        raise RefusedError(
+            f"{name}: its parameters have several meshes, and FSDP has no all-reduce hook then: use one mesh"
+        )
+    for group in groups:
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise RefusedError(f"{name}: gradients that FSDP offloads to the CPU can't be protected yet")
+        if getattr(group, "force_sum_reduction_for_comms", False):  # since PyTorch 2.8
+            raise RefusedError(
+                f"{name}: with set_force_sum_reduction_for_comms(True), FSDP divides gradients after their "
+                "reduction, so shadow nodes would get others: leave it out"
+            )
+        for parameter in group.fsdp_params:
+            _check_types(name, group.mp_policy, parameter.sharded_param.dtype)
+
+
+def _averages(units: Mapping[str, FSDPModule]) -> bool:
+    """Return whether FSDP averages over replicas; with a factor of the script's it sums.
+
+    Raise `RefusedError` if its units differ.
+    """
+    with_factor = {name: _divides(group) for name, unit in units.items() for group in param_groups(unit)}
+    if len(set(with_factor.values())) > 1:
+        without = next(name for name, found in with_factor.items() if not found)
+        raise RefusedError(
+            f"only some of FSDP's units have set_gradient_divide_factor, {without or 'the root'} has not: "
+            "call it on all of them"
+        )
+    return not any(with_factor.values())
+
+
+def _divides(group: Any) -> bool:
+    """Return whether a group's gradients have a factor that the script has set."""
+    if hasattr(group, "gradient_divide_factor"):  # since PyTorch 2.8
+        return group.gradient_divide_factor is not None
+    return group.reduce_scatter_reduce_op is not None
+
+
+def _reduced_dtype(policy: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which FSDP reduces the gradients of parameters of a type."""
+    found: torch.dtype = policy.reduce_dtype or policy.param_dtype or dtype
+    return found
+
+
+def _check_types(name: str, policy: Any, dtype: torch.dtype) -> None:
+    """Raise `RefusedError` if FSDP changes gradients after their reduction, other than to a wider type."""
+    reduced = _reduced_dtype(policy, dtype)
+    if reduced not in _EXACT:
+        raise RefusedError(
+            f"{name}: FSDP divides gradients of {reduced} after their reduction, so shadow nodes would get "
+            "others: set reduce_dtype=torch.float32 in its MixedPrecisionPolicy"
+        )
+    if torch.promote_types(reduced, dtype) != dtype:
+        raise RefusedError(
+            f"{name}: FSDP reduces gradients in {reduced} and rounds them to {dtype}, the parameters' type: "
+            f"set reduce_dtype={dtype} in its MixedPrecisionPolicy, or keep parameters in {reduced}"
+        )

@@ -1,0 +1,77 @@
+"""What the training side needs of a model, whatever wraps it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from checkmate.wire.layout import Parameter
+
+
+class TrainedModel(ABC):
+    """A model of which each rank of a DP group trains a replica."""
+
+    outer: nn.Module
+    """What the script calls. Its forward, in training, begins an iteration."""
+    inner: nn.Module
+    """What has the parameters and buffers, under the names that the script knows."""
+    bucket_bytes: int
+    """The size at which a bucket of gradients is closed."""
+    averages: bool = True
+    """Whether gradients are averaged over replicas; else they are summed."""
+    ignored: Collection[str] = ()
+    """Names of parameters and buffers that the ranks don't share."""
+
+    @property
+    @abstractmethod
+    def broadcasts_buffers(self) -> bool:
+        """Whether all ranks get the buffers of the first one."""
+
+    @property
+    @abstractmethod
+    def replicas(self) -> Sequence[int] | None:
+        """The global ranks whose gradients are reduced together; `None` if only the job names them."""
+
+    @property
+    def shard_ranks(self) -> Sequence[int]:
+        """The global ranks that share a replica, in order of its shards; empty if each rank has all of it."""
+        return ()
+
+    @abstractmethod
+    def check_forward(self) -> None:
+        """Raise `RefusedError` unless each rank trains in the iteration that begins."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by name, in registration order."""
+        return dict(self.inner.named_parameters())
+
+    def describe(self) -> list[Parameter]:
+        """Return the trained parameters as the layout has them. Raise `LayoutError` if one is not dense."""
+        return [
+            Parameter.of(name, p.shape, p.stride(), str(p.dtype).removeprefix("torch."))
+            for name, p in self.trained().items()
+        ]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers, by name."""
+        return {**self.parameters(), **dict(self.inner.named_buffers())}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters whose gradients are reduced, by name, in the layout's order."""
+        named = self.parameters().items()
+        return {name: p for name, p in named if p.requires_grad and name not in self.ignored}
+
+    def kept_beside(self) -> dict[str, torch.Tensor]:
+        """Return the buffers and frozen parameters, by name."""
+        frozen = {name: p for name, p in self.parameters().items() if not p.requires_grad}
+        every: dict[str, torch.Tensor] = {**frozen, **dict(self.inner.named_buffers())}
+        return {name: tensor for name, tensor in every.items() if name not in self.ignored}
+
+    def state_names(self) -> dict[str, str]:
+        """Return, by key of the model's `state_dict()`, the name of its tensor among `tensors`."""
+        names = {id(tensor): name for name, tensor in self.tensors().items()}
+        stored = self.inner.state_dict(keep_vars=True)
+        return {key: names[id(tensor)] for key, tensor in stored.items() if id(tensor) in names}

@@ -1,0 +1,219 @@
+"""A sharded model as the training side sees it, and the settings of FSDP with which it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from checkmate.rpc import shadow_pb2 as pb
+from checkmate.state import local_of
+from checkmate.training.checks import check_model
+from checkmate.training.errors import RefusedError
+from checkmate.training.gradients.reducing import zero_buckets
+from checkmate.training.gradients.sharded_hooks import ShardedHooks
+from checkmate.training.gradients.staging import Staging
+from checkmate.training.model.choosing import model_of
+from checkmate.training.model.fsdp import FsdpModel
+from checkmate.training.record.buffers import Buffers
+from checkmate.training.record.capture import Watched
+from checkmate.training.start import disk, membership
+from checkmate.training.start.install import InstallError, install_optimizer, install_parameters
+from checkmate.wire.layout import Layout, make_layout
+from testbed.jobs import job
+from tests.support.training.alone import alone
+from tests.support.training.sharded import ShardedNet, replicated, shard
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def sharded(**options: Any) -> Any:
+    return shard(ShardedNet(), replicated(1, 1)["dp_shard"], **options)
+
+
+def test_parameters_are_in_the_order_in_which_backward_ends_reversed() -> None:
+    """The root's come first, because backward completes them last. Names are the script's."""
+    model = model_of(sharded())
+    assert isinstance(model, FsdpModel)
+    names = list(model.trained())
+    assert names[:2] == ["scale", "embedding.weight"]
+    assert names[2:5] == ["blocks.0.0.weight", "blocks.0.2.weight", "blocks.0.2.bias"]
+    assert names[-2:] == ["sometimes.weight", "sometimes.bias"]
+    assert sorted(model.kept_beside()) == ["blocks.0.0.bias", "seen"]
+    assert model.state_names()["head.weight"] == "embedding.weight"
+    described = {one.name: one for one in model.describe()}
+    assert described["embedding.weight"].whole == (11, 6)
+    assert described["embedding.weight"].offset == (0, 0)
+
+
+def test_whole_parameters_during_evaluation_are_not_taken_for_the_trained_ones() -> None:
+    module = sharded()
+    before = list(module.parameters())
+    with torch.no_grad():
+        module(torch.tensor([1, 2]))
+    found = model_of(module)
+    assert {id(p) for p in found.parameters().values()} == {id(p) for p in before}
+
+
+def two_dimensions() -> nn.Module:
+    return shard(ShardedNet(), replicated(1, 1))
+
+
+def not_sharded() -> nn.Module:
+    model = ShardedNet()
+    fully_shard(model, mesh=replicated(1, 1)["dp_shard"], ignored_params={model.scale})
+    return model
+
+
+def frozen() -> nn.Module:
+    model: nn.Module = sharded().requires_grad_(False)
+    return model
+
+
+def with_setting(name: str, value: object) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = sharded()
+        getattr(model, name)(value)
+        found: nn.Module = model
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (two_dimensions, r"on the mesh \('dp_replicate', 'dp_shard'\).*mesh=checkmate.shard_mesh\("),
+        (frozen, "no parameter of the model needs a gradient"),
+        (not_sharded, "^scale is not sharded.*leave it out of ignored_params"),
+        (lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "offloads to the CPU"),
+        (with_setting("set_force_sum_reduction_for_comms", True), "divides gradients after their reduction"),
+        (with_setting("set_gradient_divide_factor", 2.0), "only some .*, blocks.0 has not: call it on all"),
+        (
+            lambda: sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),
+            r"of torch.float16 after their reduction.*reduce_dtype=torch.float32",
+        ),
+        (
+            lambda: shard(
+                ShardedNet().bfloat16(),
+                replicated(1, 1)["dp_shard"],
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            ),
+            r"in torch.float32 and rounds them to torch.bfloat16.*: set reduce_dtype=torch.bfloat16",
+        ),
+    ],
+)
+def test_settings_with_which_shadow_nodes_would_get_other_gradients(
+    make: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(RefusedError, match=words):
+        model_of(make())
+
+
+def test_a_checkpoint_on_disk_is_refused_with_what_loads_it() -> None:
+    module = sharded()
+    watched = Watched(model_of(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    place = membership.place(job(groups=1, ranks=2), 0, 2, None)
+    with pytest.raises(InstallError, match=r"^kept/it can't be loaded .* torch.distributed.checkpoint"):
+        disk.resume(Path("kept/it"), place, watched)
+
+
+def test_a_pytorch_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sharded()
+    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
+    with pytest.raises(RefusedError, match="can't be followed with fully_shard: use 2.7 or newer"):
+        model_of(module)
+
+
+class OneRank:
+    """A reducer of one rank: its gradients are the average."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.tensors = zero_buckets(layout, torch.device("cpu"))
+
+    def staging(self, device: torch.device, on_error: object) -> Staging:
+        return Staging()
+
+    def open(self, on_done: Callable[[int], None], on_error: object) -> None:
+        self.submit = on_done
+
+    def ends(self) -> dict[tuple[int, int], int]:
+        return {}
+
+    def passed(self, ends: object) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def test_another_hook_and_a_scaler_are_refused() -> None:
+    module = sharded()
+    model = model_of(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    check_model(Watched(model, optimizer))
+    with pytest.raises(RefusedError, match="scaler= is not supported with a sharded model"):
+        check_model(Watched(model, optimizer, scaler=torch.amp.GradScaler("cpu")))
+    assert isinstance(model, FsdpModel)
+    layout = make_layout(model.describe(), 1)
+    hooks = ShardedHooks(model, layout, OneRank(layout), 0)
+    hooks.register()
+    with pytest.raises(RefusedError, match=r"has the all-reduce hook ShardedHooks.scattered"):
+        check_model(Watched(model, optimizer))
+    hooks.close()
+    check_model(Watched(model, optimizer))
+    module.blocks[0].set_all_reduce_hook(print)
+    with pytest.raises(RefusedError, match=r"^blocks.0 already has the all-reduce hook print"):
+        check_model(Watched(model, optimizer))
+
+
+def test_a_frozen_chunk_that_changes_is_recorded_as_it_is_here() -> None:
+    """PyTorch counts changes of a DTensor at the DTensor, and not at its local part."""
+    module = sharded()
+    frozen = module.blocks[0][0].bias
+    buffers = Buffers(model_of(module).kept_beside, everything=False)
+    assert set(buffers.take()) == {"seen"}
+    with torch.no_grad():
+        frozen.add_(1)
+    taken = buffers.take()
+    assert set(taken) == {"seen", "blocks.0.0.bias"}
+    assert torch.equal(taken["blocks.0.0.bias"](), frozen.to_local())
+    assert type(taken["blocks.0.0.bias"]()) is torch.Tensor
+
+
+def test_installed_state_is_sharded_like_its_parameters() -> None:
+    """As the optimizer itself would create it; its steps would fail otherwise."""
+    one, other = sharded(), sharded()
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (one, other)]
+    for parameter in one.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizers[0].step()
+    names = model_of(one).trained()
+    states = {
+        number: (
+            local_of(parameter).clone(),
+            {name: local_of(value).clone() for name, value in optimizers[0].state[parameter].items()},
+        )
+        for number, parameter in enumerate(names.values())
+    }
+    theirs = list(model_of(other).trained().values())
+    install_parameters(theirs, states)
+    numbers = {parameter: number for number, parameter in enumerate(theirs)}
+    install_optimizer(optimizers[1], numbers, states, [], pb.IterationRecord())
+    for module, optimizer in zip((one, other), optimizers, strict=True):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+    for mine, their in zip(names.values(), theirs, strict=True):
+        assert torch.equal(local_of(mine), local_of(their))
+        for name, value in optimizers[0].state[mine].items():
+            assert torch.equal(local_of(value), local_of(optimizers[1].state[their][name]))
+            assert type(value) is type(optimizers[1].state[their][name])
