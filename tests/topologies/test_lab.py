@@ -204,7 +204,7 @@ def test_command_line_up_and_down(name: str) -> None:
     ("arguments", "words"),
     [
         (["up", "nowhere"], "no lab 'nowhere'"),
-        (["up", "single_tor", "--target", "tofino"], "no target 'tofino'"),
+        (["up", "single_tor", "--target", "tofin"], "no target 'tofin'"),
         (["up", "single_tor", "--loss", "2"], "'2' is not a loss"),
         (["up", "single_tor", "--jitter", "5m"], "'5m' is not a jitter"),
         (["up", "single_tor", "--mtu", "100"], "invalid MTU 100"),

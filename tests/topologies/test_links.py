@@ -137,6 +137,7 @@ def bytes_a_frame(lab: Lab) -> float:
     return counters["rx_bytes"] / counters["rx_packets"]
 
 
+@pytest.mark.slow
 def test_frames_of_9000_bytes(name: str) -> None:
     """Offloads are off, so that frame lengths are those on a wire."""
     with Lab(build("pair", PAIR), name=name, mtu=9000, offloads=False) as lab:

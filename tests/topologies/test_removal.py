@@ -94,7 +94,13 @@ def test_a_signal_right_after_a_fork_is_not_lost(name: str, number: signal.Signa
 
 
 @pytest.mark.parametrize(
-    "made", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow), 17]
+    "made",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(9, marks=pytest.mark.slow),
+        17,
+    ],
 )
 def test_down_clears_up_after_kill_9(name: str, made: int) -> None:
     before = set(os.listdir("/sys/class/net"))

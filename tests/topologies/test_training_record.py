@@ -187,7 +187,7 @@ def test_a_digest_tells_bits_apart(values: list[float]) -> None:
         ["--kill", "2"],
         ["--iterations", "10"],
         ["--kill", "1:60:forward"],
-        ["--target", "tofino"],
+        ["--target", "tofin"],
     ],
 )
 def test_the_demo_says_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

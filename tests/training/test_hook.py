@@ -197,7 +197,7 @@ CASES = {
 }
 
 
-QUICK = ("four ranks", "unused", "static graph", "accumulated, views")
+QUICK = ("four ranks", "unused", "accumulated, views")
 
 
 @pytest.mark.parametrize(

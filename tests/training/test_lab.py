@@ -180,9 +180,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str)
 def test_shadow_nodes_have_what_trainers_have(case: LabCase, tmp_path: Path) -> None:
     """Nodes compare all parameters and optimizer state in turn; at the end, the test reads them."""
     options = {**optimizer(case.kind, case.implementation), **case.more}

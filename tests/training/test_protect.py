@@ -176,6 +176,7 @@ def test_over_a_double_of_nccl(nodes: list[RecordingNode], tmp_path: Path) -> No
         check_ends(sent, layout, position)
 
 
+@pytest.mark.slow
 def test_training_goes_on_if_nccl_cannot_be_tagged(nodes: list[RecordingNode], tmp_path: Path) -> None:
     run, ends = train(tmp_path, nodes, iterations=4, nccl="2.25")
     assert [code for code, _ in ends] == [0, 0], ends

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(500),
 ]
 
-QUICK = ["An EMA of the parameters", "A loader that knows its place"]
+QUICK = ["A loader that knows its place"]
 SLOW = [title for title in recipes() if title not in QUICK]
 
 

@@ -120,9 +120,9 @@ def follow_native(rank: int, count: int, ports: list[int], case: ShardedCase) ->
     "case",
     [
         ShardedCase(),
-        ShardedCase(accumulate=3),
-        ShardedCase(factor=float(SHARDS)),
-        ShardedCase(compute=torch.bfloat16),
+        pytest.param(ShardedCase(accumulate=3), marks=pytest.mark.slow),
+        pytest.param(ShardedCase(factor=float(SHARDS)), marks=pytest.mark.slow),
+        pytest.param(ShardedCase(compute=torch.bfloat16), marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_native_hsdp(ranks: RankProcesses, case: ShardedCase) -> None:

@@ -118,6 +118,7 @@ def test_an_ordinary_user_trains_with_the_documented_starter(
         }
 
 
+@pytest.mark.slow
 def test_without_it_the_message_names_what_is_missing(
     folder: Path, python: str, nodes: list[RecordingNode]
 ) -> None:

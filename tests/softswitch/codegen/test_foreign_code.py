@@ -137,6 +137,7 @@ def walk(name: str, most: int | None) -> None:
     assert verdicts["equal"] > 50
 
 
+@pytest.mark.slow
 def test_hostile_leaves_of_each_kind() -> None:
     walk("bmv2", SAMPLES)
 

@@ -131,7 +131,7 @@ def check_stayer(outcome: Outcome) -> None:
     [
         pytest.param("softswitch", 0.0, False, marks=pytest.mark.slow),
         pytest.param("softswitch", 0.01, True, marks=pytest.mark.slow),
-        ("softswitch", 0.0, True),
+        pytest.param("softswitch", 0.0, True, marks=pytest.mark.slow),
         pytest.param("softswitch", 0.01, False, marks=pytest.mark.slow),
         pytest.param("bmv2", 0.0, False, marks=[needs_bmv2, pytest.mark.slow]),
         pytest.param("bmv2", 0.01, True, marks=[needs_bmv2, pytest.mark.slow]),

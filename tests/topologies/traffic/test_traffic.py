@@ -178,6 +178,7 @@ def test_a_closed_terminal_leaves_nothing(name: str, small: Path) -> None:
     _nothing_stays(name, held, cgroups.place(name))
 
 
+@pytest.mark.slow
 def test_down_clears_up_after_kill_9_during_traffic(name: str, small: Path) -> None:
     process = _start_run(name, small)
     _wait_for_traffic(name, process)

@@ -39,15 +39,14 @@ def test_messages_arrive_whatever_their_length(ranks: RankProcesses) -> None:
 
 
 def _fails(rank: int, _: int, version: int, size: int) -> str:
-    if rank == 1:
-        exchange.VERSION = version  # type: ignore[misc]
-        exchange._encoded = lambda _: b" " * size  # type: ignore[assignment]
-    try:
-        exchange.gather("here")
-    except ExchangeError as error:
-        return str(error)
-    finally:
-        exchange.VERSION = VERSION  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(exchange, "VERSION", version)
+            patch.setattr(exchange, "_encoded", lambda _: b" " * size)
+        try:
+            exchange.gather("here")
+        except ExchangeError as error:
+            return str(error)
     return ""
 
 
@@ -64,9 +63,8 @@ def _fails(rank: int, _: int, version: int, size: int) -> str:
         (VERSION, 2, "rank 1 sent a message that is not JSON"),
     ],
 )
-def test_all_ranks_end_with_the_same_error(version: int, size: int, words: str) -> None:
-    with RankProcesses() as fresh:
-        assert fresh.run(3, _fails, version, size) == [words] * 3
+def test_all_ranks_end_with_the_same_error(ranks: RankProcesses, version: int, size: int, words: str) -> None:
+    assert ranks.run(3, _fails, version, size) == [words] * 3
 
 
 class _Attack:
