@@ -18,13 +18,10 @@ from checkmate.job.files import JobError, JobFiles, job_files, read_job, read_jo
 from checkmate.job.schema import Job
 from checkmate.job.yaml_lines import Document
 from testbed.jobs import job_data
+from tests.support.job_files import edited, write
 from tests.support.jobs import some_jobs
 
-
-def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
-    file = folder / name
-    file.write_text(data if isinstance(data, str) else yaml.safe_dump(data, sort_keys=False))
-    return file
+RIGHT = job_data(nodes=2, channels=2)
 
 
 def faults(*files: Path) -> dict[str, str]:
@@ -61,20 +58,6 @@ def test_a_fault_in_the_fabric_file_is_placed_there(tmp_path: Path) -> None:
     assert fault.path == "switches[0].colour"
     assert "unknown key" in fault.message
     assert fabric.read_text().splitlines()[fault.line - 1].strip().startswith("colour")
-
-
-def edited(path: str, value: Any) -> dict[str, Any]:
-    """Return a valid job with one value changed, or removed if it is `...`."""
-    data = copy.deepcopy(job_data(nodes=2, channels=2))
-    *way, last = [int(p) if p.isdigit() else p for p in path.split("/")]
-    at: Any = data
-    for part in way:
-        at = at[part]
-    if value is ...:
-        del at[last]
-    else:
-        at[last] = value
-    return data
 
 
 @pytest.mark.parametrize(
@@ -181,13 +164,13 @@ def edited(path: str, value: Any) -> dict[str, Any]:
 def test_a_fault_is_placed_and_says_what_would_be_right(
     tmp_path: Path, change: str, value: Any, path: str, message: str
 ) -> None:
-    found = faults(write(tmp_path, edited(change, value)))
+    found = faults(write(tmp_path, edited(RIGHT, change, value)))
     assert path in found, found
     assert message in found[path]
 
 
 def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
-    data = edited("dp_groups/0/ranks/1/ip", "10.0.0.1")
+    data = edited(RIGHT, "dp_groups/0/ranks/1/ip", "10.0.0.1")
     data["colour"] = 1
     data["channels"] = 0
     data["shadow_nodes"][1]["id"] = 0
@@ -196,7 +179,7 @@ def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_faulty_address_hides_no_other(tmp_path: Path) -> None:
-    data = edited("dp_groups/0/ranks/1/addresses", ["10.0.0.1", "224.0.0.9", 7, "10.0.0.2"])
+    data = edited(RIGHT, "dp_groups/0/ranks/1/addresses", ["10.0.0.1", "224.0.0.9", 7, "10.0.0.2"])
     found = faults(write(tmp_path, data))
     assert set(found) == {f"dp_groups[0].ranks[1].addresses[{index}]" for index in range(4)}
 
@@ -209,7 +192,7 @@ def test_hosts_that_no_link_joins_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_switch_of_the_first_rank_is_the_only_fault(tmp_path: Path) -> None:
-    found = faults(write(tmp_path, edited("dp_groups/0/ranks/0/switch", "torr")))
+    found = faults(write(tmp_path, edited(RIGHT, "dp_groups/0/ranks/0/switch", "torr")))
     assert set(found) == {"dp_groups[0].ranks[0].switch"}
 
 
@@ -344,7 +327,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_line_number_is_the_one_of_the_key(tmp_path: Path) -> None:
-    file = write(tmp_path, edited("dp_groups/0/ranks/1/ip", "10.0.0.1"))
+    file = write(tmp_path, edited(RIGHT, "dp_groups/0/ranks/1/ip", "10.0.0.1"))
     with pytest.raises(JobError) as caught:
         read_job(file)
     (fault,) = caught.value.faults
@@ -542,7 +525,7 @@ def test_the_sound_files_of_a_set_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fabric", ["switches: [", "- a\n", None])
 def test_a_fabric_that_cant_be_read_hides_nothing_in_the_job(tmp_path: Path, fabric: str | None) -> None:
-    data = edited("dp_groups/0/ranks/1/ip", "10.0.0.1")
+    data = edited(RIGHT, "dp_groups/0/ranks/1/ip", "10.0.0.1")
     data["channels"] = 0
     data["fabric"] = "fabric.yaml"
     if fabric is not None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -20,6 +19,7 @@ from checkmate.job.mesh import RULE, coordinates, group_name, serving
 from checkmate.job.placing import place
 from testbed.jobs import job_data, mac
 from tests.support.cli import invoke
+from tests.support.job_files import faults, write
 
 EDITORS = Draft202012Validator(editor_schema.of_job())
 
@@ -49,20 +49,6 @@ def meshed(
 def interface(number: int) -> dict[str, Any]:
     at = {"ip": f"10.8.{number // 250}.{number % 250 + 1}", "mac": mac(8, number)}
     return at | {"switch": "tor0", "port": 100 + number}
-
-
-def write(folder: Path, data: Any) -> Path:
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(data, sort_keys=False))
-    return file
-
-
-def faults(folder: Path, data: Any) -> dict[str, str]:
-    with pytest.raises(JobError) as caught:
-        read_job(write(folder, data))
-    told = [(fault.path, fault.message) for fault in caught.value.faults]
-    assert len({path for path, _ in told}) == len(told)
-    return dict(told)
 
 
 def test_groups_are_the_replicate_lines_of_torchs_mesh(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -20,6 +19,7 @@ from checkmate.keys.roles import Role, hosts_of
 from checkmate.ring.place import ring_ports
 from controlplane import plan as planning
 from testbed.jobs import job_data, tofino_job_data
+from tests.support.job_files import edited, faults, write
 
 EDITORS = Draft202012Validator(editor_schema.of_job())
 
@@ -40,20 +40,6 @@ def hosted(nics: int = 1, hosts: int = 2, ranks: int = 2, **kwargs: Any) -> dict
         for i in range(ranks)
     ]
     return data
-
-
-def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
-    file = folder / name
-    file.write_text(yaml.safe_dump(data, sort_keys=False))
-    return file
-
-
-def faults(folder: Path, data: Any) -> dict[str, str]:
-    with pytest.raises(JobError) as caught:
-        read_job(write(folder, data))
-    told = [(fault.path, fault.message) for fault in caught.value.faults]
-    assert len({path for path, _ in told}) == len(told), "one fault for each place"
-    return dict(told)
 
 
 def test_ranks_have_what_their_host_has(tmp_path: Path) -> None:
@@ -104,20 +90,6 @@ def test_a_host_of_one_rank_is_a_rank_with_an_address(tmp_path: Path) -> None:
     assert plans[0].holdings == plans[1].holdings
 
 
-def edited(path: str, value: Any, nics: int = 1) -> dict[str, Any]:
-    """Return a valid job with one value changed, or removed if it is `...`."""
-    data = copy.deepcopy(hosted(nics=nics))
-    *way, last = [int(p) if p.isdigit() else p for p in path.split("/")]
-    at: Any = data
-    for part in way:
-        at = at[part]
-    if value is ...:
-        del at[last]
-    else:
-        at[last] = value
-    return data
-
-
 @pytest.mark.parametrize(
     ("path", "value", "where", "message"),
     [
@@ -149,7 +121,7 @@ def edited(path: str, value: Any, nics: int = 1) -> dict[str, Any]:
 def test_a_fault_is_placed_where_it_is_in_the_file(
     tmp_path: Path, path: str, value: Any, where: str, message: str
 ) -> None:
-    found = faults(tmp_path, edited(path, value))
+    found = faults(tmp_path, edited(hosted(), path, value))
     assert message in found[where]
     if not (path == "hosts" or (path, value) == ("hosts/0/name", "gpu1")):
         assert list(found) == [where], "and nothing follows from it"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,31 +14,10 @@ from checkmate.job.schema import Job, PanelPort
 from checkmate.job.tofino import chips
 from checkmate.job.tofino.ports import FEC, names, port_settings, resolve
 from testbed.jobs import job_data, tofino_job_data
+from tests.support.job_files import edited, faults, write
 
 few = settings(max_examples=40, deadline=None)
 ODD, EVEN, FULL = "wedge100bf-32x-odd", "wedge100bf-32x-even", "wedge100bf-65x"
-
-
-def write(folder: Path, data: Any, name: str = "job.yaml") -> Path:
-    file = folder / name
-    file.write_text(yaml.safe_dump(data, sort_keys=False))
-    return file
-
-
-def faults(folder: Path, data: Any) -> dict[str, str]:
-    with pytest.raises(JobError) as caught:
-        read_job(write(folder, data))
-    return {fault.path: fault.message for fault in caught.value.faults}
-
-
-def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    data = copy.deepcopy(data)
-    *way, last = [int(p) if p.isdigit() else p for p in path.split(".")]
-    at: Any = data
-    for step in way:
-        at = at[step]
-    at[last] = value
-    return data
 
 
 @pytest.mark.parametrize("board", chips.FRONT_PANELS)
@@ -173,7 +150,7 @@ def test_a_switch_may_have_a_map_of_its_own(tmp_path: Path) -> None:
 def test_a_fault_is_placed_and_says_what_would_be_right(
     tmp_path: Path, change: str, value: Any, path: str, message: str
 ) -> None:
-    found = faults(tmp_path, changed(tofino_job_data(), change, value))
+    found = faults(tmp_path, edited(tofino_job_data(), change, value))
     assert path in found, found
     assert message in found[path]
 
@@ -189,7 +166,7 @@ def test_lanes_of_one_connector_are_not_used_twice(tmp_path: Path) -> None:
 
 
 def test_one_fault_hides_no_other(tmp_path: Path) -> None:
-    data = changed(tofino_job_data(), "dp_groups.0.ranks.1.port", "77/0")
+    data = edited(tofino_job_data(), "dp_groups.0.ranks.1.port", "77/0")
     data["channels"] = 0
     data["fabric"]["switches"][0]["speed"] = "400G"
     assert set(faults(tmp_path, data)) == {
@@ -200,7 +177,7 @@ def test_one_fault_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_jobs_that_describe_a_switch_differently_are_refused(tmp_path: Path) -> None:
-    other = changed(tofino_job_data("two", number=1), "fabric.switches.0.cable", 30)
+    other = edited(tofino_job_data("two", number=1), "fabric.switches.0.cable", 30)
     with pytest.raises(JobError, match=r"describes switch 'tor0' differently \(cable\)"):
         read_jobs([write(tmp_path, tofino_job_data(), "a.yaml"), write(tmp_path, other, "b.yaml")])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from ptf_tests.packets import PORTS
 from ptf_tests.stage.config import ConfigError, read_config
 from ptf_tests.stage.targets import TargetError
 from ptf_tests.switch import _renumbered
+from tests.support.job_files import edited
 
 few = settings(max_examples=40, deadline=None)
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,19 +38,6 @@ def write(folder: Path, data: Any) -> Path:
     file = folder / "switch.yaml"
     file.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
     return file
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    data = copy.deepcopy(RIGHT)
-    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
-    at: Any = data
-    for step in way:
-        at = at[step]
-    if value is ...:
-        del at[last]
-    else:
-        at[last] = value
-    return data
 
 
 def test_a_right_file_is_read(tmp_path: Path) -> None:
@@ -84,7 +71,7 @@ def test_the_example_in_the_documentation_is_right(tmp_path: Path) -> None:
     ],
 )
 def test_a_fault_is_said_with_its_place(tmp_path: Path, path: str, value: Any, said: str) -> None:
-    file = write(tmp_path, changed(path, value))
+    file = write(tmp_path, edited(RIGHT, path, value))
     with pytest.raises(ConfigError) as caught:
         read_config(file)
     assert f"{file}: {said}" in str(caught.value)
@@ -122,7 +109,7 @@ def test_a_tofino_needs_a_file_that_says_where_it_is(
         file = write(tmp_path, {**RIGHT, "target": "bmv2"})
         assert main(["--target", "tofino", "--config", str(file)]) == 2
         assert "is bmv2, but tofino was requested" in capsys.readouterr().err
-        assert main(["--config", str(write(tmp_path, changed("cpu_port", 4)))]) == 2
+        assert main(["--config", str(write(tmp_path, edited(RIGHT, "cpu_port", 4)))]) == 2
         assert capsys.readouterr().err.endswith("ports.1.port: 4 is the CPU port\n")
     finally:
         signal.signal(signal.SIGTERM, usual)

@@ -52,13 +52,12 @@ def foreseen(place: Membership, layout: Layout) -> Compared:
     slicing = layout.slicing
     assert isinstance(slicing, NcclSlicing)
     found: Compared = Counter()
-    first_id = place.first_id
     for bucket in layout.schedule:
         for channel in range(place.job.channels):
             part = slicing.part(bucket.elements, bucket.itemsize, place.job.channels, channel)
             for send in slicing.sends(part, bucket.itemsize, place.ranks, place.position):
                 if send.round >= 0:
-                    found[channel, first_id + bucket.shadow_id] += len(send.where) * bucket.itemsize
+                    found[channel, place.first_id + bucket.shadow_id] += len(send.where) * bucket.itemsize
     return found
 
 

@@ -119,8 +119,7 @@ class GradientReduction(ABC):
         self._futures.append(pending.future)
         with self._lock:
             if twice := gradients.keys() & self._lent.keys():
-                name = self._layout.parameters[min(twice)].name
-                raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
+                raise self._reduced_twice(min(twice))
             self._lent |= {number: (gradient, pending) for number, gradient in gradients.items()}
             self._missing -= len(gradients)
         if self.error is not None:
@@ -129,6 +128,10 @@ class GradientReduction(ABC):
             flats = [self._flats[number] for number in gradients]
             staging.take(flats, list(gradients.values()), lambda: self._ready(gradients))
         return pending.future
+
+    def _reduced_twice(self, number: int) -> RuntimeError:
+        name = self._layout.parameters[number].name
+        return RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
 
     def _check_type(self, number: int, gradient: torch.Tensor) -> None:
         """Raise `RuntimeError` if a gradient has another type than its parameter had at first."""

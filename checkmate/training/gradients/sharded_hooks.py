@@ -79,8 +79,7 @@ class ShardedHooks(GradientReduction):
         assert parameter.grad is not None
         gradient = local_of(parameter.grad).detach()
         if number in self._seen:
-            name = self._layout.parameters[number].name
-            raise RuntimeError(f"{name} was reduced twice in one backward; did an earlier backward fail?")
+            raise self._reduced_twice(number)
         self._seen.add(number)
         if not gradient.numel():
             return

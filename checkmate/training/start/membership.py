@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -103,7 +104,7 @@ class Membership:
         """Number of shards of its group's model."""
         return self.job.shards(self.group)
 
-    @property
+    @cached_property
     def first_id(self) -> int:
         """The shadow id on the wire of its group's shard 0."""
         return first_shadow_ids(self.job)[self.group]
